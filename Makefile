@@ -1,0 +1,57 @@
+# Two commands do everything: `make demo` and `make test`. The virtual environment in .venv is made on the way.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-dist lint types size check docs bench tables format clean
+
+help:           ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "shardwright needs Python 3.11 or newer; given: $$($(PYTHON) --version). Try: make PYTHON=python3.12 ..."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## installs, verifies, trains, resumes under another layout, samples, writes a page (5 minutes)
+	$(BIN)/python examples/demo.py --out runs/demo
+
+test: $(READY)  ## unit, doctest, contract and property tests (5 minutes)
+	$(BIN)/python -m pytest -q
+
+test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where there are GPUs
+	$(BIN)/python -m pytest -q tests_dist
+
+lint: $(READY)  ## ruff, the layers of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(READY) ## mypy --strict on src
+	$(BIN)/mypy
+
+size: $(READY)  ## lines per file and function, longest first
+	$(BIN)/python tools/size.py
+
+check: lint types test size ## what every commit passes
+
+docs: $(READY)  ## API pages from docstrings, into docs/api
+	$(BIN)/python tools/docs.py
+
+bench: $(READY) ## the committed benchmarks, measured again
+	$(BIN)/python -m benchmarks
+
+tables: $(READY) ## tables in the README files, rebuilt from the raw rows and the code
+	$(BIN)/python tools/tables.py
+
+format: $(READY) ## ruff's fixes
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+clean:          ## removes the virtual environment and caches
+	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

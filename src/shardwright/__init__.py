@@ -1,0 +1,22 @@
+"""Trains one plain PyTorch model over many devices, and proves the result equal to one."""
+
+from shardwright.comm import Axis, World, launch, run_on_threads
+from shardwright.layout import Layout
+from shardwright.mesh import Mesh
+from shardwright.models.losses import CrossEntropy, MeanSquaredError
+from shardwright.parallelize import Run, parallelize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Axis",
+    "CrossEntropy",
+    "Layout",
+    "MeanSquaredError",
+    "Mesh",
+    "Run",
+    "World",
+    "launch",
+    "parallelize",
+    "run_on_threads",
+]

@@ -1,0 +1,369 @@
+"""Boxes of a tensor, ranges of a dim, and the tensor operations that read and write them.
+
+A tensor's place on a rank is an ordered list of pieces. A piece is a box of the whole tensor and where that
+box begins in the rank's local tensor::
+
+    whole (4, 4)            local (4, 2): two pieces        local (5,): a flat run, two pieces
+    . A A .                 A A                             . . . .
+    . A A .                 A A                             . . P P       P P Q Q Q
+    . B B .                 B B                             Q Q Q .
+    . B B .                 B B                             . . . .
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, product
+from math import prod
+from operator import lt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.mesh import balanced
+
+Range = tuple[int, int]
+"""A half open range of a dim: first, and one past the last."""
+
+Ranges = tuple[tuple[Range, ...], ...]
+"""For each part of a dim, the ranges it holds, in the order in which it stores them."""
+
+
+class Box(NamedTuple):
+    """A box of a tensor: where it starts and where it stops in every dim. A 0-d box has one element.
+
+    >>> box = Box((0, 2), (3, 4))
+    >>> box.shape, box.size, box.intersect(Box((2, 0), (9, 3)))
+    ((3, 2), 6, Box(start=(2, 2), stop=(3, 3)))
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> Box:
+        """The whole of a tensor of this shape.
+
+        >>> Box.of((2, 3))
+        Box(start=(0, 0), stop=(2, 3))
+        """
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its length in every dim."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return prod(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What to index a tensor with to get this box."""
+        return tuple(map(slice, self.start, self.stop))
+
+    def intersect(self, other: Box) -> Box | None:
+        """What both hold; None when that is nothing."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(map(lt, start, stop)) else None
+
+    def shift(self, offset: Sequence[int]) -> Box:
+        """The same box, ``offset`` further on in every dim.
+
+        >>> Box((1,), (3,)).shift((4,))
+        Box(start=(5,), stop=(7,))
+        """
+        return Box(
+            tuple(a + by for a, by in zip(self.start, offset, strict=True)),
+            tuple(b + by for b, by in zip(self.stop, offset, strict=True)),
+        )
+
+    def minus(self, other: Box) -> tuple[Box, ...]:
+        """What it holds and ``other`` does not, as disjoint boxes, at most two for each dim.
+
+        >>> Box((0,), (9,)).minus(Box((2,), (4,)))
+        (Box(start=(0,), stop=(2,)), Box(start=(4,), stop=(9,)))
+        """
+        common = self.intersect(other)
+        if common is None:
+            return (self,)
+        rest, (start, stop) = [], self
+        for dim, (first, last) in enumerate(zip(*common, strict=True)):
+            if start[dim] < first:
+                rest.append(Box(start, (*stop[:dim], first, *stop[dim + 1 :])))
+            if last < stop[dim]:
+                rest.append(Box((*start[:dim], last, *start[dim + 1 :]), stop))
+            start = (*start[:dim], first, *start[dim + 1 :])
+            stop = (*stop[:dim], last, *stop[dim + 1 :])
+        return tuple(rest)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+class Piece(NamedTuple):
+    """A box of the whole tensor, and where it begins in the local tensor.
+
+    ``local_offset`` has one number for each dim of the whole; or one number when the local tensor is a flat
+    1-D buffer, and the box's elements lie there in row-major order with no gap. For a 1-D tensor both agree.
+
+    >>> Piece(Box((2, 0), (4, 3)), (0, 0)).is_flat, Piece(Box((2, 0), (4, 3)), (7,)).is_flat
+    (False, True)
+    """
+
+    whole: Box
+    local_offset: tuple[int, ...]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it lies in a flat buffer rather than in a tensor with the whole's dims."""
+        return len(self.local_offset) != len(self.whole.start)
+
+    @property
+    def local_box(self) -> Box:
+        """Its box of the local tensor: 1-D when the local tensor is flat.
+
+        >>> Piece(Box((2, 0), (4, 3)), (7,)).local_box
+        Box(start=(7,), stop=(13,))
+        """
+        return Box.of((self.whole.size,) if self.is_flat else self.whole.shape).shift(self.local_offset)
+
+    def parts(self, box: Box) -> tuple[Piece, ...]:
+        """The pieces that hold ``box`` of the whole, which must lie inside this one.
+
+        One piece, or one for each contiguous run of ``box`` when this one lies flat.
+
+        >>> Piece(Box((2, 0), (4, 3)), (7,)).parts(Box((2, 1), (4, 2)))
+        (Piece(whole=Box(start=(2, 1), stop=(3, 2)), local_offset=(8,)),
+         Piece(whole=Box(start=(3, 1), stop=(4, 2)), local_offset=(11,)))
+        """
+        back = tuple(-a for a in self.whole.start)
+        inside = box.shift(back)
+        if not self.is_flat:
+            return (Piece(box, inside.shift(self.local_offset).start),)
+        offset = self.local_offset[0]
+        return tuple(
+            Piece(run.shift(self.whole.start), (offset + first,))
+            for first, run in runs(self.whole.shape, inside)
+        )
+
+
+# ---- ranges of one dim
+
+
+def balanced_ranges(size: int, parts: int) -> Ranges:
+    """An even cut of a dim: for each part one range, or none when it would be empty.
+
+    >>> balanced_ranges(5, 3), balanced_ranges(1, 2)
+    ((((0, 2),), ((2, 4),), ((4, 5),)), (((0, 1),), ()))
+    """
+    cuts = balanced(size, parts)
+    return tuple(((a, b),) if a < b else () for a, b in pairwise(cuts))
+
+
+def fused_ranges(blocks: Sequence[int], parts: int) -> Ranges:
+    """The cut of a dim that holds several sections, such as Q, K and V: each part gets a slice of each.
+
+    >>> fused_ranges((4, 2), 2)
+    (((0, 2), (4, 5)), ((2, 4), (5, 6)))
+    """
+    return concat(blocks, [balanced_ranges(size, parts) for size in blocks])
+
+
+def concat(blocks: Sequence[int], sections: Sequence[Ranges]) -> Ranges:
+    """The cut of a dim made of sections that lie one after the other, from the cut of each section.
+
+    ``blocks`` are the sections' sizes; each of ``sections`` counts from its own section's start.
+
+    >>> concat((4, 1), [balanced_ranges(4, 2), (((0, 1),), ((0, 1),))])  # the last one is held by both parts
+    (((0, 2), (4, 5)), ((2, 4), (4, 5)))
+    """
+    assert len(blocks) == len(sections), f"{len(blocks)} sizes for {len(sections)} sections"
+    joined: list[tuple[Range, ...]] = [()] * len(sections[0])
+    start = 0
+    for size, section in zip(blocks, sections, strict=True):
+        assert all(0 <= a <= b <= size for ranges in section for a, b in ranges), f"{section} leaves {size}"
+        shifted = (tuple((start + a, start + b) for a, b in ranges) for ranges in section)
+        joined = [have + more for have, more in zip(joined, shifted, strict=True)]
+        start += size
+    return tuple(joined)
+
+
+# ---- boxes of flat ranges
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """A range of the row-major sequence of a tensor as boxes, in that order: at most ``2 n - 1`` for n dims.
+
+    >>> [str(box) for box in flat_boxes((4, 4), 6, 13)]
+    ['[1:2, 2:4]', '[2:3, 0:4]', '[3:4, 0:1]']
+    """
+    assert 0 <= start <= stop <= prod(shape), f"{start}:{stop} leaves {tuple(shape)}"
+    return tuple(_flat_boxes(tuple(shape), start, stop)) if start < stop else ()
+
+
+def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    if len(shape) < 2:
+        yield Box((start,), (stop,)) if shape else Box((), ())
+        return
+    row, inner = prod(shape[1:]), Box.of(shape[1:])
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if head or first == last:  # a part of the first row
+        for box in _flat_boxes(shape[1:], head, tail if first == last else row):
+            yield Box((first, *box.start), (first + 1, *box.stop))
+        first += 1
+    if first < last:  # whole rows
+        yield Box((first, *inner.start), (last, *inner.stop))
+    if tail and first <= last:  # a part of the last row
+        for box in _flat_boxes(shape[1:], 0, tail):
+            yield Box((last, *box.start), (last + 1, *box.stop))
+
+
+def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, Box]]:
+    """The contiguous runs of a box in a tensor's row-major sequence: where each begins there, and its box.
+
+    >>> [(first, str(run)) for first, run in runs((3, 4), Box((0, 1), (2, 3)))]
+    [(1, '[0:1, 1:3]'), (5, '[1:2, 1:3]')]
+    """
+    dim = len(shape)
+    while dim > 0 and box.start[dim - 1] == 0 and box.stop[dim - 1] == shape[dim - 1]:
+        dim -= 1
+    dim = max(dim - 1, 0)  # the only dim a run spans in part; those before it are walked index by index
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    for index in product(*(range(a, b) for a, b in zip(box.start[:dim], box.stop[:dim], strict=True))):
+        run = Box(index + box.start[dim:], tuple(i + 1 for i in index) + box.stop[dim:])
+        yield sum(a * stride for a, stride in zip(run.start, strides, strict=True)), run
+
+
+# ---- who shares what
+
+
+def cells(held: Iterable[tuple[int, Iterable[Box]]]) -> tuple[tuple[Box, frozenset[int]], ...]:
+    """Disjoint boxes that cover all the boxes held, each with exactly the set of those that hold it.
+
+    ``held`` gives, for each holder, its boxes. Neighbours with the same holders are joined where they form a
+    box; the cells come in the order of their starts.
+
+    >>> for cell, holders in cells([(0, [Box((0,), (4,))]), (1, [Box((2,), (6,))])]):
+    ...     print(cell, sorted(holders))
+    [0:2] [0]
+    [2:4] [0, 1]
+    [4:6] [1]
+    """
+    holders_of: defaultdict[Box, set[int]] = defaultdict(set)
+    for holder, boxes in held:
+        for box in boxes:
+            if box.size:
+                holders_of[box].add(holder)
+    if not holders_of:
+        return ()
+    num_dims = len(next(iter(holders_of)).start)
+    found = list(_cells([(box, frozenset(who)) for box, who in holders_of.items()], 0, num_dims))
+    for dim in reversed(range(num_dims)):
+        found = _joined(found, dim)
+    return tuple(sorted(found, key=lambda cell: cell[0]))
+
+
+_Cell = tuple[Box, frozenset[int]]
+
+
+def _cells(held: Sequence[_Cell], dim: int, num_dims: int) -> Iterator[_Cell]:
+    """Sweeps along ``dim`` and looks in each slab between two edges only at the boxes that cross it."""
+    if dim == num_dims or len(held) == 1:
+        holders = frozenset[int]().union(*(who for _, who in held))
+        start, stop = held[0][0]
+        yield Box(start[dim:], stop[dim:]), holders
+        return
+    begins: defaultdict[int, list[int]] = defaultdict(list)
+    ends: defaultdict[int, list[int]] = defaultdict(list)
+    for number, (box, _) in enumerate(held):
+        begins[box.start[dim]].append(number)
+        ends[box.stop[dim]].append(number)
+    edges = sorted({*begins, *ends})
+    crossing: dict[int, None] = {}
+    for low, high in pairwise(edges):
+        for number in ends[low]:
+            del crossing[number]
+        crossing.update(dict.fromkeys(begins[low]))
+        if crossing:
+            for cell, holders in _cells([held[number] for number in crossing], dim + 1, num_dims):
+                yield Box((low, *cell.start), (high, *cell.stop)), holders
+
+
+def _joined(found: Sequence[_Cell], dim: int) -> list[_Cell]:
+    """Joins neighbours along ``dim`` that agree in every other dim and in their holders."""
+    lines: defaultdict[object, list[_Cell]] = defaultdict(list)
+    for box, who in found:
+        others = (*box.start[:dim], *box.start[dim + 1 :], *box.stop[:dim], *box.stop[dim + 1 :])
+        lines[(who, others)].append((box, who))
+    joined: list[_Cell] = []
+    for line in lines.values():
+        line.sort(key=lambda cell: cell[0].start[dim])
+        last = len(joined)
+        for box, who in line:
+            if len(joined) > last and joined[-1][0].stop[dim] == box.start[dim]:
+                joined[-1] = (Box(joined[-1][0].start, box.stop), who)
+            else:
+                joined.append((box, who))
+    return joined
+
+
+# ---- tensors
+
+
+def read(local: Tensor, piece: Piece, box: Box) -> Tensor:
+    """The part of ``local`` that holds ``box`` of the whole: a view, of ``box.shape``.
+
+    ``box`` lies inside ``piece.whole``. Writing to the view writes to ``local``.
+
+    >>> flat = torch.arange(6)  # rows 2 and 3 of a tensor with three columns
+    >>> read(flat, Piece(Box((2, 0), (4, 3)), (0,)), Box((2, 1), (4, 3)))
+    tensor([[1, 2],
+            [4, 5]])
+    """
+    assert piece.whole.intersect(box) == box, f"{box} is not inside {piece.whole}"
+    inside = box.shift(tuple(-a for a in piece.whole.start))
+    if piece.is_flat:
+        run = local.narrow(0, piece.local_offset[0], piece.whole.size)
+        return run.view(piece.whole.shape)[inside.slices]
+    return local[inside.shift(piece.local_offset).slices]
+
+
+def write(local: Tensor, piece: Piece, box: Box, values: Tensor) -> None:
+    """Writes ``values``, of ``box.shape``, where ``local`` holds ``box`` of the whole.
+
+    >>> local = torch.zeros(2)
+    >>> write(local, Piece(Box((4,), (6,)), (0,)), Box((5,), (6,)), torch.ones(1)); local
+    tensor([0., 1.])
+    """
+    with torch.no_grad():
+        read(local, piece, box).copy_(values)
+
+
+def cut(whole: Tensor, pieces: Sequence[Piece], local_shape: Sequence[int]) -> Tensor:
+    """The local tensor that holds ``pieces`` of ``whole``: new and contiguous, of ``local_shape``.
+
+    >>> cut(torch.arange(6), [Piece(Box((4,), (6,)), (0,)), Piece(Box((0,), (1,)), (2,))], (3,))
+    tensor([4, 5, 0])
+    """
+    local = whole.new_empty(tuple(local_shape))
+    for piece in pieces:
+        write(local, piece, piece.whole, whole[piece.whole.slices])
+    return local
+
+
+def paste(whole: Tensor, local: Tensor, pieces: Sequence[Piece]) -> None:
+    """Writes the pieces that ``local`` holds into ``whole``.
+
+    >>> whole = torch.zeros(4)
+    >>> paste(whole, torch.ones(2), [Piece(Box((1,), (3,)), (0,))]); whole
+    tensor([0., 1., 1., 0.])
+    """
+    with torch.no_grad():
+        for piece in pieces:
+            whole[piece.whole.slices] = read(local, piece, piece.whole)

@@ -1,0 +1,130 @@
+"""``launch``: one function, any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+
+from shardwright.comm.axis import Axis
+from shardwright.comm.recorder import Recorder
+from shardwright.comm.threads import Hub, Stopped, ThreadTransport
+from shardwright.comm.world import World
+from shardwright.errors import CommunicationError, LayoutError, RankFailedError, explain
+from shardwright.mesh import Mesh
+
+T = TypeVar("T")
+
+Ranks = Literal["threads", "processes"]
+
+
+class HasRanks(Protocol):
+    """Anything that says how many ranks it wants: a layout, a mesh."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many."""
+        ...
+
+
+def launch(
+    work: Callable[..., T],
+    ranks_or_layout: int | HasRanks,
+    *args: Any,
+    ranks: Ranks = "processes",
+    **options: Any,
+) -> list[T]:
+    """Runs ``work(world, *args)`` once per rank and returns what the ranks return, in rank order.
+
+    ``ranks="threads"`` runs them in this process; ``"processes"`` starts them on this machine through torch's
+    elastic launcher, or joins the world when this process is already one rank of it (``torchrun``), and then
+    returns this rank's result alone. ``options`` go to
+    :func:`~shardwright.comm.processes.run_processes`: ``debug``, ``timeout_s``, ``device``.
+
+    Raises: RankFailedError: a rank raised or died; its own traceback comes first. LayoutError: the world that
+        ``torchrun`` started has another number of ranks.
+
+    >>> launch(lambda world: world.everyone().all_reduce(torch.tensor(world.rank)).item(), 4, ranks="threads")
+    [6, 6, 6, 6]
+    """
+    num_ranks = ranks_or_layout if isinstance(ranks_or_layout, int) else ranks_or_layout.num_ranks
+    if ranks == "threads":
+        return run_threads(work, num_ranks, *args)
+    from shardwright.comm import processes  # what needs torch.distributed loads only when it is used
+
+    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        size = int(os.environ["WORLD_SIZE"])
+        if size != num_ranks:
+            raise LayoutError(
+                explain(
+                    "the layout does not fit the ranks that were started",
+                    given=f"a layout for {num_ranks} ranks, a world of {size}",
+                    allowed=f"layouts whose sizes multiply to {size}",
+                    fix=f"start {num_ranks} ranks, or change the layout",
+                )
+            )
+        return [processes.run_here(work, args, **options)]
+    return processes.run_processes(work, num_ranks, args, **options)
+
+
+def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
+    """:func:`launch` with ranks as threads of this process."""
+    hub = Hub(num_ranks)
+    results: dict[int, T] = {}
+    texts: dict[int, str] = {}
+
+    def run(rank: int) -> None:
+        recorder = Recorder()
+        transport = ThreadTransport(hub, rank, recorder)
+        try:
+            results[rank] = work(World(rank, num_ranks, torch.device("cpu"), transport, recorder), *args)
+        except Stopped:
+            pass  # another rank's failure is the one to read
+        except BaseException as failure:
+            texts[rank] = traceback.format_exc()
+            hub.fail(None if isinstance(failure, CommunicationError) else rank, failure)
+        finally:
+            transport.close()
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(timeout=0.5)  # short, so that Ctrl-C is seen
+    except BaseException as interruption:
+        hub.fail(-1, interruption)
+        for thread in threads:
+            thread.join(timeout=5)
+        raise
+    if hub.failure is not None:
+        _raise_failure(hub, texts)
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _raise_failure(hub: Hub, texts: dict[int, str]) -> None:
+    failure = hub.failure
+    if (isinstance(failure, ValueError) and len(texts) > 1) or isinstance(
+        failure, (LayoutError, CommunicationError)
+    ):
+        raise failure  # the same words on every rank: a person's mistake, not one rank's
+    rank = hub.failed_rank
+    assert failure is not None and rank is not None
+    raise RankFailedError(f"rank {rank} failed\n\n{texts[rank]}") from failure
+
+
+def run_on_threads(mesh: Mesh, work: Callable[[dict[str, Axis]], T]) -> list[T]:
+    """Runs ``work`` once per rank of ``mesh``, each handed its own axes, ranks being threads.
+
+    >>> run_on_threads(Mesh(dp=2, tp=2), lambda axes: (axes["dp"].index, axes["tp"].ranks))
+    [(0, (0, 1)), (0, (0, 1)), (1, (2, 3)), (1, (2, 3))]
+    """
+    return run_threads(lambda world: work(world.axes(mesh)), mesh.size)

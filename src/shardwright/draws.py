@@ -1,0 +1,134 @@
+"""Random numbers that do not depend on the layout.
+
+Whether an element is dropped depends on (seed, step, sample, layer, element) and nothing else: not on which rank
+computes it, nor on how the batch is cut into microbatches. So a mask is not drawn from a stream but computed, by
+hashing each element's place in the whole tensor; a rank that holds a slice computes the slice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import PlanError, explain
+
+KEYED = (nn.Dropout,)
+UNKEYED = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
+
+
+@dataclass(frozen=True)
+class SliceOfDim:
+    """What a rank holds of one dim of a cut activation: element ranges of a whole of ``size``."""
+
+    dim: int
+    size: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Draws:
+    """The key of this moment's random numbers; the executor sets ``step`` and ``samples`` before each action."""
+
+    seed: int = 0
+    step: int = 0
+    samples: range = field(default_factory=lambda: range(0))
+
+    def keys(self, layer: str) -> list[tuple[int, int]]:
+        """Two 32-bit words for each sample of the microbatch."""
+        start = hashlib.blake2b(f"{self.seed}/{self.step}/{layer}".encode(), digest_size=8).digest()
+        mixed = [
+            _mix64(int.from_bytes(start, "little") + sample * 0x9E3779B97F4A7C15) for sample in self.samples
+        ]
+        return [(word & 0xFFFFFFFF, word >> 32) for word in mixed]
+
+
+def _mix64(word: int) -> int:
+    """A bijection of 64-bit words that spreads each bit over all (Stafford's mix 13)."""
+    mask = 2**64 - 1
+    word &= mask
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & mask
+    return word ^ (word >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _mix32_(x: Tensor) -> Tensor:
+    """In place, a bijection of 32-bit words that spreads each bit over all. int32 wraps, ``&`` clears the sign."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def keep_mask(draws: Draws, layer: str, shape: Sequence[int], cuts: Sequence[SliceOfDim], p: float) -> Tensor:
+    """True where dropout of probability ``p`` keeps the element.
+
+    Shapes: ``shape`` is this rank's (samples, ...); each of ``cuts`` says which elements of a dim these are.
+
+    >>> whole = keep_mask(Draws(seed=1, samples=range(2)), "drop", (2, 6), (), 0.5)
+    >>> right = keep_mask(Draws(seed=1, samples=range(2)), "drop", (2, 2), (SliceOfDim(1, 6, ((4, 6),)),), 0.5)
+    >>> torch.equal(whole[:, 4:], right)
+    True
+    """
+    held = {cut.dim % len(shape): cut for cut in cuts}
+    place = torch.zeros((1,) * len(shape), dtype=torch.int64)
+    stride = 1
+    for dim in range(len(shape) - 1, 0, -1):
+        ranges = held[dim].ranges if dim in held else ((0, shape[dim]),)
+        index = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+        place = place + (index * stride).view(-1, *(1,) * (len(shape) - 1 - dim))
+        stride *= held[dim].size if dim in held else shape[dim]
+    keys = torch.tensor(draws.keys(layer), dtype=torch.int64).to(torch.int32).view(len(draws.samples), 2)
+    first, second = (keys[:, i].view(-1, *(1,) * (len(shape) - 1)) for i in (0, 1))
+    words = _mix32_(place.to(torch.int32) ^ first)
+    words = _mix32_(words.add_(second))
+    return words.bitwise_and_(0xFFFFFF) >= round(p * 2**24)
+
+
+def _dropout(module: nn.Dropout, draws: Draws, layer: str, cuts: tuple[SliceOfDim, ...], x: Tensor) -> Tensor:
+    if not module.training or module.p == 0:
+        return x
+    if x.shape[0] != len(draws.samples):
+        raise PlanError(
+            explain(
+                f"dropout '{layer}' does not see one row for each sample",
+                given=f"a tensor of shape {list(x.shape)} for {len(draws.samples)} samples",
+                allowed="activations whose dim 0 is the samples",
+                fix="apply dropout after the samples are in dim 0",
+            )
+        )
+    keep = keep_mask(draws, layer, x.shape, cuts, module.p).to(x.device)
+    return x * (keep.to(x.dtype) * (1 / (1 - module.p)))
+
+
+def key_dropout(
+    model: nn.Module, draws: Draws, cuts: dict[str, tuple[SliceOfDim, ...]] | None = None
+) -> None:
+    """Makes every ``nn.Dropout`` of ``model`` compute its masks from ``draws``.
+
+    Raises: PlanError: the model has a random layer whose numbers would depend on the layout.
+
+    >>> model, draws = nn.Sequential(nn.Dropout(0.5)), Draws(seed=3, samples=range(1))
+    >>> key_dropout(model, draws)
+    >>> model(torch.ones(1, 8)).tolist() == model(torch.ones(1, 8)).tolist()
+    True
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, UNKEYED):
+            raise PlanError(
+                explain(
+                    f"the random numbers of '{name}' would depend on the layout",
+                    given=type(module).__name__,
+                    allowed="nn.Dropout",
+                    fix="use nn.Dropout, or take the layer out",
+                )
+            )
+        if isinstance(module, KEYED):
+            module.forward = partial(_dropout, module, draws, name, (cuts or {}).get(name, ()))  # type: ignore[method-assign]

@@ -1,0 +1,399 @@
+"""The layout line: what a person asks for, read, checked for syntax and printed in one canonical form.
+
+    pp2/1f1b mb8 dp2/zero1 tp2x2/2d bf16
+    |   |    |   |         |   |    +-- a word: mbN, bf16, fp16, recompute:...
+    |   |    |   |         |   +------- an option of its axis
+    |   |    |   |         +----------- an axis and its size; a grid has two or three numbers
+
+Items come in any order and are printed in one: pp, mb, dp, cp, tp, precision, recompute. The strategies say
+which options an axis has; only ``2d``, ``2.5d``, ``3d`` are known here, because they shape the size of tp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from math import isqrt, prod
+from typing import Any, Literal, TypeAlias, get_args
+
+from shardwright.errors import LayoutError, explain, nearest
+from shardwright.mesh import Mesh
+
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What the operators compute in."""
+
+MAX_SIZE = 2**20
+"""The most ranks one factor may have, and the most microbatches."""
+
+_AXES = {  # the axes of the mesh by how many numbers the size has, and how the sizes are written
+    "pp": (("pp",), "one number: pp4"),
+    "dp": (("dp", "replica dp"), "dp4, or replicas x slices: dp2x4"),
+    "cp": (("cp",), "one number: cp4"),
+    "tp": (("tp", "row col", "depth row col"), "tp4 tp2x4/2d tp8/2d tp2x2x2/2.5d tp8/2.5d:d2 tp8/3d"),
+}
+_GRIDS = {"2d": 2, "2.5d": 3, "3d": 3}  # how many numbers a grid has
+_ITEMS = "single, or ppN dpN cpN tpN /options, mbN bf16 fp16 recompute:full|selective|PATTERN; N from 1"
+_SIZED = re.compile(r"(pp|dp|cp|tp)([0-9]+(?:x[0-9]+){0,2})((?:/.*)?)")
+_OPTION = re.compile(r"file:\S+|[a-z0-9.-]+(?::[^/\s]+)?")
+_OPTIONS = "name or name:value; names of a-z, 0-9, '.' and '-'; no spaces, and '/' only behind file:"
+_ENTRIES = {  # of the dictionary form: the axis, and the keys
+    "pipeline": ("pp", ("size", "options", "schedule", "microbatches")),
+    "data": ("dp", ("size", "options", "zero")),
+    "context": ("cp", ("size", "options")),
+    "tensor": ("tp", ("size", "options", "mode", "depth")),
+}
+_TEXTS = ("options", "schedule", "mode", "precision", "recompute")  # keys of a text; all others: a number
+_Settled: TypeAlias = "tuple[tuple[int, ...], tuple[Option, ...]]"
+
+
+class _ItemError(Exception):
+    """Its arguments: what is wrong with an item, what is allowed, the nearest item that works or ""."""
+
+
+def _error(what: str, given: object, allowed: str, fix: str) -> LayoutError:
+    shown = "a huge number"
+    with suppress(ValueError):  # an integer may have more digits than Python prints
+        shown = f"{given!r:.100}"
+    return LayoutError(explain(what, given=shown, allowed=allowed, fix=fix))
+
+
+def _check_among(name: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        fix = nearest(value if isinstance(value, str) else "", known)
+        raise _error(f"no such {name}", value, ", ".join(known), f"write {fix}")
+
+
+def _is_value(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\S+", value) is not None
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One ``/name`` or ``/name:value`` behind an axis; what it means, a strategy says.
+
+    Raises: LayoutError: a name or a value outside the grammar; only ``file`` may have a ``/`` in its value.
+
+    >>> str(Option("interleaved", "v2")), str(Option("zero3"))
+    ('interleaved:v2', 'zero3')
+    """
+
+    name: str
+    value: str | None = None
+
+    def __post_init__(self) -> None:
+        typed = isinstance(self.name, str) and isinstance(self.value, str | None)
+        if not typed or ":" in self.name or not _OPTION.fullmatch(str(self)):
+            raise _error("an option is not well formed", self, _OPTIONS, "write zero3, or offload:disk")
+
+    def __str__(self) -> str:
+        return self.name if self.value is None else f"{self.name}:{self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One axis of a layout: its sizes and its options, in canonical form once built.
+
+    A tensor-parallel grid given by its number of ranks becomes explicit: the most square one with
+    rows <= columns, under the given depth for ``2.5d``, the most cubic one for ``3d``. Options lie in one
+    order: bare ones, names with a digit first; then those with a value; ``file`` last.
+
+    Raises: LayoutError: an unknown axis, sizes that do not fit it or its grid, an option twice.
+
+    >>> str(Factor("tp", (8,), (Option("2.5d", "d2"),)))
+    'tp2x2x2/2.5d'
+    >>> factor = Factor("dp", (2, 4), (Option("zero3"),))
+    >>> factor.size, factor.mesh_axes, factor.option("offload")
+    (8, ('replica', 'dp'), None)
+    """
+
+    axis: str
+    sizes: tuple[int, ...]
+    options: tuple[Option, ...] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            sizes, options = _settle(self.axis, tuple(self.sizes), tuple(self.options))
+        except _ItemError as wrong:
+            raise _error(wrong.args[0], self, *wrong.args[1:]) from None
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "options", options)
+
+    @property
+    def size(self) -> int:
+        """How many ranks lie along the axis: the product of its sizes."""
+        return prod(self.sizes)
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that the sizes belong to, in their order."""
+        return tuple(_AXES[self.axis][0][len(self.sizes) - 1].split())
+
+    def option(self, name: str) -> Option | None:
+        """The option of that name, if it was given."""
+        return next((option for option in self.options if option.name == name), None)
+
+    def __str__(self) -> str:
+        return _show(self.axis, self.sizes, self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a person asks for: how many ranks along each axis, and what each axis does.
+
+    Factors lie in the order pp, dp, cp, tp, however they were given; ``parse(str(layout)) == layout``.
+
+    Raises: LayoutError: an axis twice, or a value that the line could not say.
+
+    >>> layout = Layout((Factor("tp", (4,)), Factor("dp", (2,), (Option("zero1"),))), precision="bf16")
+    >>> str(layout), layout.num_ranks, str(layout.mesh)
+    ('dp2/zero1 tp4 bf16', 8, 'dp=2 tp=4')
+    >>> str(layout.factor("dp")), layout.factor("pp"), str(Layout())
+    ('dp2/zero1', None, 'single')
+    """
+
+    factors: tuple[Factor, ...] = ()
+    num_microbatches: int = 1
+    precision: Precision = "fp32"
+    recompute: str | None = None
+
+    def __post_init__(self) -> None:
+        order = tuple(sorted(self.factors, key=lambda factor: list(_AXES).index(factor.axis)))
+        object.__setattr__(self, "factors", order)
+        once = {factor.axis: str(factor) for factor in reversed(order)}
+        if len(once) < len(order):
+            raise _error("an axis is given twice", str(self), "each once", " ".join(reversed(once.values())))
+        if not _is_count(self.num_microbatches):
+            raise _error("no such num_microbatches", self.num_microbatches, f"1 to {MAX_SIZE}", "write 8")
+        _check_among("precision", self.precision, get_args(Precision))
+        if self.recompute is not None and not _is_value(self.recompute):
+            raise _error(
+                "no such recompute", self.recompute, "full, selective, a pattern, None", "write full"
+            )
+
+    @classmethod
+    def parse(cls, line: str) -> Layout:
+        """Reads a layout line, its items in any order; ``mb1`` is what a line without ``mb`` has.
+
+        Raises: LayoutError: a line outside the grammar; the text ends in the nearest line that works.
+
+        >>> str(Layout.parse("bf16 tp8/2d  mb8 pp2/1f1b"))
+        'pp2/1f1b mb8 tp2x4/2d bf16'
+        >>> Layout.parse("tp2x2 dp4")
+        Traceback (most recent call last):
+        shardwright.errors.LayoutError: 'tp2x2': two or three numbers need a grid mode
+          given:   'tp2x2 dp4'
+          allowed: tp4 tp2x4/2d tp8/2d tp2x2x2/2.5d tp8/2.5d:d2 tp8/3d
+          fix:     dp4 tp2x2/2d
+        """
+        items = line.split()
+        found: dict[str, Any] = {}
+        wrong = None if items else ("the line is empty", _ITEMS)
+        for item in items if items != ["single"] else ():
+            text = item
+            for _ in range(5):  # mending one fault can uncover another
+                try:
+                    slot, value = _read_item(text)
+                except _ItemError as problem:
+                    what, allowed, text = problem.args
+                    wrong = wrong or (f"{item!r:.60}: {what}", allowed)
+                    continue
+                if slot in found:
+                    wrong = wrong or (f"{item!r:.60}: '{slot}' is given twice", "each item once")
+                found.setdefault(slot, value)
+                break
+        layout = cls(tuple(found.pop(axis) for axis in _AXES if axis in found), **found)
+        if wrong:
+            raise _error(wrong[0], " ".join(items), wrong[1], str(layout))
+        return layout
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, object]) -> Layout:
+        """Reads the nested dictionary form, which may also lie under one outer key ``parallel``.
+
+        ``data``, ``pipeline``, ``context`` and ``tensor`` are each a number of ranks or a dictionary of
+        ``size`` (4, or ``"2x4"`` as in the line), ``options`` (the rest as in the line: ``"sp"``), and
+        ``zero`` (0 is plain) for data, ``schedule`` and ``microbatches`` for pipeline, ``mode`` (1d, 2d,
+        2.5d, 3d) and ``depth`` for tensor. Beside them: ``microbatches``, ``precision``, ``recompute``.
+        ``None`` is no key. An axis of size 1 is left out.
+
+        Raises: LayoutError: an unknown key, a value of the wrong type, or a layout that cannot be.
+
+        >>> tensor = {"size": 8, "mode": "2.5d", "depth": 2}
+        >>> str(Layout.from_dict({"parallel": {"data": {"size": 4, "zero": 3}, "tensor": tensor}}))
+        'dp4/zero3 tp2x2x2/2.5d'
+        """
+        if isinstance(mapping, Mapping) and "parallel" in mapping:
+            mapping = _checked("the outer dictionary", mapping, ("parallel",)).get("parallel", {})
+        top = _checked("the layout", mapping, (*_ENTRIES, "microbatches", "precision", "recompute"))
+        items = [item for name in _ENTRIES if name in top for item in _items_of(name, top[name])]
+        items += [f"mb{top['microbatches']}"] if "microbatches" in top else []
+        layout = cls.parse(" ".join(items) or "single")
+        words = {word: top[word] for word in ("precision", "recompute") if word in top}
+        return replace(layout, factors=tuple(factor for factor in layout.factors if factor.size > 1), **words)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks on their named axes; an axis of size 1 stays.
+
+        >>> str(Layout.parse("pp2 dp2x4/zero3 tp2x3/2d").mesh)
+        'pp=2 replica=2 dp=4 row=2 col=3'
+        """
+        return Mesh(**{a: n for f in self.factors for a, n in zip(f.mesh_axes, f.sizes, strict=True)})
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the layout takes."""
+        return prod(factor.size for factor in self.factors)
+
+    def factor(self, axis: str) -> Factor | None:
+        """What the layout says of ``axis``, if it names it."""
+        return next((factor for factor in self.factors if factor.axis == axis), None)
+
+    def __str__(self) -> str:
+        items = [str(factor) for factor in self.factors]
+        items.insert(1 if self.factor("pp") else 0, f"mb{self.num_microbatches}")
+        items += [self.precision, f"recompute:{self.recompute}" if self.recompute else ""]
+        return " ".join(item for item in items if item not in ("mb1", "fp32", "")) or "single"
+
+
+def _show(axis: str, sizes: Iterable[int], options: Iterable[Option]) -> str:
+    return "/".join([axis + "x".join(map(str, sizes)), *map(str, options)])
+
+
+def _settle(axis: str, sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Settled:
+    """The canonical sizes and options of a factor."""
+    if axis not in _AXES:
+        raise _ItemError("no such axis", ", ".join(_AXES), nearest(str(axis), _AXES) + "4")
+    first = {option.name: option for option in reversed(options)}
+    kept = tuple(option for option in options if first[option.name] is option)
+    counts = [min(max(size, 1), MAX_SIZE) if isinstance(size, int) else 1 for size in sizes] or [1]
+    fewer = [prod(counts[:-1]), counts[-1]] if axis == "dp" else [prod(counts)]
+    for wrong, what, mended in (
+        (prod(counts) > MAX_SIZE, f"'{axis}' has more than {MAX_SIZE} ranks", [MAX_SIZE]),
+        (not sizes or not all(map(_is_count, sizes)), f"sizes are integers from 1 to {MAX_SIZE}", counts),
+        (len(kept) < len(options), "an option is given twice", counts),
+        (len(counts) > len(_AXES[axis][0]), f"'{axis}' has too many numbers", fewer),
+    ):
+        if wrong:
+            raise _ItemError(what, _AXES[axis][1], _show(axis, mended, kept))
+    if axis == "tp":
+        sizes, kept = _settle_grid(sizes, kept)
+    # a name with a digit is nearly always the mode (zero3, 1f1b, 2d); file is last, to be read back
+    keys = [(o.name == "file", o.value is not None, not re.search("[0-9]", o.name), o.name) for o in kept]
+    return sizes, tuple(option for _, option in sorted(zip(keys, kept, strict=True)))
+
+
+def _settle_grid(sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Settled:
+    """The explicit grid of a ``tp`` factor; the depth moves from the option into the sizes."""
+    modes = [option for option in options if option.name in _GRIDS]
+    if not modes and len(sizes) == 1:
+        return sizes, options
+    mode = modes[0] if modes else Option("2d" if len(sizes) == 2 else "3d")
+    settled = (Option(mode.name), *(option for option in options if option.name not in _GRIDS))
+    num_numbers, deep = _GRIDS[mode.name], mode.name == "2.5d"
+    written = re.fullmatch("d([1-9][0-9]{0,6})", mode.value or "")
+    depth = int(written[1]) if written else 2
+    grid = sizes if len(sizes) == num_numbers else _grid(mode.name, prod(sizes), depth)
+    for wrong, what in (
+        (not modes, "two or three numbers need a grid mode"),
+        (len(modes) > 1, "a grid has one mode"),
+        (mode.value and not (deep and written), "only 2.5d has a value, its depth: 2.5d:d2"),
+        (len(sizes) not in (1, num_numbers), f"a {mode.name} grid has {num_numbers} numbers"),
+        (deep and len(sizes) == 1 and not written, "a 2.5d grid needs its depth"),
+        (written and depth != grid[0], "the depth does not fit the ranks"),
+    ):
+        if wrong:
+            raise _ItemError(what, _AXES["tp"][1], _show("tp", grid, settled))
+    return grid, settled
+
+
+def _grid(mode: str, num_ranks: int, depth: int = 1) -> tuple[int, ...]:
+    """The grid a mode makes of so many ranks; of depths that divide them, the one nearest to ``depth``."""
+    low = [size for size in range(1, isqrt(num_ranks) + 1) if num_ranks % size == 0]
+    if mode == "2d":
+        return low[-1], num_ranks // low[-1]
+    if mode == "2.5d":
+        divisors = sorted({*low, *(num_ranks // size for size in low)})
+        depth = min(divisors, key=lambda divisor: abs(divisor - depth))
+        return (depth, *_grid("2d", num_ranks // depth))
+    cubes = [(size, *_grid("2d", num_ranks // size)) for size in low if size**3 <= num_ranks]
+    return tuple(sorted(min(cubes, key=sum)))
+
+
+def _number(digits: str) -> int:
+    """The number that ``digits`` write, cut off above ``MAX_SIZE``: Python refuses to read very long ones."""
+    return min(int(digits.lstrip("0")[:8] or "0"), MAX_SIZE + 1)
+
+
+def _read_item(item: str) -> tuple[str, object]:
+    """An item's value, and what of: an axis or a field of ``Layout``."""
+    if item in ("bf16", "fp16"):
+        return "precision", item
+    if (match := re.fullmatch("mb([0-9]+)", item)) and _is_count(_number(match[1])):
+        return "num_microbatches", _number(match[1])
+    if item.startswith("recompute:") and _is_value(item.removeprefix("recompute:")):
+        return "recompute", item.removeprefix("recompute:")
+    if match := _SIZED.fullmatch(item):
+        axis, numbers, rest = match.groups()
+        texts = re.findall(r"/(file:.*|[^/]*)", rest)  # a path keeps its slashes
+        parts = [text.partition(":") for text in texts]
+        if not all(map(_OPTION.fullmatch, texts)):
+            lower = [f"{name.lower()}{colon}{value}" for name, colon, value in parts]
+            fix = "/".join([axis + numbers, *filter(_OPTION.fullmatch, lower)])
+            raise _ItemError("an option is not well formed", _OPTIONS, fix)
+        options = tuple(Option(name, value if colon else None) for name, colon, value in parts)
+        return axis, Factor(axis, *_settle(axis, tuple(map(_number, numbers.split("x"))), options))
+    known = {"single": "it stands alone", "fp32": "it is what a line without bf16 or fp16 has"}
+    raise _ItemError(known.get(item, "no such item"), _ITEMS, _guess(item))
+
+
+def _guess(item: str) -> str:
+    """The item that ``item`` was meant to be, as far as its letters tell; "" when they tell nothing."""
+    head, slash, options = item.partition("/")
+    letters = re.sub("[^a-z].*", "", head.lower())[:20]
+    size = "".join(re.findall("[0-9]+(?:x[0-9]+){0,2}", head.lower())[:1])
+    # one wrong letter of two is a slip of the hand when a number follows, another word when not
+    words = (*_AXES, "mb", "bf16", "fp16", "recompute:full")
+    meant = "".join(get_close_matches(letters, words, n=1, cutoff=0.5 if size else 0.6))
+    if meant == "mb":
+        return f"mb{min(max(_number(size.split('x')[0] or '4'), 1), MAX_SIZE)}"
+    if meant in _AXES:
+        return f"{meant}{size or 4}{slash}{options}"
+    return "" if meant == "fp16" and size != "16" else meant  # fp32 is what a line without one has
+
+
+def _checked(where: str, given: object, known: Sequence[str]) -> dict[str, Any]:
+    """The entries of ``given`` that are not None, each of a known key and its type; a bool is no integer."""
+    if not isinstance(given, Mapping):
+        raise _error(f"{where} is no dictionary", given, "keys " + ", ".join(known), 'write {"tensor": 4}')
+    for key, value in given.items():
+        _check_among(f"key in {where}", key, known)
+        kinds = {"a text without spaces": _is_value(value)} if key in ("size", *_TEXTS) else {}
+        kinds |= {"a dictionary": isinstance(value, Mapping)} if key in ("parallel", *_ENTRIES) else {}
+        kinds |= {f"from 0 to {MAX_SIZE}": _is_count(value, 0)} if key not in ("parallel", *_TEXTS) else {}
+        if value is not None and not any(kinds.values()):
+            raise _error(f"'{key}' in {where} cannot be this", value, " or ".join(kinds), f"change '{key}'")
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _items_of(name: str, value: object) -> list[str]:
+    """The items of the line that one entry of the dictionary means."""
+    axis, keys = _ENTRIES[name]
+    entry = _checked(f"'{name}'", value if isinstance(value, Mapping) else {"size": value}, keys)
+    mode, depth = entry.get("mode", "1d"), entry.get("depth")
+    if "size" not in entry:
+        raise _error(f"'{name}' has no size", value, "a number of ranks", "add 'size'")
+    if depth is not None and mode != "2.5d":
+        raise _error("only mode 2.5d has a depth", depth, "no depth", "leave out 'depth', or write mode 2.5d")
+    texts = [f"{axis}{entry['size']}", f"zero{entry['zero']}" if entry.get("zero") else ""]
+    texts += ["" if mode == "1d" else mode if depth is None else f"{mode}:d{depth}"]
+    texts += [entry.get("options", ""), entry.get("schedule", "")]  # a path in file: has slashes, so last
+    words = [f"mb{entry['microbatches']}"] if "microbatches" in entry else []
+    return ["/".join(filter(None, texts)), *words]

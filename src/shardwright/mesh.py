@@ -1,0 +1,116 @@
+"""Ranks, named axes and groups: integers only.
+
+A mesh is a grid of ranks with named axes. The slowest axis comes first, so that ranks which talk most
+(``tp``) sit next to each other::
+
+    Mesh(dp=2, tp=3)        tp ->   0  1  2
+                        dp  0       0  1  2
+                        |   1       3  4  5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from shardwright.errors import LayoutError, explain, nearest
+
+AXES = ("pp", "replica", "dp", "cp", "depth", "row", "col", "tp")
+"""Every axis a mesh may have, slowest first. ``replica`` is the first number of ``dp2x4``; a tensor-parallel
+grid has ``depth``, ``row`` and ``col`` in place of ``tp``."""
+
+Coord = Mapping[str, int]
+"""A rank's index on every axis."""
+
+
+def balanced(size: int, parts: int) -> tuple[int, ...]:
+    """The cut points of ``size`` things in ``parts`` runs: the first ``size % parts`` hold one more.
+
+    >>> balanced(10, 4)
+    (0, 3, 6, 8, 10)
+    """
+    base, extra = divmod(size, parts)
+    return tuple(part * base + min(part, extra) for part in range(parts + 1))
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """A grid of ranks with named axes, in the order of ``AXES``.
+
+    >>> mesh = Mesh(tp=3, dp=2)
+    >>> mesh.size, mesh.axes, mesh.coord(4)
+    (6, ('dp', 'tp'), {'dp': 1, 'tp': 1})
+    >>> mesh.group("tp", 4), mesh.group("dp", 4)
+    ((3, 4, 5), (1, 4))
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+
+    def __init__(self, **sizes: int) -> None:
+        for axis, size in sizes.items():
+            if axis not in AXES:
+                raise LayoutError(
+                    explain(
+                        "no such axis",
+                        given=axis,
+                        allowed=", ".join(AXES),
+                        fix=f"write {nearest(axis, AXES)}",
+                    )
+                )
+            if size < 1:
+                raise LayoutError(
+                    explain(
+                        f"axis '{axis}' is empty", given=size, allowed="1 or more", fix=f"leave out {axis}"
+                    )
+                )
+        object.__setattr__(self, "sizes", tuple((axis, sizes[axis]) for axis in AXES if axis in sizes))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes' names, slowest first."""
+        return tuple(axis for axis, _ in self.sizes)
+
+    @property
+    def size(self) -> int:
+        """How many ranks the mesh has."""
+        return prod(size for _, size in self.sizes)
+
+    def __getitem__(self, axis: str) -> int:
+        return dict(self.sizes).get(axis, 1)
+
+    def coord(self, rank: int) -> dict[str, int]:
+        """The index of ``rank`` on every axis."""
+        coord = {}
+        for axis, size in reversed(self.sizes):
+            rank, coord[axis] = divmod(rank, size)
+        return dict(reversed(coord.items()))
+
+    def rank(self, coord: Coord) -> int:
+        """The rank at ``coord``; an axis left out counts as 0."""
+        rank = 0
+        for axis, size in self.sizes:
+            rank = rank * size + coord.get(axis, 0)
+        return rank
+
+    def coords(self, axes: Iterable[str] | None = None) -> tuple[dict[str, int], ...]:
+        """Every coordinate over ``axes`` (all of the mesh's when left out), in rank order."""
+        names = [axis for axis in self.axes if axes is None or axis in set(axes)]
+        return tuple(
+            dict(zip(names, index, strict=True)) for index in product(*(range(self[a]) for a in names))
+        )
+
+    def group(self, axes: str | Iterable[str], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` only on ``axes``, in rank order, itself included."""
+        varied = {axes} if isinstance(axes, str) else set(axes)
+        here = self.coord(rank)
+        return tuple(self.rank({**here, **there}) for there in self.coords(varied))
+
+    def groups(self, axes: str | Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The partition of all ranks into groups that vary in ``axes``."""
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        return tuple(dict.fromkeys(self.group(axes, rank) for rank in range(self.size)))
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={size}" for axis, size in self.sizes) or "one rank"

@@ -1,0 +1,219 @@
+"""Plain one-device models: they know nothing of ranks.
+
+``MODELS`` names them; ``build`` makes one from its name and settings, or from ``package.module:factory``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import PlanError, explain, nearest
+from shardwright.models.attention import Attention, AttentionConfig, Rotary
+from shardwright.models.convnet import ConvNetConfig, build_convnet
+from shardwright.models.gpt import GPT, GPTConfig, generate
+from shardwright.models.losses import CrossEntropy, MeanSquaredError
+from shardwright.models.mlp import MLPConfig, build_mlp
+from shardwright.models.settings import check_known, parse_value, read_config
+
+__all__ = [
+    "GPT",
+    "MODELS",
+    "Attention",
+    "AttentionConfig",
+    "ConvNetConfig",
+    "CrossEntropy",
+    "GPTConfig",
+    "MLPConfig",
+    "MeanSquaredError",
+    "ModelEntry",
+    "Rotary",
+    "build",
+    "build_convnet",
+    "build_mlp",
+    "configure",
+    "entry_of",
+    "find",
+    "generate",
+    "read_config",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelEntry:
+    """A model that can be asked for by name: its config, factory, loss and random samples.
+
+    ``example_batch(config, batch, seq, generator)`` gives random (inputs, targets); only models of sequences
+    read ``seq``.
+
+    >>> entry = MODELS["gpt"]
+    >>> tokens, targets = entry.example_batch(entry.config(), 2, 5, torch.Generator().manual_seed(0))
+    >>> tokens.shape, bool((tokens[:, 1:] == targets[:, :-1]).all())
+    (torch.Size([2, 5]), True)
+    """
+
+    config: type[Any]
+    factory: Callable[[Any], nn.Module]
+    loss: Callable[[], nn.Module]
+    example_batch: Callable[[Any, int, int, torch.Generator], tuple[Tensor, Tensor]]
+
+
+def _attention(config: AttentionConfig) -> nn.Module:
+    return Attention(**asdict(config))
+
+
+def _classes(num_classes: int, batch: int, generator: torch.Generator) -> Tensor:
+    """One random class per sample."""
+    return torch.randint(num_classes, (batch,), generator=generator)
+
+
+def _mlp_batch(config: MLPConfig, batch: int, seq: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x_BF = torch.randn(batch, config.widths[0], generator=generator)
+    return x_BF, _classes(config.widths[-1], batch, generator)
+
+
+def _attention_batch(
+    config: AttentionConfig, batch: int, seq: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    x_2BTH = torch.randn(2, batch, seq, config.width, generator=generator)
+    return x_2BTH[0], x_2BTH[1]
+
+
+def _convnet_batch(
+    config: ConvNetConfig, batch: int, seq: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    x_BCYX = torch.randn(
+        batch, config.image_channels, config.image_size, config.image_size, generator=generator
+    )
+    return x_BCYX, _classes(config.num_classes, batch, generator)
+
+
+def _gpt_batch(config: GPTConfig, batch: int, seq: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(config.vocabulary, (batch, seq + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+MODELS: Mapping[str, ModelEntry] = {
+    "mlp": ModelEntry(config=MLPConfig, factory=build_mlp, loss=CrossEntropy, example_batch=_mlp_batch),
+    "attention": ModelEntry(
+        config=AttentionConfig, factory=_attention, loss=MeanSquaredError, example_batch=_attention_batch
+    ),
+    "convnet": ModelEntry(
+        config=ConvNetConfig, factory=build_convnet, loss=CrossEntropy, example_batch=_convnet_batch
+    ),
+    "gpt": ModelEntry(config=GPTConfig, factory=GPT, loss=CrossEntropy, example_batch=_gpt_batch),
+}
+"""The models that the command knows by name."""
+
+
+def find(name: str) -> ModelEntry:
+    """The model of that name.
+
+    Raises: PlanError: there is none.
+
+    >>> find("gtp")
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: no such model
+      given:   gtp
+      allowed: mlp, attention, convnet, gpt, or package.module:factory
+      fix:     write gpt
+    """
+    if name not in MODELS:
+        raise PlanError(
+            explain(
+                "no such model",
+                given=name,
+                allowed=f"{', '.join(MODELS)}, or package.module:factory",
+                fix=f"write {nearest(name, MODELS)}",
+            )
+        )
+    return MODELS[name]
+
+
+def entry_of(config: object) -> ModelEntry | None:
+    """The model that a config belongs to; None for a config that no named model has.
+
+    >>> entry_of(GPTConfig()) is MODELS["gpt"], entry_of("gpt") is None
+    (True, True)
+    """
+    return next((entry for entry in MODELS.values() if isinstance(config, entry.config)), None)
+
+
+def configure(name: str, settings: Mapping[str, object]) -> Any:
+    """The config of a named model, from settings that may be text.
+
+    Raises: PlanError: no such model or setting, or a value of the wrong type.
+
+    >>> configure("gpt", {"num_layers": "2", "width": 64}).num_layers
+    2
+    """
+    return read_config(find(name).config, settings)
+
+
+def build(name: str, settings: Mapping[str, object]) -> nn.Module:
+    """A model, from its name and settings, or from ``package.module:factory`` called with the settings.
+
+    Raises: PlanError: no such model, module, factory or setting; a value of the wrong type; a factory that
+        returns something else.
+
+    >>> build("convnet", {"channels": "4,8"}).conv2.conv
+    Conv2d(4, 8, kernel_size=(5, 5), stride=(1, 1))
+    >>> build("torch.nn:Linear", {"in_features": "4", "out_features": 2})
+    Linear(in_features=4, out_features=2, bias=True)
+    """
+    if ":" not in name:
+        return find(name).factory(configure(name, settings))
+    factory = _load(name)
+    parameters = inspect.signature(factory).parameters
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for key, value in settings.items():
+            check_known(name, key, value, list(parameters))
+    try:
+        hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    except (NameError, TypeError):
+        hints = {}  # annotations that cannot be looked up: texts are then read as literals
+    model = factory(**{key: parse_value(key, value, hints.get(key)) for key, value in settings.items()})
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            explain(
+                f"'{name}' makes no model",
+                given=type(model).__name__,
+                allowed="a function or class that returns a torch.nn.Module",
+                fix="return the module",
+            )
+        )
+    return model
+
+
+def _load(name: str) -> Callable[..., Any]:
+    """The factory that ``package.module:factory`` names."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise PlanError(
+            explain(
+                f"cannot import '{module_name}'",
+                given=f"{name}: {error}",
+                allowed="package.module:factory, importable from where you are",
+                fix="install the package, or set PYTHONPATH to the folder that holds it",
+            )
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        known = sorted(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
+        raise PlanError(
+            explain(
+                f"'{module_name}' has no factory '{attribute}'",
+                given=name,
+                allowed="a function or class of that module",
+                fix=f"write {module_name}:{nearest(attribute, known)}" if known else "define it there",
+            )
+        )
+    return factory  # type: ignore[no-any-return]

@@ -1,0 +1,243 @@
+"""Self-attention on one device: many, grouped or single key and value heads, rotary positions, fused QKV.
+
+B batch, T tokens, H width, N query heads, M key and value heads, D head width, d rotated elements of a head
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwright.errors import PlanError, explain
+from shardwright.models.settings import check_fraction, check_sizes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig:
+    """What an ``Attention`` is built from.
+
+    ``num_kv_heads=0`` means one per query head, ``head_dim=0`` an even share of the width.
+
+    >>> AttentionConfig(width=64, num_heads=8, num_kv_heads=2).kv_heads
+    2
+    """
+
+    width: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    bias: bool = True
+    causal: bool = True
+    dropout: float = 0.0
+    rotary: bool = False
+    theta: float = 10000.0
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self, 1, "width", "num_heads", "theta")
+        check_sizes(self, 0, "num_kv_heads", "head_dim")
+        check_fraction("dropout", self.dropout)
+        check_heads(self.width, self.num_heads, self.num_kv_heads, self.head_dim, rotary=self.rotary)
+
+    @property
+    def kv_heads(self) -> int:
+        """How many key and value heads there are."""
+        return self.num_kv_heads or self.num_heads
+
+
+def check_heads(width: int, num_heads: int, num_kv_heads: int, head_dim: int, *, rotary: bool) -> None:
+    """Raises PlanError unless the heads fit the width, each other, and the pairs that a rotation needs.
+
+    >>> check_heads(64, 6, 4, 0, rotary=False)
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the query heads do not share the key and value heads evenly
+      given:   num_heads=6, num_kv_heads=4
+      allowed: num_kv_heads that divides 6
+      fix:     set num_kv_heads=3
+    """
+    kv_heads = num_kv_heads or num_heads
+    if num_heads % kv_heads:
+        fits = max(heads for heads in range(1, kv_heads + 1) if num_heads % heads == 0)
+        raise PlanError(
+            explain(
+                "the query heads do not share the key and value heads evenly",
+                given=f"num_heads={num_heads}, num_kv_heads={kv_heads}",
+                allowed=f"num_kv_heads that divides {num_heads}",
+                fix=f"set num_kv_heads={fits}",
+            )
+        )
+    if not head_dim and width % num_heads:
+        raise PlanError(
+            explain(
+                "the width is no whole number of heads",
+                given=f"width={width}, num_heads={num_heads}",
+                allowed="a width that num_heads divides, or a head_dim of your own",
+                fix=f"set width={-(-width // num_heads) * num_heads}",
+            )
+        )
+    head_dim = head_dim or width // num_heads
+    if rotary and head_dim % 2:
+        raise PlanError(
+            explain(
+                "a rotation needs pairs of elements",
+                given=f"head_dim={head_dim}",
+                allowed="an even head_dim",
+                fix=f"set head_dim={head_dim + 1}",
+            )
+        )
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of elements by angles that grow with the token's position.
+
+    Element ``i`` turns with element ``i + len(pairs)``. Pair ``p`` of a head turns by
+    ``position * theta ** (-2 p / head_dim)``, so a dot product of two rotated vectors depends only on their
+    distance. ``pairs`` says which of the head's pairs the input holds: all, unless it is a part of a head.
+
+    Shapes: x_BNTd (B, N, T, 2 * len(pairs)); returns the same.
+    Source: Su et al. 2021, arXiv:2104.09864; the halves as in the LLaMA models.
+
+    >>> rotary = Rotary(4)
+    >>> rotary.pairs, rotary(torch.ones(1, 1, 2, 4))[0, 0, 0]
+    ((0, 1), tensor([1., 1., 1., 1.]))
+    """
+
+    def __init__(self, head_dim: int, theta: float = 10000.0) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = theta
+        self.pairs: tuple[int, ...] = tuple(range(head_dim // 2))
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """The place of each token in its sequence; replaced where an input begins elsewhere.
+
+        >>> Rotary(4).positions(3, torch.device("cpu"))
+        tensor([0, 1, 2])
+        """
+        return torch.arange(num_tokens, device=device)
+
+    def forward(self, x_BNTd: Tensor) -> Tensor:
+        """Each token's pairs, turned to its position."""
+        # angles reach thousands of radians, where half precision has no digits left
+        dtype = torch.promote_types(x_BNTd.dtype, torch.float32)
+        pairs = torch.tensor(self.pairs, dtype=dtype, device=x_BNTd.device)
+        positions_T = self.positions(x_BNTd.shape[-2], x_BNTd.device).to(dtype)
+        angles_Tp = positions_T[:, None] * self.theta ** (-2 * pairs / self.head_dim)
+        cos_Td, sin_Td = angles_Tp.cos().repeat(1, 2), angles_Tp.sin().repeat(1, 2)
+        x = x_BNTd.to(dtype)
+        first, second = x.chunk(2, dim=-1)
+        return (x * cos_Td + torch.cat((-second, first), dim=-1) * sin_Td).to(x_BNTd.dtype)
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        return f"head_dim={self.head_dim}, theta={self.theta:g}, num_pairs={len(self.pairs)}"
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention; with fewer key and value heads, groups of query heads share them.
+
+    ``num_heads``, ``num_kv_heads`` and ``head_dim`` are read when it runs, and ``scale`` is kept apart: a
+    module with narrower projections and smaller numbers computes the heads it holds. ``attend`` may be
+    replaced on an instance.
+
+    Shapes: x_BTH (B, T, H); returns (B, T, H). ``qkv.weight`` has all rows of q, then of k, then of v.
+    Source: Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245 (grouped heads).
+
+    >>> attention = Attention(8, 4, num_kv_heads=2, bias=False)
+    >>> attention(torch.zeros(1, 3, 8)).shape, attention.k.weight.shape
+    (torch.Size([1, 3, 8]), torch.Size([4, 8]))
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        bias: bool = True,
+        causal: bool = True,
+        dropout: float = 0.0,
+        rotary: bool = False,
+        theta: float = 10000.0,
+        fused: bool = False,
+    ) -> None:
+        super().__init__()
+        check_heads(width, num_heads, num_kv_heads or 0, head_dim or 0, rotary=rotary)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_dim = head_dim or width // num_heads
+        self.scale = self.head_dim**-0.5
+        self.causal = causal
+        self.fused = fused
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if fused:
+            self.qkv = nn.Linear(width, q_width + 2 * kv_width, bias=bias)
+        else:
+            self.q = nn.Linear(width, q_width, bias=bias)
+            self.k = nn.Linear(width, kv_width, bias=bias)
+            self.v = nn.Linear(width, kv_width, bias=bias)
+        self.o = nn.Linear(q_width, width, bias=bias)
+        self.rotary = Rotary(self.head_dim, theta) if rotary else None
+        self.attention_dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        """Every token's mix of the tokens it may see."""
+        q, k, v = self.project(x_BTH)
+        q_BNTD = split_heads(q, self.num_heads, self.head_dim)
+        k_BMTD = split_heads(k, self.num_kv_heads, self.head_dim)
+        v_BMTD = split_heads(v, self.num_kv_heads, self.head_dim)
+        if self.rotary is not None:
+            q_BNTD, k_BMTD = self.rotary(q_BNTD), self.rotary(k_BMTD)
+        y_BTH: Tensor = self.o(merge_heads(self.attend(q_BNTD, k_BMTD, v_BMTD)))
+        return y_BTH
+
+    def project(self, x_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, heads still side by side."""
+        if not self.fused:
+            return self.q(x_BTH), self.k(x_BTH), self.v(x_BTH)
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q, k, v = self.qkv(x_BTH).split((q_width, kv_width, kv_width), dim=-1)
+        return q, k, v
+
+    def attend(self, q_BNTD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor) -> Tensor:
+        """Softmax of the scores, times the values: (B, N, T, D)."""
+        if not (self.attention_dropout.training and self.attention_dropout.p > 0):
+            return functional.scaled_dot_product_attention(
+                q_BNTD,
+                k_BMTD,
+                v_BMTD,
+                is_causal=self.causal,
+                scale=self.scale,
+                enable_gqa=q_BNTD.shape[1] != k_BMTD.shape[1],
+            )
+        # written out, so that the module which drops is one that can be found, hooked and replaced
+        shared = q_BNTD.shape[1] // k_BMTD.shape[1]
+        k_BNTD, v_BNTD = k_BMTD.repeat_interleave(shared, dim=1), v_BMTD.repeat_interleave(shared, dim=1)
+        scores_BNTT = q_BNTD @ k_BNTD.mT * self.scale
+        if self.causal:
+            hidden_TT = torch.ones_like(scores_BNTT[0, 0], dtype=torch.bool).triu(1)
+            scores_BNTT = scores_BNTT.masked_fill(hidden_TT, -torch.inf)
+        dropped_BNTT: Tensor = self.attention_dropout(scores_BNTT.softmax(dim=-1))
+        return dropped_BNTT @ v_BNTD
+
+
+def split_heads(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    """(B, T, heads * head_dim) as (B, heads, T, head_dim).
+
+    >>> split_heads(torch.zeros(2, 3, 8), 4, 2).shape
+    torch.Size([2, 4, 3, 2])
+    """
+    return x.reshape(*x.shape[:-1], num_heads, head_dim).transpose(1, 2)
+
+
+def merge_heads(x_BNTD: Tensor) -> Tensor:
+    """(B, heads, T, head_dim) as (B, T, heads * head_dim), whatever the number of heads.
+
+    >>> merge_heads(torch.zeros(2, 4, 3, 2)).shape
+    torch.Size([2, 3, 8])
+    """
+    return x_BNTD.transpose(1, 2).flatten(2)

@@ -1,0 +1,270 @@
+"""Decoder-only language models on one device, in two styles.
+
+``gpt2``: learned positions, LayerNorm, biases, fused QKV, a GELU MLP.
+``llama``: rotary positions, RMSNorm, no biases, grouped heads, a gated SiLU MLP.
+
+B batch, T tokens, H width, F feed-forward width, V vocabulary
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import PlanError, explain
+from shardwright.models.attention import Attention, check_heads
+from shardwright.models.settings import check_fraction, check_sizes
+
+_STD = 0.02  # of every weight that GPT-2 draws
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTConfig:
+    """What a ``GPT`` is built from.
+
+    ``num_kv_heads=0`` means one per query head, ``hidden=0`` the style's own feed-forward width. ``tied``:
+    the head and the token embedding are one parameter. ``bias`` and ``max_tokens`` bind ``gpt2``; ``llama``
+    has no biases and no longest sequence of its own, ``theta`` is its rotary base.
+
+    >>> GPTConfig(width=96).feed_forward_width, GPTConfig(style="llama", width=96).feed_forward_width
+    (384, 256)
+    """
+
+    style: Literal["gpt2", "llama"] = "gpt2"
+    vocabulary: int = 256
+    max_tokens: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 0
+    width: int = 128
+    hidden: int = 0
+    dropout: float = 0.0
+    tied: bool = True
+    bias: bool = True
+    theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if self.style not in ("gpt2", "llama"):
+            raise PlanError(
+                explain("no such style", given=self.style, allowed="gpt2, llama", fix="set style=gpt2")
+            )
+        check_sizes(self, 1, "vocabulary", "max_tokens", "num_layers", "num_heads", "width", "theta")
+        check_sizes(self, 0, "num_kv_heads", "hidden")
+        check_fraction("dropout", self.dropout)
+        check_heads(self.width, self.num_heads, self.num_kv_heads, 0, rotary=self.style == "llama")
+
+    @property
+    def kv_heads(self) -> int:
+        """How many key and value heads there are."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def feed_forward_width(self) -> int:
+        """``hidden``, or 4 widths, or for a gated MLP 8/3 widths rounded up to a multiple of 8."""
+        if self.hidden or self.style == "gpt2":
+            return self.hidden or 4 * self.width
+        return -(-8 * self.width // 24) * 8
+
+
+class MLP(nn.Module):
+    """Up, GELU, down.
+
+    Shapes: x_BTH (B, T, H); returns (B, T, H).
+
+    >>> MLP(4, 16)(torch.zeros(1, 2, 4)).shape
+    torch.Size([1, 2, 4])
+    """
+
+    def __init__(self, width: int, hidden: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.activation = nn.GELU(approximate="tanh")
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        """The same for every token."""
+        y_BTH: Tensor = self.down(self.activation(self.up(x_BTH)))
+        return y_BTH
+
+
+class GatedMLP(nn.Module):
+    """Up, times the SiLU of a gate, down.
+
+    Shapes: x_BTH (B, T, H); returns (B, T, H).
+    Source: Shazeer 2020, arXiv:2002.05202.
+
+    >>> GatedMLP(4, 16)(torch.zeros(1, 2, 4)).shape
+    torch.Size([1, 2, 4])
+    """
+
+    def __init__(self, width: int, hidden: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=bias)
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.activation = nn.SiLU()
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        """The same for every token."""
+        y_BTH: Tensor = self.down(self.activation(self.gate(x_BTH)) * self.up(x_BTH))
+        return y_BTH
+
+
+class Block(nn.Module):
+    """One layer: attention, then an MLP, each after a norm and beside a skip connection.
+
+    Shapes: x_BTH (B, T, H); returns (B, T, H).
+
+    >>> [name for name, _ in Block(GPTConfig()).named_children()]
+    ['norm1', 'attention', 'dropout1', 'norm2', 'mlp', 'dropout2']
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        llama = config.style == "llama"
+        bias = config.bias and not llama
+        self.norm1 = _norm(config)
+        self.attention = Attention(
+            config.width,
+            config.num_heads,
+            config.kv_heads,
+            bias=bias,
+            dropout=config.dropout,
+            rotary=llama,
+            theta=config.theta,
+            fused=not llama,
+        )
+        self.dropout1 = nn.Dropout(config.dropout)
+        self.norm2 = _norm(config)
+        self.mlp = (GatedMLP if llama else MLP)(config.width, config.feed_forward_width, bias=bias)
+        self.dropout2 = nn.Dropout(config.dropout)
+        for linear in (self.attention.o, self.mlp.down):
+            object.__setattr__(
+                linear, "ends_branch", True
+            )  # plain, so that a copy of this one leaf has it too
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        """The tokens, refined once."""
+        x_BTH = x_BTH + self.dropout1(self.attention(self.norm1(x_BTH)))
+        y_BTH: Tensor = x_BTH + self.dropout2(self.mlp(self.norm2(x_BTH)))
+        return y_BTH
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    """The norm of the config's style."""
+    if config.style == "llama":
+        return nn.RMSNorm(config.width, eps=1e-5)
+    return nn.LayerNorm(config.width, bias=config.bias)
+
+
+class Positions(nn.Module):
+    """The place of each token in its sequence: 0 to T - 1.
+
+    Shapes: tokens_BT (B, T); returns (T,) int64.
+    Raises: PlanError: a sequence longer than ``max_tokens``.
+
+    >>> Positions(8)(torch.zeros(2, 3))
+    tensor([0, 1, 2])
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__()
+        self.max_tokens = max_tokens
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """The positions, on the tokens' device."""
+        num_tokens = tokens_BT.shape[1]
+        if num_tokens > self.max_tokens:
+            raise PlanError(
+                explain(
+                    "the sequence is longer than the learned positions",
+                    given=f"{num_tokens} tokens",
+                    allowed=f"1 to {self.max_tokens}",
+                    fix=f"set max_tokens={num_tokens}, or use shorter sequences",
+                )
+            )
+        return torch.arange(num_tokens, device=tokens_BT.device)
+
+
+class GPT(nn.Module):
+    """A decoder-only language model.
+
+    Shapes: tokens_BT (B, T) int64; returns logits (B, T, V).
+    Raises: PlanError: more tokens than ``max_tokens`` where positions are learned.
+    Source: Radford et al. 2019 (gpt2); Touvron et al. 2023, arXiv:2302.13971 (llama).
+
+    >>> model = GPT(GPTConfig(num_layers=1, width=8))
+    >>> model(torch.zeros(2, 5, dtype=torch.int64)).shape, model.head.weight is model.token.weight
+    (torch.Size([2, 5, 256]), True)
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token = nn.Embedding(config.vocabulary, config.width)
+        self.position = nn.Embedding(config.max_tokens, config.width) if config.style == "gpt2" else None
+        self.positions = Positions(config.max_tokens)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = _norm(config)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        if config.tied:
+            self.head.weight = self.token.weight
+        self.apply(self._init_weights)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """The logits of the token after each token."""
+        x_BTH = self.token(tokens_BT)
+        if self.position is not None:
+            x_BTH = x_BTH + self.position(self.positions(tokens_BT))
+        x_BTH = self.dropout(x_BTH)
+        for block in self.blocks:
+            x_BTH = block(x_BTH)
+        logits_BTV: Tensor = self.head(self.norm(x_BTH))
+        return logits_BTV
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draws one leaf module as GPT-2 does: what ends a branch starts small, so depth adds no variance."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            ends_branch = getattr(module, "ends_branch", False)
+            nn.init.normal_(
+                module.weight, std=_STD / sqrt(2 * self.config.num_layers) if ends_branch else _STD
+            )
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            module.reset_parameters()
+
+
+@torch.no_grad()
+def generate(
+    model: GPT, tokens_BT: Tensor, num_new: int, temperature: float, generator: torch.Generator
+) -> Tensor:
+    """The tokens, followed by ``num_new`` drawn from the model, one at a time.
+
+    A temperature of 0 takes the likeliest token. The model sees the last ``max_tokens`` tokens.
+
+    Shapes: tokens_BT (B, T), T at least 1; returns (B, T + num_new).
+
+    >>> model = GPT(GPTConfig(num_layers=1, width=8))
+    >>> generate(model, torch.zeros(2, 3, dtype=torch.int64), 4, 0.8, torch.Generator().manual_seed(0)).shape
+    torch.Size([2, 7])
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(num_new):
+            logits_BV = model(tokens_BT[:, -model.config.max_tokens :])[:, -1]
+            if temperature > 0:
+                probabilities_BV = (logits_BV.float() / temperature).softmax(dim=-1)
+                next_B1 = torch.multinomial(probabilities_BV, 1, generator=generator)
+            else:
+                next_B1 = logits_BV.argmax(dim=-1, keepdim=True)
+            tokens_BT = torch.cat((tokens_BT, next_B1), dim=1)
+    finally:
+        model.train(was_training)
+    return tokens_BT

@@ -1,0 +1,83 @@
+"""Losses as a sum and a count, so that shares of unequal size can be added and divided once.
+
+A mean of means is wrong as soon as one share has more targets than another.
+
+V vocabulary, or classes
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwright.errors import PlanError, explain
+from shardwright.models.settings import check_fraction
+
+
+class CrossEntropy(nn.Module):
+    """The sum of the cross entropies of class targets, and how many targets counted.
+
+    Shapes: logits (..., V) and int64 targets (...); returns a 0-d sum like the logits and a 0-d int64 count.
+    Raises: PlanError: the targets' shape is not the logits' without its last dim.
+
+    >>> loss_sum, count = CrossEntropy()(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [2, 3, 0]]))
+    >>> round(loss_sum.item(), 3), count.item()
+    (6.931, 5)
+    """
+
+    def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        check_fraction("label_smoothing", label_smoothing)
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+
+    def forward(self, logits_V: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum, count) over every target that is not ignored."""
+        check_same_shape("logits but for their last dim", logits_V.shape[:-1], "targets", targets.shape)
+        loss_sum = functional.cross_entropy(
+            logits_V.flatten(0, -2) if logits_V.dim() > 1 else logits_V,
+            targets.flatten() if targets.dim() else targets,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction="sum",
+        )
+        return loss_sum, (targets != self.ignore_index).sum()
+
+
+class MeanSquaredError(nn.Module):
+    """The sum of the squared differences, and how many elements there are: their ratio is the mean.
+
+    Shapes: outputs and targets of one shape; returns a 0-d sum in the outputs' dtype and a 0-d int64 count.
+    Raises: PlanError: the shapes differ.
+
+    >>> MeanSquaredError()(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 0.0]))
+    (tensor(13.), tensor(3))
+    """
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum, count) over every element."""
+        check_same_shape("outputs", outputs.shape, "targets", targets.shape)
+        loss_sum = (outputs - targets.to(outputs.dtype)).square().sum()
+        return loss_sum, torch.full((), outputs.numel(), dtype=torch.int64, device=outputs.device)
+
+
+def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape: torch.Size) -> None:
+    """Raises PlanError unless both shapes are equal: broadcasting here is always a mistake.
+
+    >>> check_same_shape("outputs", torch.Size([2, 1]), "targets", torch.Size([2]))
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: outputs and targets differ in shape
+      given:   (2, 1) and (2,)
+      allowed: equal shapes
+      fix:     give targets the shape (2, 1)
+    """
+    if shape != other_shape:
+        raise PlanError(
+            explain(
+                f"{name} and {other_name} differ in shape",
+                given=f"{tuple(shape)} and {tuple(other_shape)}",
+                allowed="equal shapes",
+                fix=f"give {other_name} the shape {tuple(shape)}",
+            )
+        )

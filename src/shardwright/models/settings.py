@@ -1,0 +1,198 @@
+"""Configs from settings: one function reads words or values into a frozen dataclass, and one checks sizes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import fields
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from shardwright.errors import PlanError, explain, nearest
+
+Config = TypeVar("Config")
+
+_BOOLS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+def check_sizes(config: object, least: int, *names: str) -> None:
+    """Raises PlanError unless every named field of ``config`` is ``least`` or more.
+
+    >>> from types import SimpleNamespace
+    >>> check_sizes(SimpleNamespace(width=0), 1, "width")
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: 'width' is too small
+      given:   0
+      allowed: 1 or more
+      fix:     set width=1 or more
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value < least:
+            raise PlanError(
+                explain(
+                    f"'{name}' is too small",
+                    given=value,
+                    allowed=f"{least} or more",
+                    fix=f"set {name}={least} or more",
+                )
+            )
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Raises PlanError unless ``value`` is a share that leaves something: from 0 to below 1.
+
+    >>> check_fraction("dropout", 1.5)
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: 'dropout' is no share of what there is
+      given:   1.5
+      allowed: 0 to below 1
+      fix:     set dropout=0.1
+    """
+    if not 0 <= value < 1:
+        raise PlanError(
+            explain(
+                f"'{name}' is no share of what there is",
+                given=value,
+                allowed="0 to below 1",
+                fix=f"set {name}=0.1",
+            )
+        )
+
+
+def parse_value(name: str, value: object, hint: Any) -> Any:
+    """The value that ``name`` takes by its type hint, from a value or from its text.
+
+    Raises: PlanError: the value does not have that type.
+
+    >>> parse_value("widths", "32,64,10", tuple[int, ...]), parse_value("tied", "no", bool)
+    ((32, 64, 10), False)
+    >>> parse_value("num_layers", "four", int)
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: 'num_layers' does not have the right type
+      given:   'four'
+      allowed: a whole number
+      fix:     write num_layers=1
+    """
+    text = value.strip() if isinstance(value, str) else None
+    try:
+        if hint is bool and isinstance(value, str | bool):
+            return _BOOLS[text.lower()] if text is not None else value
+        if hint in (int, float) and not isinstance(value, bool) and isinstance(value, str | int | hint):
+            return hint(value)
+        if hint is str and text is not None:
+            return text
+        if get_origin(hint) is Literal and value in get_args(hint):
+            return value
+        if get_origin(hint) is tuple and isinstance(value, str | tuple | list):
+            items = (
+                [item for item in text.strip("()[]").split(",") if item.strip()]
+                if text is not None
+                else value
+            )
+            return tuple(parse_value(name, item, get_args(hint)[0]) for item in items)
+        if get_origin(hint) in (Union, UnionType):
+            return _parse_first(name, value, get_args(hint))
+        if hint is type(None) and (value is None or text in ("none", "None")):
+            return None
+    except (KeyError, ValueError):
+        pass
+    else:
+        if not _is_known(hint):
+            return _parse_literal(value)
+    allowed, example = _describe(hint)
+    if get_origin(hint) is Literal:
+        example = nearest(text or "", map(str, get_args(hint)))
+    raise PlanError(
+        explain(
+            f"'{name}' does not have the right type",
+            given=repr(value),
+            allowed=allowed,
+            fix=f"write {name}={example}",
+        )
+    )
+
+
+def _parse_first(name: str, value: object, hints: tuple[Any, ...]) -> Any:
+    """The value by the first of ``hints`` that takes it; words last, since they take everything."""
+    for hint in sorted(hints, key=lambda hint: hint is str):
+        try:
+            return parse_value(name, value, hint)
+        except PlanError:
+            continue
+    raise ValueError(name)
+
+
+def _parse_literal(value: object) -> Any:
+    """The Python literal that a text spells, the text itself when it spells none."""
+    try:
+        return ast.literal_eval(value) if isinstance(value, str) else value
+    except (ValueError, SyntaxError):
+        return value
+
+
+def _is_known(hint: Any) -> bool:
+    """Whether ``parse_value`` knows the rule of this type hint."""
+    return hint in (bool, int, float, str, type(None)) or get_origin(hint) in (
+        Literal,
+        tuple,
+        Union,
+        UnionType,
+    )
+
+
+def _describe(hint: Any) -> tuple[str, str]:
+    """What a type hint allows, and one example, in words."""
+    if get_origin(hint) is Literal:
+        return ", ".join(map(str, get_args(hint))), str(get_args(hint)[0])
+    if get_origin(hint) is tuple:
+        return "whole numbers with commas between", "32,64,10"
+    described = {bool: ("true or false", "true"), int: ("a whole number", "1"), float: ("a number", "0.1")}
+    return described.get(hint, (str(getattr(hint, "__name__", hint)), "..."))
+
+
+def read_config(config: type[Config], settings: Mapping[str, object]) -> Config:
+    """The config that ``settings`` ask for; what they do not name keeps its default.
+
+    Raises: PlanError: a key that the config does not have, or a value of the wrong type.
+
+    >>> from shardwright.models.mlp import MLPConfig
+    >>> read_config(MLPConfig, {"widths": "8,16,4", "dropout": 0.1})
+    MLPConfig(widths=(8, 16, 4), activation='gelu', dropout=0.1)
+    >>> read_config(MLPConfig, {"width": "8"})
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: MLPConfig has no setting 'width'
+      given:   width=8
+      allowed: widths, activation, dropout
+      fix:     write widths
+    """
+    names = [field.name for field in fields(config)]  # type: ignore[arg-type]
+    hints = get_type_hints(config)
+    for key, value in settings.items():
+        check_known(config.__name__, key, value, names)
+    return config(**{key: parse_value(key, value, hints[key]) for key, value in settings.items()})
+
+
+def check_known(owner: str, key: str, value: object, names: list[str]) -> None:
+    """Raises PlanError, naming the nearest of ``names``, unless ``key`` is one of them.
+
+    >>> check_known("GPTConfig", "width", 64, ["width", "num_layers"])
+    """
+    if key not in names:
+        raise PlanError(
+            explain(
+                f"{owner} has no setting '{key}'",
+                given=f"{key}={value}",
+                allowed=", ".join(names) or "nothing",
+                fix=f"write {nearest(key, names)}" if names else f"leave out {key}",
+            )
+        )

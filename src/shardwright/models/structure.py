@@ -1,0 +1,245 @@
+"""What a plain model is made of: who uses which parameter, which layers form chains, what flows where."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+ELEMENTWISE_MODULES = (
+    nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Softplus,
+    nn.Mish, nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.Softsign, nn.Dropout, nn.Identity,
+)  # fmt: skip
+ELEMENTWISE_FUNCTIONS = frozenset(
+    [functional.gelu, functional.relu, functional.silu, functional.tanh, functional.sigmoid, functional.elu]
+    + [
+        functional.leaky_relu,
+        functional.softplus,
+        functional.mish,
+        functional.hardswish,
+        functional.logsigmoid,
+    ]
+    + [torch.relu, torch.tanh, torch.sigmoid, torch.mul, torch.square, operator.mul, operator.neg]
+)
+ELEMENTWISE_METHODS = frozenset(["relu", "tanh", "sigmoid", "mul", "square", "contiguous", "clone"])
+
+
+def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
+    """Every use of a parameter: the module's name, the module, its own name for it, and the one global name.
+
+    A tied parameter is one parameter with several uses; its first name is the global one.
+
+    >>> tied = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
+    >>> tied[1].weight = tied[0].weight
+    >>> [(module, name) for module, _, _, name in owners(tied)]
+    [('0', '0.weight'), ('1', '0.weight')]
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield path, module, own, names[id(parameter)]
+
+
+class Chain(NamedTuple):
+    """``Linear -> elementwise -> Linear``: the first layers, all that lies between, and the last layer."""
+
+    columns: tuple[str, ...]
+    between: tuple[str, ...]
+    row: str
+    entry: str | None
+    """The module whose only input the columns share, when there are several."""
+
+
+def trace(module: nn.Module) -> fx.Graph | None:
+    """The calls that one module makes, or None where its Python code depends on values.
+
+    The children stay calls, but for plain sequences, whose own children do. torch's own tracer replaces
+    ``nn.Module.__call__`` for the whole process while it works; this one changes a copy of the module and nothing
+    else, so that other threads may run models meanwhile.
+
+    >>> [node.op for node in trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
+    ['placeholder', 'call_module', 'call_module', 'output']
+    """
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    copied = copy.deepcopy(module, memo)
+    for path, child in _leaves(copied):
+        child.forward = partial(_call, tracer, path)
+    try:
+        inputs = [
+            tracer.proxy(graph.placeholder(parameter.name))
+            for parameter in inspect.signature(copied.forward).parameters.values()
+            if parameter.default is inspect.Parameter.empty
+            and parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        graph.output(tracer.create_arg(copied.forward(*inputs)))
+    except Exception:  # any Python code may run here; what cannot be traced is simply not taken apart
+        return None
+    return graph
+
+
+def _call(tracer: fx.proxy.TracerBase, path: str, *args: Any, **named: Any) -> fx.Proxy:
+    return tracer.create_proxy("call_module", path, args, named)
+
+
+def _leaves(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children, by path; of plain sequences and lists their children instead."""
+    for name, child in module.named_children():
+        if type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
+            yield from _leaves(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
+def find_chains(model: nn.Module) -> tuple[Chain, ...]:
+    """Every chain ``Linear -> elementwise -> Linear``, by the layers' names; a layer is in one chain at most.
+
+    >>> gelu = nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2))
+    >>> find_chains(nn.Sequential(gelu, gelu))
+    (Chain(columns=('0.0',), between=('0.1',), row='0.2', entry=None),)
+    """
+    found: list[Chain] = []
+    taken: set[str] = set()
+    for path, module in model.named_modules():
+        if not any(isinstance(child, nn.Linear) for _, child in _leaves(module)):
+            continue
+        graph = trace(module)
+        for node in graph.nodes if graph is not None else ():
+            chain = _chain_to(node, module, path)
+            if chain is not None and not taken.intersection((*chain.columns, chain.row)):
+                found.append(chain)
+                taken.update((*chain.columns, chain.row))
+    return tuple(found)
+
+
+def _module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
+    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _is_elementwise(node: fx.Node, root: nn.Module) -> bool:
+    if node.op == "call_module":
+        return isinstance(_module_of(node, root), ELEMENTWISE_MODULES)
+    if node.op == "call_function":
+        return node.target in ELEMENTWISE_FUNCTIONS
+    return node.op == "call_method" and node.target in ELEMENTWISE_METHODS
+
+
+def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
+    """The chain that ends in ``row``, if one does and nothing else looks inside it."""
+    if not isinstance(_module_of(row, root), nn.Linear):
+        return None
+    columns: list[fx.Node] = []
+    between: list[fx.Node] = []
+    waiting = list(row.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in columns or node in between:
+            continue
+        if isinstance(_module_of(node, root), nn.Linear):
+            columns.append(node)
+        elif _is_elementwise(node, root):
+            between.append(node)
+            waiting.extend(node.all_input_nodes)
+        else:
+            return None
+    inside = {*columns, *between, row}
+    calls = [node.target for node in row.graph.nodes if node.op == "call_module"]
+    if not columns or any(user not in inside for node in (*columns, *between) for user in node.users):
+        return None
+    if any(calls.count(node.target) > 1 for node in (*columns, row)):
+        return None
+    widths = {
+        layer.out_features for node in columns if isinstance(layer := _module_of(node, root), nn.Linear)
+    }
+    if len(widths) > 1:
+        return None
+    inputs = {node.all_input_nodes[0] for node in columns}
+    shared = len(columns) > 1 and len(inputs) == 1 and next(iter(inputs)).op == "placeholder"
+    names = [
+        tuple(f"{path}.{node.target}".lstrip(".") for node in nodes if node.op == "call_module")
+        for nodes in (reversed(columns), reversed(between), [row])
+    ]
+    return Chain(names[0], names[1], names[2][0], path if shared else None)
+
+
+def find_head(model: nn.Module) -> str | None:
+    """The ``Linear`` whose output is the model's output, by name; None where there is none to be seen.
+
+    >>> find_head(nn.Sequential(nn.ReLU(), nn.Linear(2, 8)))
+    '1'
+    """
+    graph = trace(model)
+    if graph is None:
+        return None
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    if len(output.all_input_nodes) != 1 or output.args[0] is not output.all_input_nodes[0]:
+        return None
+    last = output.all_input_nodes[0]
+    single_use = len(last.users) == 1 and [n.target for n in graph.nodes].count(last.target) == 1
+    return str(last.target) if isinstance(_module_of(last, model), nn.Linear) and single_use else None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One call of a module: the shapes of its first input and of its output, and whether gradients flow back."""
+
+    x_shape: tuple[int, ...]
+    y_shape: tuple[int, ...]
+    element_bytes: int
+    needs_gradient: bool
+
+
+Visits = Mapping[str, tuple[Visit, ...]]
+"""By module name, the calls of one forward."""
+
+
+def observe(model: nn.Module, inputs: Any) -> Visits:
+    """Every module's calls in one forward of the plain model; runs on the meta device, so nothing is computed.
+
+    >>> model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2)).to("meta")
+    >>> visits = observe(model, torch.empty(5, 2, device="meta"))
+    >>> visits["1"]
+    (Visit(x_shape=(5, 8), y_shape=(5, 2), element_bytes=4, needs_gradient=True),)
+    """
+    seen: dict[str, list[Visit]] = {}
+
+    def note(path: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            x = next((a for a in args if isinstance(a, Tensor)), None)
+            y = output if isinstance(output, Tensor) else None
+            if x is not None and y is not None:
+                visit = Visit(tuple(x.shape), tuple(y.shape), y.element_size(), x.requires_grad)
+                seen.setdefault(path, []).append(visit)
+
+        return hook
+
+    handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
+    try:
+        with torch.enable_grad():
+            call_model(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {path: tuple(visits) for path, visits in seen.items()}
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Runs a model on a batch's inputs: one value, a tuple of arguments, or a dict of named ones.
+
+    >>> call_model(nn.Identity(), (torch.ones(1),))
+    tensor([1.])
+    """
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)

@@ -1,0 +1,86 @@
+"""``parallelize``: a plain model and a layout in, this rank's part and its step out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwright.comm import Axis, World
+from shardwright.draws import Draws, key_dropout
+from shardwright.layout import Layout
+from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.gradients import GradientSync
+from shardwright.parallelize.initialise import place_parameters
+from shardwright.parallelize.planning import expected_traffic, hollow, make_plan, twin
+from shardwright.parallelize.run import Run, check_world
+from shardwright.pipeline import Executor
+from shardwright.strategy import Job, Plan, Strategy, partial_axes
+
+__all__ = ["Run", "expected_traffic", "hollow", "make_plan", "parallelize", "place_parameters", "twin"]
+
+
+def parallelize(
+    model: nn.Module,
+    layout: Layout | str,
+    world: World,
+    *,
+    loss: nn.Module | None = None,
+    seed: int = 0,
+    strategies: Sequence[Strategy] | None = None,
+) -> Run:
+    """This rank's part of a plain one-device model under a layout.
+
+    Build ``model`` under ``torch.device("meta")`` and no rank ever holds the whole; a model that has values
+    is cut as it is. ``model`` itself is left alone. ``loss(output, targets)`` gives (sum, count), cross entropy
+    when left out. ``seed`` fixes initial values and dropout, whatever the layout.
+
+    Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
+        starts. Both are raised on every rank before anything is sent.
+
+    >>> import shardwright as sw
+    >>> def work(world):
+    ...     with torch.device("meta"):
+    ...         plain = nn.Linear(4, 3)
+    ...     run = parallelize(plain, "dp2", world)
+    ...     batch = next(run.shard([(torch.ones(5, 4), torch.zeros(5, dtype=torch.int64))]))
+    ...     return len(batch.samples), round(run.step(batch).item(), 3)
+    >>> sw.launch(work, 2, ranks="threads")
+    [(3, 1.163), (2, 1.163)]
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    job = Job(twin(model), twin(loss if loss is not None else CrossEntropy()))
+    plan, chosen = make_plan(job, layout, strategies)
+    check_world(plan, world)
+    coord = plan.mesh.coord(world.rank)
+    place_parameters(job.model, plan.compute, coord, seed, world.device)
+    job.loss.to(world.device)
+    axes = _axes(plan, world)
+    draws = Draws(seed)
+    key_dropout(job.model, draws, plan.slices(coord))
+    events = [s.apply(job, {a: axis.for_strategy(s.name) for a, axis in axes.items()}, plan) for s in chosen]
+
+    def joined(names: tuple[str, ...]) -> Axis:
+        return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
+
+    sync = GradientSync(job.model, plan, coord, joined)
+    executor = Executor(job.model, plan.units, [*(e for e in events if e is not None), sync.events()], draws)
+    return Run(job, plan, world, axes, executor, sync)
+
+
+def _axes(plan: Plan, world: World) -> dict[str, Axis]:
+    """The mesh's axes, and the joined ones over which gradients or losses are summed; in one order everywhere."""
+    axes = world.axes(plan.mesh)
+    joined = {partial_axes(plan, name) for name in plan.compute}
+    joined.add(tuple(sorted(plan.inputs, key=plan.mesh.axes.index)))
+    for names in sorted(joined):
+        if len(names) > 1:
+            axes["+".join(names)] = world.axis("+".join(names), plan.mesh.groups(names))
+    return {**axes, "world": world.everyone()}
+
+
+def _strategy_on(mesh_axis: str, chosen: Sequence[Strategy]) -> str:
+    """Who cut the axis that makes a gradient partial: its sync is recorded as that strategy's."""
+    parts = {"dp": ("dp", "replica"), "tp": ("tp", "depth", "row", "col")}
+    return next((s.name for s in chosen if mesh_axis in parts.get(s.axis, (s.axis,))), "core")

@@ -1,0 +1,166 @@
+"""Gradient sync, derived from the plan: each unit's partial gradients become whole while backward goes on.
+
+A unit is sent as soon as its gradients are there, in the same order on every rank. Where the whole of each
+gradient is shared by the same ranks, as in data parallel, the gradients are views of one flat buffer, and the
+buffer is the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.boxes import Box, Piece, read
+from shardwright.comm import Axis, Pending
+from shardwright.mesh import Coord
+from shardwright.pipeline.executor import Events, Unit
+from shardwright.strategy import Plan, sync_groups, whole_uses
+
+
+@dataclass
+class _Group:
+    """What one unit sums over one axis: whole local gradients, or boxes of them."""
+
+    axis: Axis
+    parameters: list[nn.Parameter]
+    boxes: list[tuple[nn.Parameter, Piece, Box]]
+    flat: Tensor | None = None
+    views: tuple[Tensor, ...] = ()
+
+    def start(self) -> Pending[Tensor]:
+        """Fills the message and sends it."""
+        if self.parameters:
+            if self.flat is None:
+                self.flat = torch.empty(sum(p.numel() for p in self.parameters), dtype=self.parameters[0].dtype,
+                                        device=self.parameters[0].device)  # fmt: skip
+                parts = self.flat.split([p.numel() for p in self.parameters])
+                self.views = tuple(part.view_as(p) for part, p in zip(parts, self.parameters, strict=True))
+            found = [(p.grad, view) for p, view in zip(self.parameters, self.views, strict=True)]
+            if any(gradient is not None for gradient, _ in found):
+                torch._foreach_copy_(
+                    [v for g, v in found if g is not None], [g for g, _ in found if g is not None]
+                )
+            for parameter, (gradient, view) in zip(self.parameters, found, strict=True):
+                if gradient is None:
+                    view.zero_()
+                parameter.grad = view
+            return self.axis.all_reduce_async(self.flat)
+        message = torch.cat([read(_gradient(p), piece, box).reshape(-1) for p, piece, box in self.boxes])
+        return self.axis.all_reduce_async(message)
+
+    def finish(self, pending: Pending[Tensor]) -> None:
+        """Waits for the sum and puts it where it belongs."""
+        summed = pending.wait()
+        if self.boxes:
+            for (p, piece, box), part in zip(
+                self.boxes, summed.split([box.size for _, _, box in self.boxes]), strict=True
+            ):
+                read(_gradient(p), piece, box).copy_(part.view(box.shape))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+class GradientSync:
+    """Sums every unit's gradients over those who share them; ``finish`` waits for all and takes the mean."""
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]
+    ) -> None:
+        self.parameters: Mapping[str, nn.Parameter] = {
+            name: p for name, p in model.named_parameters() if p.requires_grad
+        }
+        self.units = plan.units
+        self.groups = {unit.name: self._groups(plan, unit, coord, joined) for unit in plan.units}
+        self.last_microbatch = 0
+        self._ready: set[str] = set()
+        self._sent: list[tuple[_Group, Pending[Tensor]]] = []
+        self._waiting: list[Unit] = []
+        _contribute_once(model, plan, coord)
+
+    def _groups(
+        self, plan: Plan, unit: Unit, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]
+    ) -> list[_Group]:
+        found = []
+        for (axes, ranks), shares in sync_groups(plan, unit, coord).items():
+            axis = joined(axes)
+            if ranks != axis.ranks:
+                axis = axis.subset([axis.ranks.index(rank) for rank in ranks])
+            whole, parts = _Group(axis, [], []), _Group(axis, [], [])
+            for name, boxes in shares.items():
+                if name not in self.parameters:
+                    continue  # frozen
+                parameter, pieces = self.parameters[name], plan.compute[name].pieces(coord)
+                if sum(box.size for box in boxes) == parameter.numel():
+                    whole.parameters.append(parameter)
+                    continue
+                for box in boxes:
+                    (piece,) = (piece for piece in pieces if piece.whole.intersect(box) is not None)
+                    parts.boxes.append((parameter, piece, box))
+            found += [each for each in (whole, parts) if each.parameters or each.boxes]
+        return found
+
+    def begin(self, last_microbatch: int) -> None:
+        """Starts a step: gradients are sent after the backward of ``last_microbatch``."""
+        self.last_microbatch = last_microbatch
+        self._ready, self._sent, self._waiting = set(), [], list(reversed(self.units))
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def events(self) -> Events:
+        """What the executor tells it."""
+        return Events(after_weight_gradients=self._after_weight_gradients)
+
+    def _after_weight_gradients(self, unit: Unit, microbatch: int) -> None:
+        if microbatch != self.last_microbatch:
+            return
+        self._ready.add(unit.name)
+        while self._waiting and self._waiting[0].name in self._ready:
+            for group in self.groups[self._waiting.pop(0).name]:
+                self._sent.append((group, group.start()))
+
+    def finish(self, count: float) -> None:
+        """Waits for every sum and divides by the global count."""
+        scaled: set[int] = set()
+        for group, pending in self._sent:
+            group.finish(pending)
+            if group.flat is not None:
+                group.flat.mul_(1 / count)
+                scaled.update(id(p) for p in group.parameters)
+        rest: list[Any] = [_gradient(p) for p in self.parameters.values() if id(p) not in scaled]
+        if rest:
+            torch._foreach_mul_(rest, 1 / count)
+
+
+def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:
+    """Where a use gives a whole gradient that will be summed with terms, lets one index alone contribute it."""
+    uses: Sequence[tuple[Any, tuple[str, ...]]] = whole_uses(plan)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for use, axes in uses:
+        if not any(coord[axis] for axis in axes):
+            continue
+        module = model.get_submodule(use.module)
+        own = [
+            key for key, p in module._parameters.items() if p is not None and names[id(p)] == use.parameter
+        ]
+
+        def hide(module: nn.Module, *_: Any, own: list[str] = own) -> None:
+            for key in own:
+                kept = module._parameters[key]
+                assert kept is not None
+                module.__dict__.setdefault("_contributes_nothing", {})[key] = kept
+                module._parameters[key] = kept.detach()  # type: ignore[assignment]
+
+        def restore(module: nn.Module, *_: Any, own: list[str] = own) -> None:
+            for key in own:
+                module._parameters[key] = module.__dict__["_contributes_nothing"].pop(key)
+
+        module.register_forward_pre_hook(hide)
+        module.register_forward_hook(restore, always_call=True)

@@ -1,0 +1,91 @@
+"""Parameters, drawn one leaf module at a time and cut at once, so that no rank ever holds the whole model.
+
+The numbers depend on the seed and on the module's name alone: every layout, and one device, start from the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.boxes import Lies, cut
+from shardwright.errors import PlanError, explain
+from shardwright.mesh import Coord
+from shardwright.models.structure import owners
+
+_DRAWING = threading.Lock()
+"""torch's default generator belongs to the process, and ranks may be threads of one: they draw in turn."""
+
+
+def place_parameters(
+    model: nn.Module, lies: Mapping[str, Lies], coord: Coord, seed: int, device: torch.device
+) -> None:
+    """Gives ``model`` this rank's part of every parameter, and its buffers, in place; ties stay tied.
+
+    A module on the meta device is drawn whole, by the model's own ``_init_weights(module)`` where it has one (the
+    convention of the transformers library) and otherwise by the module's ``reset_parameters``, then cut. A module
+    with values is cut as it is.
+
+    Raises: PlanError: a module on the meta device that says nowhere how it starts.
+
+    >>> with torch.device("meta"):
+    ...     model = nn.Linear(2, 3)
+    >>> place_parameters(model, {}, {}, seed=0, device=torch.device("cpu"))
+    >>> model.weight.device.type, model.weight.shape
+    ('cpu', torch.Size([3, 2]))
+    """
+    names = {(id(module), own): name for _, module, own, name in owners(model)}
+    placed: dict[str, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        requires_grad = {key: parameter.requires_grad for key, parameter in own.items()}
+        buffers = dict(module.named_buffers(recurse=False))
+        if any(tensor.is_meta for tensor in (*own.values(), *buffers.values())):
+            _draw(model, path, module, seed)
+        for key, value in _values(module, device).items():
+            if key in buffers:
+                module._buffers[key] = value
+                continue
+            name = names[id(module), key]
+            if name not in placed:
+                part = value.detach()
+                if name in lies:
+                    at = lies[name]
+                    part = cut(part, at.pieces(coord), at.local_shape(coord))
+                placed[name] = nn.Parameter(part.to(device), requires_grad=requires_grad[key])
+            module._parameters[key] = placed[name]
+
+
+def _values(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    tensors: dict[str, Any] = {**module._parameters, **module._buffers}
+    return {
+        key: tensor if key in module._parameters else tensor.to(device)
+        for key, tensor in tensors.items()
+        if tensor is not None
+    }
+
+
+def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
+    """Makes one leaf module real, on the host, so that every device starts from the same numbers."""
+    module.to_empty(device="cpu", recurse=False)
+    draw = getattr(model, "_init_weights", None)
+    if draw is None:
+        if not callable(reset := getattr(module, "reset_parameters", None)):
+            raise PlanError(
+                explain(
+                    f"'{path or 'the model'}' does not say how its parameters start",
+                    given=f"{type(module).__name__} on the meta device",
+                    allowed="modules with reset_parameters(), or a model with _init_weights(module)",
+                    fix=f"give {type(module).__name__} a reset_parameters(), or build the model on a real device",
+                )
+            )
+        draw = lambda _: reset()  # noqa: E731
+    key = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
+    with _DRAWING, torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(int.from_bytes(key, "little") >> 1)
+        draw(module)

@@ -1,0 +1,144 @@
+"""From a plain model and a layout to a plan: pure, on the meta device, equal on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwright.errors import LayoutError, explain
+from shardwright.layout import Layout
+from shardwright.mesh import Coord, balanced
+from shardwright.models.structure import observe
+from shardwright.strategies import choose
+from shardwright.strategy import Batch, Job, Plan, Strategy, Traffic
+
+
+def hollow(model: nn.Module) -> nn.Module:
+    """A copy of the model's structure on the meta device: modules are new, no values are copied.
+
+    >>> hollow(nn.Linear(2, 2)).weight.device.type
+    'meta'
+    """
+    return _copied(model, lambda tensor: tensor.to("meta"))
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of the model's structure that shares its values: changing its modules leaves the original alone.
+
+    >>> model = nn.Linear(2, 2)
+    >>> other = twin(model)
+    >>> other is model, other.weight.data_ptr() == model.weight.data_ptr()
+    (False, True)
+    """
+    return _copied(model, lambda tensor: tensor.detach())
+
+
+def _copied(model: nn.Module, change: Any) -> nn.Module:
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(change(p), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    memo.update({id(b): change(b) for b in model.buffers()})
+    return copy.deepcopy(model, memo)
+
+
+def make_plan(
+    job: Job, layout: Layout, strategies: Sequence[Strategy] | None = None
+) -> tuple[Plan, tuple[Strategy, ...]]:
+    """Every strategy of the layout refines the plan in turn.
+
+    Raises: LayoutError: what cannot be laid out; no message has been sent by then.
+
+    >>> plan, strategies = make_plan(Job(nn.Linear(2, 2), nn.Identity()), Layout.parse("dp2"))
+    >>> plan.inputs, plan.mesh.size
+    ({'dp': 0}, 2)
+    """
+    strategies = choose(layout) if strategies is None else tuple(strategies)
+    whole = Job(hollow(job.model), job.loss)
+    if layout.num_microbatches > 1:
+        for name, module in whole.model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                raise LayoutError(
+                    explain(
+                        f"'{name}' computes statistics over the batch, which 'mb' cuts",
+                        given=f"{type(module).__name__} under {layout}",
+                        allowed="layers that treat each sample alone",
+                        fix="use GroupNorm or LayerNorm, or leave out mb",
+                    )
+                )
+    plan = Plan.of(whole, layout)
+    for strategy in strategies:
+        plan = strategy.place(whole, plan)
+    return plan, strategies
+
+
+def local_samples(plan: Plan, coord: Coord, num_samples: int) -> range:
+    """The places in the global batch of the samples that ``coord`` computes: nested balanced cuts of dim 0.
+
+    >>> plan, _ = make_plan(Job(nn.Linear(2, 2), nn.Identity()), Layout.parse("dp2"))
+    >>> local_samples(plan, {"dp": 1}, 5)
+    range(3, 5)
+    """
+    held = range(num_samples)
+    for axis in plan.mesh.axes:
+        if plan.inputs.get(axis) == 0:
+            cuts = balanced(len(held), plan.mesh[axis])
+            held = held[cuts[coord[axis]] : cuts[coord[axis] + 1]]
+    return held
+
+
+def microbatch_samples(samples: range, num_microbatches: int) -> tuple[range, ...]:
+    """The samples of each microbatch, some of which may be empty.
+
+    >>> microbatch_samples(range(4, 7), 2)
+    (range(4, 6), range(6, 7))
+    """
+    cuts = balanced(len(samples), num_microbatches)
+    return tuple(samples[a:b] for a, b in zip(cuts, cuts[1:], strict=False))
+
+
+def rows(tree: Any, start: int, stop: int) -> Any:
+    """Rows of every tensor of a batch: views."""
+    return tree_map_only(Tensor, lambda tensor: tensor[start:stop], tree)
+
+
+def num_rows(tree: Any) -> int:
+    """How many samples a batch has.
+
+    >>> num_rows((torch.zeros(3, 2), {"mask": torch.zeros(3)}))
+    3
+    """
+    sizes: set[int] = set()
+    tree_map_only(Tensor, lambda tensor: sizes.add(tensor.shape[0]), tree)
+    if len(sizes) != 1:
+        raise LayoutError(
+            explain(
+                "the tensors of a batch have different numbers of samples",
+                given=sorted(sizes),
+                allowed="one number in dim 0 of all",
+                fix="give every tensor of the batch the samples in dim 0",
+            )
+        )
+    return sizes.pop()
+
+
+def expected_traffic(
+    job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any, coord: Coord
+) -> dict[str, tuple[Traffic, ...]]:
+    """What each strategy says that one step on this global batch sends from the rank at ``coord``."""
+    whole = hollow(job.model)
+    on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
+    samples = local_samples(plan, coord, num_rows(inputs))
+    shares = [s for s in microbatch_samples(samples, plan.layout.num_microbatches) if s]
+    visits = tuple(observe(whole, rows(on_meta, s.start, s.stop)) for s in shares)
+    element_bytes = next(whole.parameters()).element_size()
+    return {s.name: s.traffic(plan, Batch(visits, element_bytes), coord) for s in strategies}
+
+
+def on_device(tree: Any, device: torch.device) -> Any:
+    """A batch on the rank's device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)

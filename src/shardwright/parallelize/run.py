@@ -1,0 +1,206 @@
+"""``Run``: a model under a layout, as one rank holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.boxes import read
+from shardwright.comm import Axis, World
+from shardwright.draws import Draws
+from shardwright.errors import LayoutError, PlanError, explain
+from shardwright.models.structure import call_model
+from shardwright.parallelize.gradients import GradientSync
+from shardwright.parallelize.planning import local_samples, microbatch_samples, num_rows, on_device, rows
+from shardwright.pipeline import Executor, LossEnd, Microbatch, MicrobatchEnd, accumulate
+from shardwright.strategy import OUTPUT, Job, Plan
+
+
+class Run:
+    """One rank's part of a model and what it does with it: steps, losses, an optimizer.
+
+    ``model`` holds this rank's part, under the names of the plain model; ``plan`` says where everything lies.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        world: World,
+        axes: Mapping[str, Axis],
+        executor: Executor,
+        sync: GradientSync,
+    ) -> None:
+        self.model, self.loss = job
+        self.plan, self.world, self.axes = plan, world, axes
+        self.coord = plan.mesh.coord(world.rank)
+        self.draws: Draws = executor.draws
+        self.num_steps = 0
+        self._executor, self._sync = executor, sync
+        self._everyone = axes["world"]
+
+    # ---- batches
+
+    def share(self, num_samples: int) -> range:
+        """Which samples of a global batch this rank computes: load no others."""
+        return local_samples(self.plan, self.coord, num_samples)
+
+    def shard(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Microbatch]:
+        """This rank's part of each global batch (inputs, targets); samples lie in dim 0 of every tensor."""
+        for inputs, targets in batches:
+            samples = self.share(num_rows((inputs, targets)))
+            yield self.part(*rows((inputs, targets), samples.start, samples.stop), samples)
+
+    def part(self, inputs: Any, targets: Any, samples: range) -> Microbatch:
+        """This rank's own samples, which lie at ``samples`` in the global batch (see :meth:`share`)."""
+        return Microbatch(*on_device((inputs, targets), self.world.device), samples)
+
+    # ---- steps
+
+    def step(self, batch: Microbatch) -> Tensor:
+        """Forward and backward over this rank's part of one batch; returns the global mean loss.
+
+        Starts from zero gradients and ends with the gradients of the global mean, whole on every rank that holds
+        the parameter. Call the optimizer next.
+        """
+        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
+        first = batch.samples.start
+        pieces = [
+            Microbatch(*rows((batch.inputs, batch.targets), s.start - first, s.stop - first), s)
+            for s in shares
+        ]
+        self.draws.step = self.num_steps
+        self._sync.begin(last_microbatch=len(pieces) - 1)
+        last = LossEnd(self.loss)
+        with torch.enable_grad():
+            self._executor.run(accumulate(len(pieces)), pieces, MicrobatchEnd(), last)
+        mean, count = self._mean(last.sums)
+        self._sync.finish(count)
+        self.num_steps += 1
+        return mean
+
+    @torch.no_grad()
+    def evaluate(self, batch: Microbatch) -> Tensor:
+        """The global mean loss on one batch, dropping nothing and keeping no gradients."""
+        sums: list[Tensor] = []
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            if batch.samples:
+                loss_sum, count = self.loss(call_model(self.model, batch.inputs), batch.targets)
+                sums.append(torch.stack([loss_sum.double(), torch.as_tensor(count).double()]))
+        finally:
+            self.model.train(was_training)
+        return self._mean(sums)[0]
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Tensor:
+        """The model's whole output on inputs that every rank holds, on every rank."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            output: Tensor = call_model(self.model, on_device(inputs, self.world.device))
+        finally:
+            self.model.train(was_training)
+        for cut in self.plan.activations.get(OUTPUT, ()):
+            sizes = [sum(b - a for a, b in ranges) for ranges in cut.ranges]
+            output = self.axes[cut.axis].all_gather(output, cut.dim, sizes)
+        return output
+
+    def _mean(self, sums: Sequence[Tensor]) -> tuple[Tensor, float]:
+        device = self.world.device
+        total = torch.stack(list(sums)).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
+        if self.plan.inputs:
+            total = (
+                self.axes["+".join(sorted(self.plan.inputs, key=self.plan.mesh.axes.index))]
+                .for_strategy("loss")
+                .all_reduce(total)
+            )
+        count = float(total[1])
+        return total[0] / max(count, 1.0), max(count, 1.0)
+
+    # ---- the optimizer
+
+    def optimizer(
+        self, kind: type[torch.optim.Optimizer], parameters: Any = None, **options: Any
+    ) -> torch.optim.Optimizer:
+        """A real torch optimizer over this rank's part; groups may be given as ``parameters``, as torch takes them.
+
+        Raises: PlanError: an optimizer that needs whole tensors, where some are cut.
+        """
+        cut = [name for name, rest in self.plan.rest.items() if rest.optimizer.axes]
+        if cut and not is_elementwise(kind, options):
+            raise PlanError(
+                explain(
+                    f"{kind.__name__} looks at whole tensors, and '{cut[0]}' is cut",
+                    given=f"{kind.__name__} under {self.plan.layout}",
+                    allowed="optimizers that update each element alone: SGD, Adam, AdamW, RMSprop, Adagrad, ...",
+                    fix="use AdamW, or a layout that cuts no parameter",
+                )
+            )
+        if parameters is None:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = kind(parameters, **options)
+        for events in self._executor.events:
+            optimizer.register_step_post_hook(lambda *_, events=events: events.after_optimizer())
+        return optimizer
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm over the *whole* model is at most ``max_norm``; returns it.
+
+        Each element counts once, however many ranks hold a copy. Traffic: one all-reduce of one number.
+        """
+        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                continue
+            lies = self.plan.rest[name].gradient
+            for piece in lies.owned(self.coord, self.plan.mesh):
+                square += read(parameter.grad, piece, piece.whole).double().square().sum()
+        norm: Tensor = self._everyone.for_strategy("clip").all_reduce(square).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if gradients and scale < 1:
+            torch._foreach_mul_(gradients, scale.item())
+        return norm
+
+
+def is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+    """Whether stepping a tensor whole and in two slices gives the same: found out by doing it.
+
+    >>> is_elementwise(torch.optim.AdamW, {"lr": 0.1}), is_elementwise(torch.optim.Adafactor, {"lr": 0.1})
+    (True, False)
+    """
+    start = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
+    gradients = [torch.linspace(1, 3, 24, dtype=torch.float64).view(6, 4).sin() * k for k in (1.0, -2.0, 0.5)]
+
+    def stepped(ranges: Sequence[tuple[int, int]]) -> Tensor:
+        parameters = [nn.Parameter(start[a:b].clone()) for a, b in ranges]
+        optimizer = kind(parameters, **options)
+        for gradient in gradients:
+            for parameter, (a, b) in zip(parameters, ranges, strict=True):
+                parameter.grad = gradient[a:b].clone()
+            optimizer.step()
+        return torch.cat([p.detach() for p in parameters])
+
+    try:
+        return bool(torch.allclose(stepped([(0, 6)]), stepped([(0, 2), (2, 6)]), rtol=1e-12, atol=1e-12))
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False  # it needs a closure, or another shape: not an update of single elements
+
+
+def check_world(plan: Plan, world: World) -> None:
+    """Raises LayoutError unless the world has as many ranks as the layout asks for."""
+    if plan.mesh.size != world.size:
+        raise LayoutError(
+            explain(
+                "the layout does not fit the ranks available",
+                given=f"{plan.layout}: {plan.mesh.size} ranks, on {world.size}",
+                allowed=f"layouts whose sizes multiply to {world.size}",
+                fix=f"write dp{world.size}, or start {plan.mesh.size} ranks",
+            )
+        )

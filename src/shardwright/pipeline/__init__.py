@@ -1,0 +1,16 @@
+"""Schedules as data, and the one executor that runs any of them."""
+
+from shardwright.pipeline.actions import Action, accumulate
+from shardwright.pipeline.executor import End, Ends, Events, Executor, LossEnd, Microbatch, MicrobatchEnd
+
+__all__ = [
+    "Action",
+    "End",
+    "Ends",
+    "Events",
+    "Executor",
+    "LossEnd",
+    "Microbatch",
+    "MicrobatchEnd",
+    "accumulate",
+]

@@ -1,0 +1,92 @@
+"""Every strategy, one file each. A file here that defines ``STRATEGY`` is found by all that lists strategies."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+
+from shardwright.errors import LayoutError, explain, nearest
+from shardwright.layout import Factor, Layout
+from shardwright.strategy import Strategy
+
+PHASES = ("operators", "stages", "state")
+
+
+def _found() -> dict[str, Strategy]:
+    modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
+    values: list[Strategy] = [module.STRATEGY for module in modules if hasattr(module, "STRATEGY")]
+    return {strategy.name: strategy for strategy in values}
+
+
+STRATEGIES: Mapping[str, Strategy] = _found()
+"""Every strategy by name."""
+
+
+def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[Strategy, ...]:
+    """The strategies that a layout asks for, in the order in which they refine the plan.
+
+    Raises: LayoutError: a factor, an option or a word that no strategy here runs.
+
+    >>> [strategy.name for strategy in choose(Layout.parse("dp2 tp2"))]
+    ['data_parallel', 'tensor_1d']
+    """
+    _check_words(layout)
+    chosen = {
+        phase: [s for f in layout.factors if (s := _choice(f, phase, layout, known))] for phase in PHASES
+    }
+    for factor in layout.factors:
+        of_axis = [s for strategies in chosen.values() for s in strategies if s.axis == factor.axis]
+        for option in factor.options:
+            if not any(option.name in strategy.options for strategy in of_axis):
+                raise _no_option(layout, factor, option.name, known)
+    return tuple(strategy for phase in PHASES for strategy in chosen[phase])
+
+
+def _choice(factor: Factor, phase: str, layout: Layout, known: Mapping[str, Strategy]) -> Strategy | None:
+    of_axis = [s for s in known.values() if s.axis == factor.axis]
+    if not of_axis:
+        raise LayoutError(
+            explain(
+                f"no strategy for '{factor}' is built yet",
+                given=str(layout),
+                allowed="factors on " + ", ".join(sorted({s.axis for s in known.values()})),
+                fix=f"leave out {factor}: {_without(layout, factor)}",
+            )
+        )
+    candidates = [s for s in of_axis if s.phase == phase]
+    named = [s for s in candidates if not s.default and any(o.name in s.options for o in factor.options)]
+    return next(iter(named), next((s for s in candidates if s.default), None))
+
+
+def _without(layout: Layout, factor: Factor) -> str:
+    factors = tuple(other for other in layout.factors if other is not factor)
+    return str(Layout(factors, layout.num_microbatches, layout.precision, layout.recompute))
+
+
+def _no_option(layout: Layout, factor: Factor, option: str, known: Mapping[str, Strategy]) -> LayoutError:
+    options = sorted({name for s in known.values() if s.axis == factor.axis for name in s.options})
+    plain = factor.axis + (f"{factor.size}")
+    return LayoutError(
+        explain(
+            f"no strategy here runs '{option}' on axis '{factor.axis}'",
+            given=str(layout),
+            allowed=f"{plain}" + "".join(f", {plain}/{name}" for name in options),
+            fix=f"write {plain}" + (f", or {plain}/{nearest(option, options)}" if options else ""),
+        )
+    )
+
+
+def _check_words(layout: Layout) -> None:
+    recompute = f"recompute:{layout.recompute}" if layout.recompute else ""
+    for word in (layout.precision if layout.precision != "fp32" else "", recompute):
+        if word:
+            rest = str(Layout(layout.factors, layout.num_microbatches))
+            raise LayoutError(
+                explain(
+                    f"'{word}' is not built yet",
+                    given=str(layout),
+                    allowed="fp32",
+                    fix=f"leave it out: {rest}",
+                )
+            )

@@ -1,0 +1,87 @@
+"""Data parallel: one model copy per rank, the batch cut, gradients summed over the copies.
+
+::
+
+                 batch                      every rank: the whole model
+        +----------+----------+             gradient of the *global* mean:
+        | rank 0   | rank 1   |               sum of the ranks' sums / sum of their counts
+        +----------+----------+
+
+Shapes: inputs (B, ...) on one device; (B / dp, ...) on a rank, the first B mod dp ranks holding one sample more.
+Traffic: backward, one all-reduce of each unit's gradients, P elements in all, while the units before compute;
+    none for any microbatch but the last.
+Source: Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704 (buckets reduced while backward runs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from shardwright.comm import Axis
+from shardwright.errors import LayoutError, explain
+from shardwright.mesh import Coord
+from shardwright.strategy import Batch, Job, Plan, Traffic, blocks, sync_traffic
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Cuts the batch over ``dp``; every gradient becomes a sum over it, which the derived sync makes whole."""
+
+    name: ClassVar[str] = "data_parallel"
+    axis: ClassVar[str] = "dp"
+    phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
+    default: ClassVar[bool] = True
+    options: ClassVar[Mapping[str, str]] = {"bucket": "least KiB of gradients sent at once (1024)"}
+    source: ClassVar[str] = "Li et al. 2020, arXiv:2006.15704"
+
+    def place(self, job: Job, plan: Plan) -> Plan:
+        """Cuts dim 0 of the inputs. Raises LayoutError for layers that mix the samples of a batch."""
+        factor = plan.layout.factor("dp")
+        assert factor is not None, "chosen for a layout with dp"
+        if len(factor.sizes) > 1:
+            raise LayoutError(
+                explain(
+                    "replicas x slices need a strategy that cuts the state into slices",
+                    given=str(factor),
+                    allowed=f"dp{factor.size}",
+                    fix=f"write dp{factor.size}",
+                )
+            )
+        for name, module in job.model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and factor.size > 1:
+                raise LayoutError(
+                    explain(
+                        f"'{name}' computes statistics over the batch, which 'dp' cuts",
+                        given=f"{type(module).__name__} on {factor}",
+                        allowed="layers that treat each sample alone",
+                        fix="use GroupNorm or LayerNorm",
+                    )
+                )
+        bucket = factor.option("bucket")
+        if bucket is not None:
+            plan = replace(plan, units=blocks(job.model, least_bytes=_kib(str(factor), bucket.value) * 1024))
+        return plan.cut_inputs("dp", dim=0)
+
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> None:
+        """Nothing to change: operators see a smaller batch, and gradient sync is derived from the plan."""
+
+    def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
+        """One all-reduce of each unit's gradients."""
+        return sync_traffic(plan, batch, coord, "dp")
+
+
+def _kib(given: str, value: str | None) -> int:
+    if value is None or not value.isdecimal():
+        raise LayoutError(
+            explain(
+                "'bucket' needs a size", given=given, allowed="a whole number of KiB", fix="write bucket:1024"
+            )
+        )
+    return int(value)
+
+
+STRATEGY = DataParallel()

@@ -1,0 +1,372 @@
+"""What a strategy is: one file, one value, three functions; and the ``Plan`` that strategies refine in turn.
+
+Data flows one way. ``place`` is pure and sees the whole plain model, so every ``LayoutError`` comes from here, on
+every rank, before anything is sent. ``apply`` changes this rank's part of the model. ``traffic`` prices the plan
+and shares no code with what records the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+from torch import nn
+
+from shardwright.boxes import Box, Lies, Ranges
+from shardwright.comm import Axis, ring_factor
+from shardwright.draws import SliceOfDim
+from shardwright.layout import Layout
+from shardwright.mesh import Coord, Mesh
+from shardwright.models.structure import Visits, owners
+from shardwright.pipeline import Events
+from shardwright.pipeline.executor import Unit
+
+# ---- how a tensor lies along one axis
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Cut along ``dim``: each index holds a part."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Copied: each index holds the whole."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A term of a sum: the whole is the sum over the axis."""
+
+
+Spec = Mapping[str, Shard | Replicate | Partial]
+"""How a tensor lies, by axis; an axis left out is ``Replicate``."""
+
+
+class Use(NamedTuple):
+    """One use of a parameter: how the module's input lies, and how the gradient of its output does."""
+
+    parameter: str
+    module: str
+    x: Spec
+    dy: Spec
+
+    def partial_axes(self) -> frozenset[str]:
+        """The axes over which this use gives each rank only a term of the gradient: where the contraction is cut.
+
+        Every dim but the last is contracted in a weight's gradient; the last is the features'.
+
+        >>> sorted(Use("w", "m", {"dp": Shard(0), "tp": Shard(-1)}, {"tp": Replicate()}).partial_axes())
+        ['dp']
+        """
+        return frozenset(
+            axis
+            for spec in (self.x, self.dy)
+            for axis, lies in spec.items()
+            if isinstance(lies, Partial) or (isinstance(lies, Shard) and lies.dim != -1)
+        )
+
+
+class Role(NamedTuple):
+    """What is done at one module, by which strategy, and why: what ``show`` prints."""
+
+    name: str
+    strategy: str
+    why: str
+
+
+class Job(NamedTuple):
+    """What a person hands over: a plain model, and the loss that gives (sum, count)."""
+
+    model: nn.Module
+    loss: nn.Module
+
+
+LOSS = "(loss)"
+"""The name under which ``Plan.roles`` keeps what is done at the loss."""
+
+OUTPUT = "(output)"
+"""The name under which ``Plan.activations`` keeps how the model's output is cut."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation's dim that an axis cuts: ``ranges[i]`` of ``size`` elements at index i."""
+
+    axis: str
+    dim: int
+    size: int
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Where a parameter, its gradient and its optimizer state lie between steps."""
+
+    parameter: Lies
+    gradient: Lies
+    optimizer: Lies
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything lies and what is done where. Refined strategy by strategy, never mutated.
+
+    >>> plan = Plan.of(Job(nn.Linear(2, 4), nn.Identity()), Layout.parse("tp2"))
+    >>> sorted(plan.compute), plan.inputs
+    (['bias', 'weight'], {})
+    """
+
+    layout: Layout
+    mesh: Mesh
+    compute: Mapping[str, Lies]
+    rest: Mapping[str, Rest]
+    uses: tuple[Use, ...]
+    inputs: Mapping[str, int]
+    units: tuple[Unit, ...]
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    activations: Mapping[str, tuple[Activation, ...]] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(job: Job, layout: Layout) -> Plan:
+        """The plan before any strategy: everything copied to every rank."""
+        shapes = {name: tuple(p.shape) for name, p in job.model.named_parameters()}
+        compute = {name: Lies.whole(shape) for name, shape in shapes.items()}
+        rest = {name: Rest(lies, lies, lies) for name, lies in compute.items()}
+        uses = tuple(Use(name, path, {}, {}) for path, _, _, name in owners(job.model))
+        frozen = frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad)
+        return Plan(layout, layout.mesh, compute, rest, uses, {}, blocks(job.model), frozen=frozen)
+
+    def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:
+        """Parameter ``name`` lies cut: index i of ``axis`` holds ``ranges[i]`` of ``dim``, at rest as in compute."""
+        lies = self.compute[name].cut(axis, dim, ranges)
+        return replace(
+            self, compute={**self.compute, name: lies}, rest={**self.rest, name: Rest(lies, lies, lies)}
+        )
+
+    def cut_inputs(self, axis: str, dim: int) -> Plan:
+        """The batch is cut along ``dim``, and with it every activation: gradients become terms of a sum."""
+        uses = tuple(
+            u._replace(x={**u.x, axis: Shard(dim)}, dy={**u.dy, axis: Shard(dim)}) for u in self.uses
+        )
+        return replace(self, uses=uses, inputs={**self.inputs, axis: dim})
+
+    def use(self, module: str, x: Spec | None = None, dy: Spec | None = None) -> Plan:
+        """Every parameter of ``module`` is used on an input that lies like this."""
+        uses = tuple(
+            u._replace(x={**u.x, **(x or {})}, dy={**u.dy, **(dy or {})}) if u.module == module else u
+            for u in self.uses
+        )
+        return replace(self, uses=uses)
+
+    def role(self, module: str, strategy: str, name: str, why: str) -> Plan:
+        """Notes what is done at ``module`` and why."""
+        return replace(self, roles={**self.roles, module: Role(name, strategy, why)})
+
+    def cut_activation(self, module: str, activation: Activation) -> Plan:
+        """What ``module`` takes in is cut: random layers need to know their place in the whole."""
+        return replace(
+            self, activations={**self.activations, module: (*self.activations.get(module, ()), activation)}
+        )
+
+    def slices(self, coord: Coord) -> dict[str, tuple[SliceOfDim, ...]]:
+        """The cut activations by module, as ``coord`` holds them."""
+        return {
+            module: tuple(SliceOfDim(a.dim, a.size, a.ranges[coord[a.axis]]) for a in activations)
+            for module, activations in self.activations.items()
+        }
+
+
+# ---- gradient sync, derived
+
+
+class Share(NamedTuple):
+    """A box of a parameter whose gradient is the sum over ``ranks``, which differ along ``axes``."""
+
+    box: Box
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def partial_axes(plan: Plan, name: str) -> tuple[str, ...]:
+    """The axes over which some use of the parameter gives only a term of its gradient, slowest first."""
+    partial = frozenset[str]().union(*(use.partial_axes() for use in plan.uses if use.parameter == name))
+    return tuple(axis for axis in plan.mesh.axes if axis in partial and plan.mesh[axis] > 1)
+
+
+def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
+    """The uses that give a whole gradient over axes where another use of the same parameter gives a term.
+
+    There one index contributes the whole use and the others nothing, so that one sum serves both.
+    """
+    found = []
+    for use in plan.uses:
+        missing = set(partial_axes(plan, use.parameter)) - use.partial_axes()
+        if missing:
+            found.append((use, tuple(axis for axis in plan.mesh.axes if axis in missing)))
+    return tuple(found)
+
+
+def sync(plan: Plan, name: str, coord: Coord) -> tuple[Share, ...]:
+    """What this rank sums with whom to make the gradient of one parameter whole.
+
+    Partial exactly where the contraction is cut; where ranks hold overlapping parts of the parameter, each box is
+    summed among those that hold it.
+    """
+    axes = partial_axes(plan, name)
+    if not axes:
+        return ()
+    here = plan.mesh.rank(coord)
+    shares = plan.compute[name].holders(plan.mesh, axes, coord)
+    return tuple(Share(box, axes, ranks) for box, ranks in shares if here in ranks and len(ranks) > 1)
+
+
+# ---- traffic
+
+
+class Traffic(NamedTuple):
+    """Calls a strategy says it makes in one step: kind, axis, payload bytes of each, members, how many."""
+
+    kind: str
+    axis: str
+    num_bytes: int
+    num_ranks: int
+    count: int = 1
+
+    @property
+    def sent_bytes(self) -> float:
+        """What one rank sends, ranks forming a ring."""
+        return float(ring_factor(self.kind, self.num_ranks) * self.num_bytes * self.count)
+
+
+class Batch(NamedTuple):
+    """What one rank's step sees: the calls of every module, for each microbatch that has samples."""
+
+    visits: tuple[Visits, ...]
+    gradient_bytes: int
+
+
+Sharers = tuple[tuple[str, ...], tuple[int, ...]]
+"""Who sums: the axes along which they differ, and their ranks."""
+
+
+def sync_groups(plan: Plan, unit: Unit, coord: Coord) -> dict[Sharers, dict[str, list[Box]]]:
+    """The unit's shares by who sums them: parameter -> boxes, the same on every member."""
+    groups: dict[Sharers, dict[str, list[Box]]] = {}
+    for name in unit.parameters:
+        for share in sync(plan, name, coord):
+            groups.setdefault((share.axes, share.ranks), {}).setdefault(name, []).append(share.box)
+    return dict(sorted(groups.items()))
+
+
+def sync_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tuple[Traffic, ...]:
+    """The all-reduces of gradients whose slowest axis is ``axis``.
+
+    One for each unit and group of sharers; two where a unit has both parameters shared whole and shared in part.
+    """
+    found = []
+    for unit in plan.units:
+        for (axes, ranks), shares in sync_groups(plan, unit, coord).items():
+            if axes[0] != axis:
+                continue
+            whole = part = 0
+            for name, boxes in shares.items():
+                size = sum(box.size for box in boxes)
+                if name in plan.frozen:
+                    continue
+                if size == plan.compute[name].num_elements(coord):
+                    whole += size
+                else:
+                    part += size
+            found += [
+                Traffic("all_reduce", "+".join(axes), size * batch.gradient_bytes, len(ranks))
+                for size in (whole, part)
+                if size
+            ]
+    return tuple(found)
+
+
+# ---- the Protocol
+
+
+class Strategy(Protocol):
+    """One strategy: a file of ``strategies/`` that defines ``STRATEGY``.
+
+    For each axis of a layout and each phase, the strategy that declares one of the options given is chosen, or
+    else the one with ``default``. ``options`` maps each option to what it does.
+    """
+
+    name: ClassVar[str]
+    axis: ClassVar[str]
+    phase: ClassVar[Literal["operators", "stages", "state"]]
+    default: ClassVar[bool]
+    options: ClassVar[Mapping[str, str]]
+    source: ClassVar[str]
+
+    def place(self, job: Job, plan: Plan) -> Plan:
+        """Refines the plan, purely. Raises LayoutError for what cannot be laid out."""
+        ...
+
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Events | None:
+        """Changes this rank's model and loss, whose parameters lie as the plan says."""
+        ...
+
+    def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
+        """The calls that one step makes on the rank at ``coord``."""
+        ...
+
+
+# ---- units
+
+
+def blocks(model: nn.Module, *, least_bytes: int = 2**20) -> tuple[Unit, ...]:
+    """The model's parameters in units that travel together: whole blocks, at least ``least_bytes`` each.
+
+    A block is an entry of a list or sequence of modules. Small neighbours are joined, in forward order.
+
+    >>> [unit.name for unit in blocks(nn.Sequential(nn.Linear(600, 600), nn.Linear(2, 2), nn.Linear(900, 900)))]
+    ['0', '1..2']
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    taken: set[int] = set()
+    units: list[Unit] = []
+    modules: list[str] = []
+    parameters: list[str] = []
+    num_bytes = 0
+    entries = list(_entries("", model))
+    for position, (path, module) in enumerate(entries):
+        own = {id(p): p for p in module.parameters(path != "") if id(p) not in taken}
+        taken |= own.keys()
+        modules.append(path)
+        parameters += [names[key] for key in own]
+        num_bytes += sum(p.numel() * p.element_size() for p in own.values())
+        if num_bytes >= least_bytes or position == len(entries) - 1:
+            units.append(_unit(modules, parameters))
+            modules, parameters, num_bytes = [], [], 0
+    if (
+        len(units) > 1
+        and sum(p.numel() for n, p in model.named_parameters() if n in units[-1].parameters) * 4 < least_bytes
+    ):
+        last, before = units.pop(), units.pop()
+        units.append(_unit([*before.modules, *last.modules], [*before.parameters, *last.parameters]))
+    return tuple(unit for unit in units if unit.parameters)
+
+
+def _unit(modules: Sequence[str], parameters: Sequence[str]) -> Unit:
+    name = modules[0] if len(modules) == 1 else f"{modules[0]}..{modules[-1]}"
+    return Unit(name, tuple(modules), tuple(parameters))
+
+
+def _entries(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """The blocks in order: children of the root and of every list or sequence of modules below it."""
+    if path and type(module) not in (nn.Sequential, nn.ModuleList):
+        yield path, module
+        return
+    if next(module.parameters(recurse=False), None) is not None:
+        yield path, module  # what a container holds itself
+    for name, child in module.named_children():
+        yield from _entries(f"{path}.{name}".lstrip("."), child)

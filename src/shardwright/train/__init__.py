@@ -1,0 +1,1 @@
+"""Training: the loop, the data, the optimizers, the precision and the progress."""

@@ -1,0 +1,396 @@
+"""Samples to train on, and the order they come in, which is the same under every layout.
+
+``Order`` turns a step into the indices of its global batch; a rank collates its own slice of them. To resume
+is to go on from a step number.
+
+T tokens, C channels, Y and X a picture's rows and columns
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardwright.errors import PlanError, explain
+from shardwright.models import ConvNetConfig, GPTConfig, entry_of
+from shardwright.models.settings import check_sizes
+
+Split = Literal["train", "eval"]
+Indices = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+EVAL_SHARE = 0.05
+"""The last part of a text, and of made-up samples, is for evaluation."""
+
+_STDLIB_BYTES = 8_000_000
+_NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class Dataset(Protocol):
+    """Samples, each of one shape: how many there are, and the (inputs, targets) of one."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+
+    def sample(self, index: int) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) of one sample, without a batch dim."""
+
+
+def split_range(count: int, split: Split) -> range:
+    """The part of ``count`` things that a split holds: ``eval`` the last 5 %, ``train`` the rest.
+
+    >>> split_range(100, "train"), split_range(100, "eval")
+    (range(0, 95), range(95, 100))
+    """
+    cut = count - round(count * EVAL_SHARE)
+    return range(cut) if split == "train" else range(cut, count)
+
+
+class TextTokens:
+    """A text's bytes in windows of ``seq`` tokens, each with the tokens that follow as targets.
+
+    Windows do not overlap. ``stdlib`` is the source of Python's own standard library, 8 MB of it; anything
+    else is the path of a text file. The last 5 % are the ``eval`` split.
+
+    Raises: PlanError: no such file, or a split too short for one window.
+
+    >>> text = TextTokens("stdlib", seq=8)
+    >>> tokens, targets = text.sample(0)
+    >>> tokens.shape, tokens.dtype, bool((tokens[1:] == targets[:-1]).all())
+    (torch.Size([8]), torch.int64, True)
+    """
+
+    vocabulary = 256
+
+    def __init__(self, source: str | Path, *, seq: int, split: Split = "train") -> None:
+        self.seq = seq
+        check_sizes(self, 1, "seq")
+        text = _read_stdlib() if source == "stdlib" else _read_text(Path(source))
+        part = split_range(len(text), split)
+        self._bytes: Bytes = np.frombuffer(text[part.start : part.stop], dtype=np.uint8)
+        if len(self) < 1:
+            raise PlanError(
+                explain(
+                    f"the {split} split of '{source}' is shorter than one sample",
+                    given=f"{len(self._bytes)} bytes, seq={seq}",
+                    allowed=f"{seq + 1} bytes or more in each split; eval is the last {EVAL_SHARE:.0%}",
+                    fix="set a smaller seq, or use a longer text",
+                )
+            )
+
+    def __len__(self) -> int:
+        return len(self._bytes) // (self.seq + 1)
+
+    def sample(self, index: int) -> tuple[Tensor, Tensor]:
+        """The window's tokens but the last, and its tokens but the first: both (T,) int64."""
+        check_index(index, len(self))
+        start = index * (self.seq + 1)
+        window = torch.from_numpy(self._bytes[start : start + self.seq + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+def _stdlib_files(folder: str) -> Iterator[str]:
+    """Python files under ``folder`` in sorted order, tests and installed packages left out."""
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _NOT_READ)
+        yield from (os.path.join(where, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def _read_stdlib() -> bytes:
+    """The first bytes of the standard library's text; it stops reading there."""
+    parts: list[bytes] = []
+    left = _STDLIB_BYTES
+    for path in _stdlib_files(sysconfig.get_path("stdlib")):
+        with open(path, "rb") as file:
+            parts.append(file.read(left))
+        left -= len(parts[-1])
+        if left <= 0:
+            break
+    return b"".join(parts)
+
+
+def _read_text(path: Path) -> bytes:
+    """A file's bytes."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PlanError(
+            explain(
+                f"cannot read the text '{path}'",
+                given=error.strerror or str(error),
+                allowed="'stdlib', or a file that can be read",
+                fix="check the path",
+            )
+        ) from error
+
+
+class Cifar10:
+    """The CIFAR-10 pictures of a folder in the official binary format, from -1 to 1, with their classes.
+
+    A record is one label byte, then 3 x 32 x 32 pixel bytes. ``data_batch_*.bin`` are the ``train`` split,
+    ``test_batch.bin`` is ``eval``. The files are mapped, not read; nothing is ever downloaded.
+
+    Raises: PlanError: a missing folder or file, a file that is no whole number of records, a label above 9.
+    Source: https://www.cs.toronto.edu/~kriz/cifar.html
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for name in ("data_batch_1.bin", "test_batch.bin"):
+    ...         _ = Path(folder, name).write_bytes(bytes([7] + 3072 * [255]))
+    ...     picture, label = Cifar10(folder).sample(0)
+    >>> picture.shape, picture.max().item(), label.item()
+    (torch.Size([3, 32, 32]), 1.0, 7)
+    """
+
+    record_bytes = 1 + 3 * 32 * 32
+
+    def __init__(self, folder: str | Path, *, split: Split = "train") -> None:
+        train, test = _cifar_files(Path(folder))
+        files = train if split == "train" else [test]
+        self._records = [self._map(path) for path in files]
+        self._starts = np.cumsum([0, *map(len, self._records)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def sample(self, index: int) -> tuple[Tensor, Tensor]:
+        """A picture (3, 32, 32) float32, and its class, 0-d int64."""
+        check_index(index, len(self))
+        file = int(np.searchsorted(self._starts, index, side="right")) - 1
+        record = self._records[file][index - self._starts[file]]
+        picture_CYX = torch.from_numpy(record[1:].astype(np.float32)).reshape(3, 32, 32)
+        return picture_CYX / 127.5 - 1, torch.tensor(int(record[0]))
+
+    def _map(self, path: Path) -> Bytes:
+        """The records of one file, (records, 3073)."""
+        size = path.stat().st_size
+        if size == 0 or size % self.record_bytes:
+            raise PlanError(
+                explain(
+                    f"'{path.name}' is no CIFAR-10 file, or was cut short",
+                    given=f"{size} bytes",
+                    allowed=f"a multiple of {self.record_bytes} bytes, at least one",
+                    fix="fetch the binary version of CIFAR-10 again",
+                )
+            )
+        records = np.memmap(path, dtype=np.uint8, mode="r").reshape(-1, self.record_bytes)
+        if records[:, 0].max() > 9:
+            raise PlanError(
+                explain(
+                    f"'{path.name}' is no CIFAR-10 file",
+                    given=f"a label of {records[:, 0].max()}",
+                    allowed="labels from 0 to 9",
+                    fix="fetch the binary version of CIFAR-10; CIFAR-100 and the Python version differ",
+                )
+            )
+        return records
+
+
+def _cifar_files(folder: Path) -> tuple[list[Path], Path]:
+    """The training files, numbered from 1 without a gap, and the test file."""
+    numbers = sorted(
+        int(number)
+        for path in folder.glob("data_batch_*.bin")
+        if (number := path.stem.removeprefix("data_batch_")).isdecimal()
+    )
+    train = [folder / f"data_batch_{number}.bin" for number in range(1, max(numbers, default=1) + 1)]
+    test = folder / "test_batch.bin"
+    missing = [path.name for path in (*train, test) if not path.is_file()]
+    if missing:
+        exists = folder.is_dir()
+        raise PlanError(
+            explain(
+                f"'{folder}' is no CIFAR-10 folder",
+                given=f"missing: {', '.join(missing)}" if exists else "no such folder",
+                allowed="a folder with data_batch_1.bin, data_batch_2.bin, ... and test_batch.bin",
+                fix="unpack cifar-10-binary.tar.gz and give its folder cifar-10-batches-bin",
+            )
+        )
+    return train, test
+
+
+class Synthetic:
+    """Made-up samples for the model that a config builds: random, and the same ones each time.
+
+    Raises: PlanError: a config of no named model, or too few samples for both splits.
+
+    >>> data = Synthetic(GPTConfig(), seq=8, num_samples=100)
+    >>> len(data), data.sample(2)[0].shape, bool((data.sample(2)[0] == data.sample(2)[0]).all())
+    (95, torch.Size([8]), True)
+    """
+
+    def __init__(self, config: object, *, seq: int, split: Split = "train", num_samples: int = 1024) -> None:
+        entry = entry_of(config)
+        if entry is None:
+            raise PlanError(
+                explain(
+                    "there are no made-up samples for this model",
+                    given=f"a config of type {type(config).__name__}",
+                    allowed="the config of a named model",
+                    fix="name a text file or a CIFAR-10 folder",
+                )
+            )
+        self.config, self.entry, self.seq = config, entry, seq
+        check_sizes(self, 1, "seq")
+        self.indices = split_range(num_samples, split)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def sample(self, index: int) -> tuple[Tensor, Tensor]:
+        """One sample of the model's ``example_batch``, drawn from the index."""
+        check_index(index, len(self))
+        generator = torch.Generator().manual_seed(self.indices[index])
+        inputs, targets = self.entry.example_batch(self.config, 1, self.seq, generator)
+        return inputs[0], targets[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which samples make up the global batch of each step: each once per epoch, shuffled anew every epoch.
+
+    The last batch of an epoch holds what is left. The order depends on the three numbers and the step only.
+
+    Raises: PlanError: no samples, or batches of none.
+
+    >>> order = Order(num_samples=5, batch_size=2, seed=0)
+    >>> order.num_steps_per_epoch, [len(order.batch(step)) for step in range(4)]
+    (3, [2, 2, 1, 2])
+    >>> sorted(int(index) for step in range(3) for index in order.batch(step))
+    [0, 1, 2, 3, 4]
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_sizes(self, 1, "num_samples", "batch_size")
+
+    @property
+    def num_steps_per_epoch(self) -> int:
+        """How many batches hold every sample once."""
+        return -(-self.num_samples // self.batch_size)
+
+    def batch(self, step: int) -> Indices:
+        """The sample indices of a step's global batch; steps count from 0 and never end."""
+        assert step >= 0, step
+        epoch, place = divmod(step, self.num_steps_per_epoch)
+        start = place * self.batch_size
+        return epoch_order(self.num_samples, self.seed, epoch)[start : start + self.batch_size].copy()
+
+
+@lru_cache(maxsize=8)  # every step of an epoch asks for the same one, from every rank that is a thread
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
+    """A permutation of the samples, keyed by seed and epoch; it cannot be written to.
+
+    It sorts raw words of a counter-based generator: numpy keeps those the same in every version, which it
+    does not promise of ``permutation``.
+
+    >>> sorted(epoch_order(4, seed=0, epoch=1).tolist())
+    [0, 1, 2, 3]
+    """
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)  # a list of both would pass through floats
+    words = np.random.Philox(key=key).random_raw(num_samples)
+    order = np.argsort(words, kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[Tensor, Tensor]:
+    """(inputs, targets) of the samples, stacked; no index gives zero rows of the same shape.
+
+    A rank that holds a slice of the batch asks for that slice of the indices only.
+
+    >>> data = Synthetic(GPTConfig(), seq=8)
+    >>> global_batch(data, [3, 1])[0].shape, global_batch(data, [])[0].shape
+    (torch.Size([2, 8]), torch.Size([0, 8]))
+    """
+    if len(indices) == 0:
+        inputs, targets = dataset.sample(0)
+        return inputs.new_empty((0, *inputs.shape)), targets.new_empty((0, *targets.shape))
+    samples = [dataset.sample(int(index)) for index in indices]
+    return torch.stack([inputs for inputs, _ in samples]), torch.stack([targets for _, targets in samples])
+
+
+def check_index(index: int, num_samples: int) -> None:
+    """Raises IndexError unless there is such a sample.
+
+    >>> check_index(4, 4)
+    Traceback (most recent call last):
+    IndexError: sample 4 of 4: they count from 0
+    """
+    if not 0 <= index < num_samples:
+        raise IndexError(f"sample {index} of {num_samples}: they count from 0")
+
+
+def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> Dataset:
+    """The samples that ``--data`` names, for the model that the config ``model`` builds.
+
+    ``stdlib``, a text file, a CIFAR-10 folder, or ``synthetic``. ``stdlib`` is what is always there: for a
+    model that reads no text it gives made-up samples. A model of no known config takes whatever is named.
+
+    Raises: PlanError: no such data, data that the model cannot read, or a sequence longer than the model's.
+
+    >>> len(open_data("synthetic", seq=8, model=GPTConfig()).sample(0)[0])
+    8
+    >>> open_data("wiki.txt", seq=8, model=GPTConfig())
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: there is no data 'wiki.txt'
+      given:   neither a file nor a folder
+      allowed: stdlib, synthetic, a text file, a CIFAR-10 folder
+      fix:     check the path, or leave it out to use stdlib
+    """
+    path = Path(name)
+    reads_text = isinstance(model, GPTConfig)
+    known = entry_of(model) is not None
+    if isinstance(model, GPTConfig) and model.style == "gpt2" and seq > model.max_tokens:
+        raise PlanError(
+            explain(
+                "the samples are longer than the model's learned positions",
+                given=f"seq={seq}, max_tokens={model.max_tokens}",
+                allowed=f"seq from 1 to {model.max_tokens}",
+                fix=f"set seq={model.max_tokens}, or max_tokens={seq}",
+            )
+        )
+    if name == "synthetic" or (name == "stdlib" and known and not reads_text):
+        return Synthetic(model, seq=seq, split=split)
+    if name == "stdlib" or path.is_file():
+        fits = isinstance(model, GPTConfig) and model.vocabulary >= TextTokens.vocabulary
+        _check_fits(name, "bytes of text", model, fits=fits or not known)
+        return TextTokens(name, seq=seq, split=split)
+    if path.is_dir():
+        fits = isinstance(model, ConvNetConfig) and model.reads_cifar10
+        _check_fits(name, "3 x 32 x 32 pictures of 10 classes", model, fits=fits or not known)
+        return Cifar10(path, split=split)
+    raise PlanError(
+        explain(
+            f"there is no data '{name}'",
+            given="neither a file nor a folder",
+            allowed="stdlib, synthetic, a text file, a CIFAR-10 folder",
+            fix="check the path, or leave it out to use stdlib",
+        )
+    )
+
+
+def _check_fits(name: str, kind: str, model: object, *, fits: bool) -> None:
+    """Raises PlanError when the model cannot read this kind of data."""
+    if not fits:
+        raise PlanError(
+            explain(
+                f"this model cannot read '{name}'",
+                given=f"{kind}, for {model}",
+                allowed=f"text: gpt with vocabulary={TextTokens.vocabulary} or more; CIFAR-10: convnet",
+                fix="use synthetic data, or a model that fits",
+            )
+        )

@@ -1,0 +1,232 @@
+"""``verify``: any layout against one device: the loss, every gradient, the parameters after some steps.
+
+The reference is an untouched copy of the plain model under plain torch, in one process, the whole batch at once.
+Only its dropout is ours too, because masks that differ would hide everything else.
+
+A gradient's error is its largest difference over its largest entry, but never over less than a thousandth of the
+model's largest entry: a gradient that is truly zero (the bias of an attention's keys) is nothing but rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwright.boxes import Lies, cut
+from shardwright.comm import World, launch
+from shardwright.comm.launch import Ranks
+from shardwright.draws import Draws, key_dropout
+from shardwright.errors import PlanError, explain
+from shardwright.layout import Layout
+from shardwright.mesh import Coord, Mesh
+from shardwright.models.losses import CrossEntropy
+from shardwright.models.structure import call_model
+from shardwright.parallelize import make_plan, parallelize, place_parameters, twin
+from shardwright.parallelize.planning import num_rows
+from shardwright.strategy import Job
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""The largest error that counts as equal."""
+
+LEARNING_RATE = 1e-3
+
+Batch = tuple[Any, Any]
+Named = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What ``verify`` found; ``first_difference`` is the first parameter in forward order beyond the tolerance."""
+
+    equal: bool
+    max_relative_error: float
+    worst_parameter: str
+    first_difference: str
+    loss_error: float
+    parameters_error: float
+    tolerance: float
+    parameters: int
+    world_size: int
+    steps: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict as JSON takes it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.equal:
+            return (
+                f"equal to one device: loss, {self.parameters} gradients and {self.steps} steps on {self.world_size} ranks, "
+                f"largest error {self.max_relative_error:.1e} ({self.worst_parameter}), allowed {self.tolerance:.0e}"
+            )
+        return (
+            f"NOT equal to one device: first at {self.first_difference}, worst at {self.worst_parameter} with error "
+            f"{self.max_relative_error:.1e}, allowed {self.tolerance:.0e}; loss off by {self.loss_error:.1e}, "
+            f"parameters after {self.steps} steps by {self.parameters_error:.1e}"
+        )
+
+
+def verify(
+    model: nn.Module,
+    layout: Layout | str,
+    batches: Sequence[Batch],
+    *,
+    loss: nn.Module | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    ranks: Ranks = "threads",
+    strategies: Any = None,
+    alter: Callable[[Any], None] | None = None,
+) -> Verdict:
+    """Trains one step per batch under ``layout`` and on one device, and compares.
+
+    ``model`` may be on the meta device. ``batches`` are global (inputs, targets). Gradients are compared after
+    the first step; the parameters after the last in float64 only, since AdamW turns the rounding of a gradient
+    near zero into steps of full size. ``alter`` changes each rank's run before it starts: to see a check fail.
+
+    >>> batch = (torch.randn(5, 6), torch.randint(3, (5,)))
+    >>> print(verify(nn.Linear(6, 3), "dp2", [batch]))
+    equal to one device: loss, 2 gradients and 1 steps on 2 ranks, largest error ...
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    if dtype not in TOLERANCE:
+        raise PlanError(
+            explain(
+                "verify compares in float64 or float32",
+                given=dtype,
+                allowed="float64, float32",
+                fix="float64",
+            )
+        )
+    loss = CrossEntropy() if loss is None else loss
+    plain = twin(model).to(dtype)
+    batches = [_cast(batch, dtype) for batch in batches]
+    plan, _ = make_plan(Job(plain, loss), layout, strategies)  # a layout that cannot be is refused here
+    expected = _reference(plain, loss, batches, seed)
+    if ranks == "processes":
+        assert alter is None and strategies is None, "threads only"
+        found = launch(_rank, layout, plain, layout, batches, loss, seed, ranks="processes", debug=True)
+    else:
+        found = launch(_rank, layout, plain, layout, batches, loss, seed, strategies, alter, ranks="threads")
+    return _compare(plan.compute, plan.mesh, expected, found, dtype, len(batches))
+
+
+@dataclass
+class _Outcome:
+    losses: list[float]
+    gradients: Named
+    parameters: Named
+
+
+def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int) -> _Outcome:
+    """The same steps by plain torch, in one process."""
+    model, draws = twin(plain), Draws(seed)
+    place_parameters(model, {}, {}, seed, torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # a plain model with values of its own keeps them
+    key_dropout(model, draws)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    outcome = _Outcome([], {}, {})
+    for step, (inputs, targets) in enumerate(batches):
+        draws.step, draws.samples = step, range(num_rows(inputs))
+        optimizer.zero_grad()
+        loss_sum, count = loss(call_model(model, inputs), targets)
+        mean = loss_sum / max(int(count), 1)
+        mean.backward()
+        outcome.losses.append(mean.item())
+        if step == 0:
+            outcome.gradients = _gradients(model)
+        optimizer.step()
+    outcome.parameters = {name: p.detach() for name, p in model.named_parameters()}
+    return outcome
+
+
+def _rank(
+    world: World, plain: nn.Module, layout: Layout, batches: Sequence[Batch], loss: nn.Module, seed: int,
+    strategies: Any = None, alter: Callable[[Any], None] | None = None,
+) -> _Outcome:  # fmt: skip
+    run = parallelize(plain, layout, world, loss=loss, seed=seed, strategies=strategies)
+    if alter is not None:
+        alter(run)
+    for parameter in run.model.parameters():
+        parameter.data = parameter.data.clone()
+    optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE)
+    outcome = _Outcome([], {}, {})
+    for step, batch in enumerate(run.shard(batches)):
+        outcome.losses.append(run.step(batch).item())
+        if step == 0:
+            outcome.gradients = _gradients(run.model)
+        optimizer.step()
+    outcome.parameters = {name: p.detach() for name, p in run.model.named_parameters()}
+    return outcome
+
+
+def _gradients(model: nn.Module) -> Named:
+    named = model.named_parameters()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named if p.requires_grad}
+
+
+def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    cast: Batch = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+    return cast
+
+
+def _errors(
+    lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Sequence[Named]
+) -> dict[str, float]:
+    """The error of each tensor, over all ranks, in the model's order."""
+    floor = 1e-3 * max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
+    errors = {}
+    for name, whole in expected.items():
+        scale = max(float(whole.abs().max()), floor) or 1.0
+        worst = 0.0
+        for rank, local in enumerate(found):
+            coord: Coord = mesh.coord(rank)
+            part = cut(whole, lies[name].pieces(coord), lies[name].local_shape(coord))
+            if part.shape != local[name].shape:
+                worst = float("inf")
+            elif part.numel():
+                difference = (local[name] - part).abs().max()
+                worst = max(worst, float(difference.nan_to_num(nan=float("inf"))) / scale)
+        errors[name] = worst
+    return errors
+
+
+def _compare(
+    lies: Mapping[str, Lies], mesh: Mesh, expected: _Outcome, found: Sequence[_Outcome], dtype: torch.dtype, steps: int
+) -> Verdict:  # fmt: skip
+    tolerance = TOLERANCE[dtype]
+    gradients = _errors(lies, mesh, expected.gradients, [each.gradients for each in found])
+    exact = dtype == torch.float64
+    parameters = (
+        _errors(lies, mesh, expected.parameters, [each.parameters for each in found]) if exact else {}
+    )
+    num_losses = len(expected.losses) if exact else 1
+    loss_error = max(
+        abs(mine - theirs) / max(abs(theirs), 1e-30)
+        for each in found
+        for mine, theirs in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
+    )
+    worst = max(gradients, key=lambda name: gradients[name])
+    beyond = [name for name, error in gradients.items() if not error <= tolerance]
+    beyond += [name for name, error in parameters.items() if not error <= tolerance and name not in beyond]
+    return Verdict(
+        equal=not beyond and loss_error <= tolerance,
+        max_relative_error=gradients[worst],
+        worst_parameter=worst,
+        first_difference=beyond[0] if beyond else "",
+        loss_error=loss_error,
+        parameters_error=max(parameters.values(), default=0.0),
+        tolerance=tolerance,
+        parameters=len(gradients),
+        world_size=mesh.size,
+        steps=steps,
+    )
+
+
+__all__ = ["TOLERANCE", "Verdict", "verify"]

@@ -1,0 +1,81 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from shardwright.errors import PlanError
+from shardwright.models.losses import CrossEntropy, MeanSquaredError
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 5), (2, 3, 4)])
+@pytest.mark.parametrize("ignore_index", [-100, 2])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_cross_entropy_is_torchs_sum_and_the_number_of_targets_not_ignored(
+    shape, ignore_index, label_smoothing
+):
+    torch.manual_seed(0)
+    logits = torch.randn(*shape, 6, dtype=torch.float64)
+    targets = torch.randint(6, shape)
+    loss_sum, count = CrossEntropy(ignore_index, label_smoothing)(logits, targets)
+    expected = functional.cross_entropy(
+        logits.reshape(-1, 6),
+        targets.reshape(-1),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+    torch.testing.assert_close(loss_sum, expected, rtol=0, atol=0)
+    assert count.item() == (targets != ignore_index).sum().item()
+    assert (count.dtype, count.dim(), loss_sum.dim()) == (torch.int64, 0, 0)
+
+
+def test_sum_over_count_is_torchs_mean():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 4, 6), torch.randint(6, (3, 4))
+    targets[0, :2] = -100
+    loss_sum, count = CrossEntropy(label_smoothing=0.2)(logits, targets)
+    mean = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.2)
+    torch.testing.assert_close(loss_sum / count, mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_sum_has_the_dtype_of_the_logits(dtype):
+    assert CrossEntropy()(torch.zeros(2, 3, dtype=dtype), torch.tensor([0, 1]))[0].dtype == dtype
+    assert MeanSquaredError()(torch.zeros(2, dtype=dtype), torch.zeros(2))[0].dtype == dtype
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_an_empty_batch_gives_zero_and_gradients_of_zero(label_smoothing):
+    weight = torch.ones(4, 6, requires_grad=True)
+    logits = torch.zeros(0, 3, 4) @ weight
+    loss_sum, count = CrossEntropy(label_smoothing=label_smoothing)(
+        logits, torch.zeros(0, 3, dtype=torch.int64)
+    )
+    assert (loss_sum.item(), count.item()) == (0, 0)
+    loss_sum.backward()
+    assert torch.equal(weight.grad, torch.zeros(4, 6))
+    error_sum, count = MeanSquaredError()(torch.zeros(0, 3, 4) @ weight, torch.zeros(0, 3, 6))
+    error_sum.backward()
+    assert (error_sum.item(), count.item()) == (0, 0)
+    assert torch.equal(weight.grad, torch.zeros(4, 6))
+
+
+def test_targets_that_are_all_ignored_give_zero_and_gradients_of_zero():
+    logits = torch.randn(2, 6, requires_grad=True)
+    loss_sum, count = CrossEntropy(label_smoothing=0.1)(logits, torch.full((2,), -100))
+    loss_sum.backward()
+    assert (loss_sum.item(), count.item()) == (0, 0)
+    assert torch.equal(logits.grad, torch.zeros(2, 6))
+
+
+def test_mean_squared_error_over_its_count_is_torchs_mean():
+    torch.manual_seed(0)
+    outputs, targets = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    error_sum, count = MeanSquaredError()(outputs, targets)
+    torch.testing.assert_close(error_sum / count, functional.mse_loss(outputs, targets))
+
+
+def test_shapes_that_would_broadcast_are_refused():
+    with pytest.raises(PlanError, match="differ in shape"):
+        MeanSquaredError()(torch.zeros(4, 1), torch.zeros(4))
+    with pytest.raises(PlanError, match="differ in shape"):
+        CrossEntropy()(torch.zeros(4, 5, 6), torch.zeros(5, 4, dtype=torch.int64))
