@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from shardwright.errors import LayoutError
 from shardwright.layout import _ENTRIES, MAX_SIZE, Factor, Layout, Option
 
-NAMES = st.from_regex(r"[a-z0-9.-]{1,6}", fullmatch=True).filter(
-    lambda n: n not in ("2d", "2.5d", "3d", "file")
-)
+NAMES = st.from_regex(r"[a-z0-9.-]{1,6}", fullmatch=True).filter(lambda n: n not in ("2d", "2.5d", "3d", "file"))
 VALUES = st.text(st.characters(codec="utf-8", exclude_categories=("Z", "C")), min_size=1, max_size=8)
 SIZES = st.integers(1, 9)
 
@@ -356,9 +354,7 @@ def test_numbers_and_modes_in_a_dictionary_agree_with_the_line(tensor, mode, dat
         "pipeline": {"size": 2, "schedule": "1f1b", "microbatches": microbatches},
     }
     grid = "" if mode == "1d" else f"/{mode}"
-    assert Layout.from_dict(mapping) == Layout.parse(
-        f"pp2/1f1b mb{microbatches} dp{data}/zero{zero} tp{tensor}{grid}"
-    )
+    assert Layout.from_dict(mapping) == Layout.parse(f"pp2/1f1b mb{microbatches} dp{data}/zero{zero} tp{tensor}{grid}")
 
 
 @pytest.mark.parametrize(
@@ -404,9 +400,7 @@ def test_a_wrong_dictionary_is_a_layout_error_that_names_the_fault(mapping, name
 
 
 KEYS = [key for _, keys in _ENTRIES.values() for key in keys] + ["parallel", "precision", *_ENTRIES]
-LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["2d", "2.5d", "4"])
-)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["2d", "2.5d", "4"])
 TREES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYS) | LEAVES, inner)
 )

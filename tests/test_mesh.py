@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from shardwright.errors import LayoutError
 from shardwright.mesh import AXES, Mesh, balanced
 
-MESHES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4), max_size=4).map(
-    lambda sizes: Mesh(**sizes)
-)
+MESHES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4), max_size=4).map(lambda sizes: Mesh(**sizes))
 
 
 @given(MESHES)

@@ -1,10 +1,12 @@
 """Trains one plain PyTorch model over many devices, and proves the result equal to one."""
 
+from shardwright.checkpoint import load, save
 from shardwright.comm import Axis, World, launch, run_on_threads
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.parallelize import Run, parallelize
+from shardwright.verify import Verdict, verify
 
 __version__ = "0.1.0"
 
@@ -15,8 +17,12 @@ __all__ = [
     "MeanSquaredError",
     "Mesh",
     "Run",
+    "Verdict",
     "World",
     "launch",
+    "load",
     "parallelize",
     "run_on_threads",
+    "save",
+    "verify",
 ]

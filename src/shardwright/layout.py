@@ -173,9 +173,7 @@ class Layout:
             raise _error("no such num_microbatches", self.num_microbatches, f"1 to {MAX_SIZE}", "write 8")
         _check_among("precision", self.precision, get_args(Precision))
         if self.recompute is not None and not _is_value(self.recompute):
-            raise _error(
-                "no such recompute", self.recompute, "full, selective, a pattern, None", "write full"
-            )
+            raise _error("no such recompute", self.recompute, "full, selective, a pattern, None", "write full")
 
     @classmethod
     def parse(cls, line: str) -> Layout:

@@ -235,12 +235,12 @@ class Traffic(NamedTuple):
     axis: str
     num_bytes: int
     num_ranks: int
-    count: int = 1
+    times: int = 1
 
     @property
     def sent_bytes(self) -> float:
         """What one rank sends, ranks forming a ring."""
-        return float(ring_factor(self.kind, self.num_ranks) * self.num_bytes * self.count)
+        return float(ring_factor(self.kind, self.num_ranks) * self.num_bytes * self.times)
 
 
 class Batch(NamedTuple):

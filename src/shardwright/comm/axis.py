@@ -126,6 +126,7 @@ class Axis:
     index: int
     channel: Channel
     source: str = "core"
+    device: torch.device = torch.device("cpu")
 
     @property
     def size(self) -> int:
@@ -264,7 +265,7 @@ class Axis:
         """Returns once every member has called it."""
         if self.size > 1:
             call = Call("barrier", self.name, self.source, (1,), torch.uint8)
-            self.channel.all_reduce(call, torch.zeros(1, dtype=torch.uint8), "max").wait()
+            self.channel.all_reduce(call, torch.zeros(1, dtype=torch.uint8, device=self.device), "max").wait()
 
     # --- messages ------------------------------------------------------------------------------------------
 
@@ -277,15 +278,13 @@ class Axis:
         whole = tensor.detach().contiguous()
         return self.channel.send(self._call("send", whole, f"to member {to}"), whole, to)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, device: str = "cpu") -> Tensor:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Receives the next tensor from member ``source``."""
-        return self.receive_async(shape, dtype, source, device).wait()
+        return self.receive_async(shape, dtype, source).wait()
 
-    def receive_async(
-        self, shape: Sequence[int], dtype: torch.dtype, source: int, device: str | torch.device = "cpu"
-    ) -> Pending[Tensor]:
+    def receive_async(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Pending[Tensor]:
         """Starts :meth:`receive`: posted early, the message lands while the rank computes."""
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         return self.channel.receive(self._call("receive", tensor, f"from member {source}"), tensor, source)
 
     # --- inside --------------------------------------------------------------------------------------------

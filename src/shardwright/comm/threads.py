@@ -140,6 +140,17 @@ def _disagreement(rank: int, call: Call, other: int, theirs: Call) -> str:
     )
 
 
+def _disagreement_on_part(
+    ranks: tuple[int, ...], call: Call, to: int, out: Tensor, source: int, part: Tensor
+) -> str:
+    return (
+        f"ranks {ranks[source]} and {ranks[to]} disagree on a part of {call.kind} over axis '{call.axis}' "
+        f"for {call.source}\n"
+        f"  rank {ranks[source]}: gives {list(part.shape)}\n  rank {ranks[to]}: takes {list(out.shape)}\n"
+        "  fix:    compute the shapes from the same cut on every rank"
+    )
+
+
 class ThreadTransport:
     """The transport of one rank of a thread world."""
 
@@ -171,12 +182,14 @@ class ThreadChannel:
         self.index = ranks.index(transport.rank)
         self._num_calls = 0
         self._num_messages: dict[tuple[int, int], int] = {}
+        self._num_subsets: dict[tuple[int, ...], int] = {}
 
     def subset(self, indices: tuple[int, ...]) -> ThreadChannel:
         """See :class:`~shardwright.comm.axis.Channel`."""
-        self._num_messages[-1, -1] = self._num_messages.get((-1, -1), 0) + 1
-        key = (self.key, indices, self._num_messages[-1, -1])
-        return ThreadChannel(self.transport, tuple(self.ranks[i] for i in indices), (key, "subset"))
+        # counted for each subset: its members need not have asked for the same others
+        number = self._num_subsets[indices] = self._num_subsets.get(indices, 0) + 1
+        ranks = tuple(self.ranks[i] for i in indices)
+        return ThreadChannel(self.transport, ranks, (self.key, "subset", indices, number))
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> Pending[Tensor]:
         """See :class:`~shardwright.comm.axis.Channel`."""
@@ -219,7 +232,10 @@ class ThreadChannel:
         def work(brought: list[Contribution]) -> None:
             for i, each in enumerate(brought):
                 for j, source in enumerate(brought):
-                    each["outs"][j].copy_(source["parts"][i])
+                    out, part = each["outs"][j], source["parts"][i]
+                    if out.shape != part.shape:  # copying would repeat the part where it fits
+                        raise CommunicationError(_disagreement_on_part(self.ranks, call, i, out, j, part))
+                    out.copy_(part)
 
         return self._meet(
             call, sum(part.nbytes for part in parts), {"outs": outs, "parts": parts}, work, outs

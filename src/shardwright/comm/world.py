@@ -51,7 +51,7 @@ class World:
         """The axis of each group that holds this rank; every rank calls it with the same groups, in turn."""
         channels = self.transport.channel(groups)
         return [
-            Axis(name, groups[place], groups[place].index(self.rank), channel)
+            Axis(name, groups[place], groups[place].index(self.rank), channel, device=self.device)
             for place, channel in sorted(channels.items())
         ]
 

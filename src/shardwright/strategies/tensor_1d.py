@@ -107,7 +107,7 @@ class Tensor1D:
             if role.name == "row" and isinstance(module, nn.Linear):
                 module.forward = partial(_row_forward, module, tp)  # type: ignore[method-assign]
             if role.name == "rows of a table" and isinstance(module, nn.Embedding):
-                start = _start(plan, f"{path}.weight", tp)
+                start = _start(plan, _names(job.model, path)["weight"], tp)
                 module.forward = partial(_embedding_forward, module, start, tp)  # type: ignore[method-assign]
             if isinstance(module, Attention):
                 _apply_attention(module, role.name, tp)
@@ -132,7 +132,7 @@ class Tensor1D:
                         members = len(_head_members(plan, path, coord["tp"]))
                         scores_bytes = num_samples * num_tokens**2 * visit.element_bytes
                         if members > 1:
-                            found.append(Traffic("all_reduce", "tp", scores_bytes, members, count=2))
+                            found.append(Traffic("all_reduce", "tp", scores_bytes, members, times=2))
             if LOSS in plan.roles and plan.roles[LOSS].strategy == NAME and plan.mesh["tp"] > 1:
                 found.append(_loss_traffic(plan, visits))
         return (*(each for each in found if each.num_ranks > 1), *sync_traffic(plan, batch, coord, "tp"))

@@ -1,0 +1,129 @@
+"""Reads a checkpoint under any layout: the transfer planner says which part of which file goes where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from shardwright.boxes import Lies, Piece, plan_transfer, write
+from shardwright.checkpoint.manifest import Manifest, check_files, find
+from shardwright.checkpoint.manifest import read as read_manifest
+from shardwright.errors import CheckpointError, explain
+from shardwright.mesh import Coord
+from shardwright.parallelize import Run
+
+
+def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = None) -> Mapping[str, Any]:
+    """Fills ``run`` and ``optimizer`` from a checkpoint that any layout wrote; returns its ``extra``.
+
+    ``path`` is a checkpoint or a folder of them, whose newest is taken. Each rank reads only the files that
+    hold some of its part, and checks their checksums.
+
+    Raises: CheckpointError: missing, broken or foreign; another model's; or without the optimizer's state. Every
+        check that does not need the files comes first.
+    """
+    folder = find(Path(path))
+    manifest = read_manifest(folder)
+    wanted = _wanted(run, optimizer, manifest)
+    _check_names(folder, manifest, {name: lies.shape for name, lies, _ in wanted})
+    needed = {
+        stored.file
+        for name, lies, _ in wanted
+        for stored in manifest.tensors[name][2]
+        if any(stored.box.intersect(piece.whole) for piece in lies.pieces(run.coord)) or not lies.shape
+    }
+    check_files(folder, manifest, needed)
+    with torch.no_grad():
+        for name, lies, local in wanted:
+            local.copy_(_read(folder, manifest, name, lies, run.coord, local))
+    if optimizer is not None:
+        _fill_optimizer(run, optimizer, manifest)
+    run.num_steps = manifest.step
+    run.draws.seed = manifest.seed
+    return manifest.extra
+
+
+def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
+    """One whole tensor of a checkpoint."""
+    dtype, shape, _ = manifest.tensors[name]
+    local = torch.empty(shape, dtype=getattr(torch, dtype))
+    return _read(folder, manifest, name, Lies.whole(shape), {}, local)
+
+
+def _wanted(
+    run: Run, optimizer: torch.optim.Optimizer | None, manifest: Manifest
+) -> list[tuple[str, Lies, Tensor]]:
+    """Every tensor that this rank fills: its global name, where it lies, and the tensor."""
+    found: list[tuple[str, Lies, Tensor]] = []
+    keys: dict[str, list[str]] = {}
+    for name in manifest.tensors:
+        if name.startswith("optimizer/"):
+            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+            keys.setdefault(parameter, []).append(key)
+    for name, parameter in run.model.named_parameters():
+        found.append((name, run.plan.rest[name].parameter, parameter))
+        for key in keys.get(name, []) if optimizer is not None else ():
+            dtype = getattr(torch, manifest.tensors[f"optimizer/{name}/{key}"][0])
+            state = optimizer.state[parameter] if optimizer is not None else {}
+            state[key] = torch.empty_like(parameter, dtype=dtype)
+            found.append((f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, state[key]))
+    found += [(name, Lies.whole(tuple(b.shape)), b) for name, b in run.model.named_buffers()]
+    return found
+
+
+def _check_names(folder: Path, manifest: Manifest, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    held = {name for name in manifest.tensors if not name.startswith("optimizer/")}
+    asked = {name for name in wanted if not name.startswith("optimizer/")}
+    wrong = sorted(held ^ asked)
+    for name in sorted(held & asked):
+        if manifest.tensors[name][1] != tuple(wanted[name]):
+            wrong.append(f"{name} {list(manifest.tensors[name][1])} instead of {list(wanted[name])}")
+    if wrong:
+        raise CheckpointError(
+            explain(
+                f"'{folder}' is a checkpoint of another model",
+                given=f"{len(wrong)} tensors differ, first {', '.join(wrong[:3])}",
+                allowed="the names and shapes of this model",
+                fix="give the --model and --set that the run was started with",
+            )
+        )
+
+
+def _read(folder: Path, manifest: Manifest, name: str, lies: Lies, coord: Coord, like: Tensor) -> Tensor:
+    stored = manifest.tensors[name][2]
+    sources = {i: (Piece(s.box, (0,) * len(s.box.start)),) for i, s in enumerate(stored)}
+    here = len(stored)
+    local = torch.empty(lies.local_shape(coord), dtype=like.dtype)
+    for message in plan_transfer(sources, {here: lies.pieces(coord)}).messages_to(here):
+        origin = stored[message.source]
+        inside = message.box.shift(tuple(-a for a in origin.box.start))
+        with safe_open(str(folder / origin.file), framework="pt") as file:
+            values = file.get_slice(origin.key)[inside.slices] if inside.start else file.get_tensor(origin.key)
+        write(local, message.destination_piece, message.box, values.to(like.dtype))
+    return local
+
+
+def _fill_optimizer(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+    if manifest.optimizer != type(optimizer).__name__:
+        raise CheckpointError(
+            explain(
+                "the checkpoint has the state of another optimizer",
+                given=f"{manifest.optimizer or 'none'}, asked for {type(optimizer).__name__}",
+                allowed=manifest.optimizer or "loading without an optimizer",
+                fix=f"use {manifest.optimizer}" if manifest.optimizer else "leave out the optimizer",
+            )
+        )
+    names = {id(p): name for name, p in run.model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, (kind, value) in manifest.scalars.get(names[id(parameter)], {}).items():
+                state = optimizer.state[parameter]
+                state[key] = torch.tensor(value, dtype=torch.float32) if kind == "tensor" else value
+        matching = [g for g in manifest.groups if set(g["parameters"]) == {names[id(p)] for p in group["params"]}]
+        if matching:
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in matching[0]["options"].items()})

@@ -1,0 +1,236 @@
+"""Writes a checkpoint: every rank what it owns, beside the last one, renamed when all is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardwright.boxes import Box, Lies, Piece
+from shardwright.boxes import read as read_box
+from shardwright.checkpoint.manifest import MANIFEST, Manifest, Stored, checksum, steps_in
+from shardwright.comm import Axis
+from shardwright.errors import CheckpointError, explain
+from shardwright.parallelize import Run
+from shardwright.units import format_bytes
+
+Entries = dict[str, tuple[str, tuple[int, ...], list[Stored]]]
+
+
+def save(
+    folder: str | Path,
+    run: Run,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 0,
+) -> Path:
+    """Writes ``folder/step-N``, all ranks together; returns its path.
+
+    Every element is written once, by the first rank that holds it. A kill at any moment leaves the last complete
+    checkpoint as it was. ``extra`` is kept as JSON; ``keep`` > 0 removes all but that many of the newest steps.
+
+    Raises: CheckpointError, on every rank: the disk is full or not writable. What was there before is untouched.
+    """
+    everyone = run.axes["world"].for_strategy("checkpoint")
+    root = Path(folder)
+    name = f"step-{run.num_steps:08d}"
+    token = _tell_all(everyone, uuid.uuid4().hex[:8])
+    partial = root / f".tmp-{name}-{token}"
+    entries, tensors = _owned(run, optimizer, f"part-{run.world.rank:05d}.safetensors")
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def prepare() -> None:
+        for stale in root.glob(".tmp-*") if root.is_dir() else ():
+            shutil.rmtree(stale, ignore_errors=True)  # left by a run that was killed
+        partial.mkdir(parents=True)
+
+    def write() -> tuple[Any, ...]:
+        free = shutil.disk_usage(partial).free
+        if free < num_bytes:
+            raise OSError(28, f"{format_bytes(free)} free, {format_bytes(num_bytes)} to write")
+        file = partial / f"part-{run.world.rank:05d}.safetensors"
+        if tensors:
+            save_file(tensors, str(file))
+            _flush(file)
+        files = {file.name: (file.stat().st_size, checksum(file))} if tensors else {}
+        return _packed(entries), files, _scalars(run, optimizer)
+
+    def finish() -> None:
+        manifest = _join(run, optimizer, everyone_wrote, extra or {})
+        (partial / MANIFEST).write_text(manifest.to_json())
+        _flush(partial / MANIFEST)
+        _flush(partial)
+        final = root / name
+        if final.exists():  # the same step again: the old one goes aside until the new one has its name
+            aside = root / f".tmp-old-{token}"
+            final.rename(aside)
+            partial.rename(final)
+            shutil.rmtree(aside)
+        else:
+            partial.rename(final)
+        _flush(root)
+        for old in steps_in(root)[:-keep] if keep else ():
+            shutil.rmtree(old)
+
+    first = run.world.rank == 0
+    _together(everyone, prepare if first else _nothing, partial)
+    everyone_wrote = _together(everyone, write, partial)
+    _together(everyone, finish if first else _nothing, partial)
+    return root / name
+
+
+def _nothing() -> None:
+    return None
+
+
+def _owned(run: Run, optimizer: torch.optim.Optimizer | None, file: str) -> tuple[Entries, dict[str, Tensor]]:
+    """What this rank writes: entries of the manifest, and the tensors of its file."""
+    entries: Entries = {}
+    tensors: dict[str, Tensor] = {}
+    for name, lies, local in _state(run, optimizer):
+        pieces = _outermost(lies.owned(run.coord, run.plan.mesh))
+        stored = []
+        for number, piece in enumerate(pieces):
+            key = f"{name}#{number}"
+            tensors[key] = read_box(local.detach(), piece, piece.whole).contiguous().cpu().clone()
+            stored.append(Stored(piece.whole, file, key))
+        if stored:
+            entries[name] = (str(local.dtype).removeprefix("torch."), lies.shape, stored)
+    return entries, tensors
+
+
+def _outermost(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    return tuple(piece for piece in pieces if piece.whole.size or piece.whole == Box((), ()))
+
+
+def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Lies, Tensor]]:
+    """Every tensor of the training state: its global name, where it lies, and this rank's part."""
+    for name, parameter in run.model.named_parameters():
+        yield name, run.plan.rest[name].parameter, parameter
+        for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
+            if is_cut_like(value, parameter):
+                yield f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, value
+    for name, buffer in run.model.named_buffers():
+        yield name, Lies.whole(tuple(buffer.shape)), buffer
+
+
+def is_cut_like(value: Any, parameter: Tensor) -> bool:
+    """Whether a value of an optimizer's state has an entry for each of the parameter's elements."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
+    """The optimizer's state that is equal on every rank: step counts and the like."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, parameter in run.model.named_parameters() if optimizer is not None else ():
+        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
+            if not is_cut_like(value, parameter) and value is not None:
+                as_json = value.tolist() if isinstance(value, Tensor) else value
+                found.setdefault(name, {})[key] = ["tensor", as_json] if isinstance(value, Tensor) else ["", as_json]
+    return found
+
+
+def _packed(entries: Entries) -> dict[str, Any]:
+    return {
+        name: [dtype, list(shape), [[s.box.start, s.box.stop, s.file, s.key] for s in stored]]
+        for name, (dtype, shape, stored) in entries.items()
+    }
+
+
+def _join(run: Run, optimizer: torch.optim.Optimizer | None, wrote: list[Any], extra: Mapping[str, Any]) -> Manifest:
+    tensors: Entries = {}
+    files: dict[str, tuple[int, str]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for entries, some_files, some_scalars in wrote:
+        for name, (dtype, shape, stored) in entries.items():
+            pieces = [Stored(Box(tuple(a), tuple(b)), file, key) for a, b, file, key in stored]
+            tensors.setdefault(name, (dtype, tuple(shape), []))[2].extend(pieces)
+        files.update({name: (size, digest) for name, (size, digest) in some_files.items()})
+        scalars.update(some_scalars)
+    frozen = {name: (dtype, shape, tuple(stored)) for name, (dtype, shape, stored) in sorted(tensors.items())}
+    return Manifest(
+        run.num_steps, str(run.plan.layout), run.draws.seed, frozen, files,
+        type(optimizer).__name__ if optimizer is not None else "", scalars, _groups(run, optimizer), extra,
+    )  # fmt: skip
+
+
+def _groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], ...]:
+    if optimizer is None:
+        return ()
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    return tuple(
+        {
+            "parameters": [names[id(p)] for p in group["params"]],
+            "options": {
+                key: value.item() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params" and isinstance(value, (int, float, bool, str, list, tuple, type(None), Tensor))
+            },
+        }
+        for group in optimizer.param_groups
+    )
+
+
+# ---- all ranks together
+
+
+def _together(everyone: Axis, do: Callable[[], Any], partial: Path) -> list[Any]:
+    """Every rank does its part; if one fails, all raise, and what was begun is removed."""
+    mine: Any = None
+    problem = ""
+    try:
+        mine = do()
+    except (OSError, SafetensorError) as failure:
+        problem = str(failure) or repr(failure)
+    answers = gather_json(everyone, [problem, mine])
+    failed = [(rank, text) for rank, (text, _) in enumerate(answers) if text]
+    if failed:
+        if everyone.index == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        rank, text = failed[0]
+        raise CheckpointError(
+            explain(
+                "the checkpoint could not be written; the last complete one is untouched",
+                given=f"rank {rank}: {text}",
+                allowed="a folder that can be written, with room for the whole state",
+                fix=f"free space at '{partial.parent}', or save to another folder",
+            )
+        )
+    return [value for _, value in answers]
+
+
+def gather_json(axis: Axis, value: Any) -> list[Any]:
+    """Every member's value, as JSON takes it, in the order of the members.
+
+    >>> from shardwright import Mesh, run_on_threads
+    >>> run_on_threads(Mesh(dp=2), lambda axes: gather_json(axes["dp"], {"rank": axes["dp"].index}))[0]
+    [{'rank': 0}, {'rank': 1}]
+    """
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    device = axis.device
+    sizes = axis.all_gather(torch.tensor([text.numel()], device=device)).tolist()
+    joined = axis.all_gather(text.to(device), sizes=sizes).cpu()
+    return [json.loads(bytes(part.tolist())) for part in joined.split(sizes)]
+
+
+def _tell_all(everyone: Axis, value: str) -> str:
+    told: str = gather_json(everyone, value)[0]
+    return told
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

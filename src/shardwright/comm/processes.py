@@ -1,0 +1,284 @@
+"""Ranks as processes over ``torch.distributed``: gloo on CPUs, NCCL where every rank has a GPU of its own.
+
+gloo's own all-gather and reduce-scatter are slow for large messages. Here an all-gather is one message to each
+member, and a reduce-scatter is an all-to-all and a local sum in the order of the members, so that it repeats bit
+for bit. gloo's all-reduce is good and is used as it is. ``benchmarks/collectives`` has the numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.comm import failures
+from shardwright.comm.axis import Call, Channel, Pending
+from shardwright.comm.recorder import Record, Recorder
+from shardwright.comm.witness import Witness
+from shardwright.comm.world import World
+from shardwright.comm.failures import LostPartnerError
+from shardwright.errors import CommunicationError, PlanError, explain
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S = 600.0
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+# ---- one rank
+
+
+class ProcessTransport:
+    """The transport of one rank of a process world. Groups of the same ranks share one process group."""
+
+    kind = "processes"
+
+    def __init__(self, rank: int, size: int, recorder: Recorder, timeout: timedelta, witness: Witness | None) -> None:
+        self.rank, self.recorder, self.timeout, self.witness = rank, recorder, timeout, witness
+        self._groups: dict[tuple[int, ...], Any] = {tuple(range(size)): dist.group.WORLD}
+
+    def group(self, ranks: tuple[int, ...]) -> Any:
+        """The process group of these ranks, made by its members at its first use."""
+        ordered = tuple(sorted(ranks))
+        if ordered not in self._groups:
+            self._groups[ordered] = dist.new_group(
+                list(ordered), timeout=self.timeout, use_local_synchronization=True
+            )
+        return self._groups[ordered]
+
+    def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
+        """See :class:`~shardwright.comm.world.Transport`."""
+        return {
+            place: ProcessChannel(self, ranks)
+            for place, ranks in enumerate(groups)
+            if self.rank in ranks and (len(ranks) == 1 or self.group(ranks) is not None)
+        }
+
+    def close(self) -> None:
+        """Tells the witness, if there is one, that this rank makes no more calls."""
+        if self.witness is not None:
+            self.witness.leave()
+
+
+class ProcessChannel:
+    """One group's calls, seen from one member."""
+
+    def __init__(self, transport: ProcessTransport, ranks: tuple[int, ...]) -> None:
+        self.transport, self.ranks = transport, ranks
+        self.index = ranks.index(transport.rank)
+        self.group = transport.group(ranks) if len(ranks) > 1 else None
+        self.native = self.group is not None and dist.get_backend(self.group) == "nccl"
+        self._num_calls = 0
+
+    def subset(self, indices: tuple[int, ...]) -> ProcessChannel:
+        """See :class:`~shardwright.comm.axis.Channel`."""
+        return ProcessChannel(self.transport, tuple(self.ranks[i] for i in indices))
+
+    def all_reduce(self, call: Call, tensor: Tensor, op: str) -> Pending[Tensor]:
+        """See :class:`~shardwright.comm.axis.Channel`."""
+        self._begin(call, tensor.nbytes)
+        work = dist.all_reduce(tensor, _OPS[op], self.group, async_op=True)
+        return self._pending(call, [work], lambda: tensor)
+
+    def all_gather(self, call: Call, parts: list[Tensor], index: int) -> Pending[None]:
+        """See :class:`~shardwright.comm.axis.Channel`."""
+        self._begin(call, sum(part.nbytes for part in parts))
+        if self.native:
+            works = [
+                dist.broadcast(part, group=self.group, group_src=self._place(i), async_op=True)
+                for i, part in enumerate(parts)
+            ]
+            return self._pending(call, works, lambda: None)
+        works = self._exchange([parts[index]] * len(parts), parts)
+        return self._pending(call, works, lambda: None)
+
+    def reduce_scatter(self, call: Call, out: Tensor, parts: list[Tensor]) -> Pending[Tensor]:
+        """See :class:`~shardwright.comm.axis.Channel`."""
+        self._begin(call, sum(part.nbytes for part in parts))
+        received = [torch.empty_like(out) if i != self.index else parts[i] for i in range(len(parts))]
+        works = self._exchange(parts, received)
+
+        def finish() -> Tensor:
+            torch.add(received[0], received[1], out=out)
+            for term in received[2:]:
+                out.add_(term)
+            return out
+
+        return self._pending(call, works, finish)
+
+    def all_to_all(self, call: Call, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
+        """See :class:`~shardwright.comm.axis.Channel`."""
+        self._begin(call, sum(part.nbytes for part in parts))
+        outs[self.index].copy_(parts[self.index])
+        return self._pending(call, self._exchange(parts, outs), lambda: outs)
+
+    def broadcast(self, call: Call, tensor: Tensor, source: int) -> Pending[Tensor]:
+        """See :class:`~shardwright.comm.axis.Channel`."""
+        self._begin(call, tensor.nbytes)
+        work = dist.broadcast(tensor, group=self.group, group_src=self._place(source), async_op=True)
+        return self._pending(call, [work], lambda: tensor)
+
+    def send(self, call: Call, tensor: Tensor, to: int) -> Pending[None]:
+        """See :class:`~shardwright.comm.axis.Channel`."""
+        self._begin(call, tensor.nbytes, meets=False)
+        work = dist.isend(tensor, group=self.group, group_dst=self._place(to), tag=0)
+        return self._pending(call, [work], lambda: None, keep=tensor)
+
+    def receive(self, call: Call, tensor: Tensor, source: int) -> Pending[Tensor]:
+        """See :class:`~shardwright.comm.axis.Channel`."""
+        self._begin(call, tensor.nbytes, meets=False)
+        work = dist.irecv(tensor, group=self.group, group_src=self._place(source), tag=0)
+        return self._pending(call, [work], lambda: tensor)
+
+    def _exchange(self, parts: list[Tensor], received: list[Tensor]) -> list[Any]:
+        """Sends ``parts[i]`` to member i and receives ``received[i]`` from it, all at once."""
+        others = [i for i in range(len(self.ranks)) if i != self.index]
+        tag = 1 + self._num_calls % 2**20  # its own tag: messages of other calls may be under way
+        if self.native:
+            operations = [dist.P2POp(dist.irecv, received[i], group=self.group, group_peer=self._place(i)) for i in others]
+            operations += [dist.P2POp(dist.isend, parts[i], group=self.group, group_peer=self._place(i)) for i in others]
+            return list(dist.batch_isend_irecv(operations))
+        works = [dist.irecv(received[i], group=self.group, group_src=self._place(i), tag=tag) for i in others if received[i].numel()]
+        works += [dist.isend(parts[i], group=self.group, group_dst=self._place(i), tag=tag) for i in others if parts[i].numel()]
+        return works
+
+    def _place(self, index: int) -> int:
+        """A member's number in the process group, whose ranks are in ascending order."""
+        return sorted(self.ranks).index(self.ranks[index])
+
+    def _begin(self, call: Call, num_bytes: int, *, meets: bool = True) -> None:
+        self.transport.recorder.add(Record(call.kind, call.axis, num_bytes, call.source))
+        self._num_calls += meets
+        if meets and self.transport.witness is not None:
+            self.transport.witness.check(call, self.ranks, self._num_calls)
+
+    def _pending(self, call: Call, works: Sequence[Any], result: Callable[[], T], keep: Any = None) -> Pending[T]:
+        def finish() -> T:
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as failure:
+                raise LostPartnerError(
+                    f"{call} did not complete\n  ranks: {', '.join(map(str, self.ranks))}, this is "
+                    f"{self.transport.rank}\n  torch says: {str(failure).splitlines()[0]}\n"
+                    "  fix:   see which rank stopped first; --debug names ranks that make different calls"
+                ) from failure
+            _ = keep
+            return result()
+
+        return Pending(finish)
+
+
+def run_here(
+    work: Callable[..., T], args: Sequence[Any], *, debug: bool = False, timeout_s: float = DEFAULT_TIMEOUT_S,
+    device: str = "auto",
+) -> T:  # fmt: skip
+    """Runs ``work`` in this process as the rank that the environment says (``RANK``, ``WORLD_SIZE``, ...)."""
+    rank, size, local = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    place, backend = _device(device, local, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, timeout=timeout, device_id=place if backend == "nccl" else None)
+    recorder = Recorder()
+    witness = Witness(rank, timeout_s) if debug else None
+    transport = ProcessTransport(rank, size, recorder, timeout, witness)
+    try:
+        result = work(World(rank, size, place, transport, recorder), *args)
+    except CommunicationError:
+        time.sleep(failures.GRACE_S)  # the rank that failed first is the one to be heard
+        raise
+    transport.close()
+    dist.destroy_process_group()
+    return result
+
+
+def _device(wanted: str, local_rank: int, num_local: int) -> tuple[torch.device, str]:
+    """This rank's device and the backend that serves it."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu"), "gloo"
+    num_devices = torch.cuda.device_count()
+    device = torch.device("cuda", local_rank % max(num_devices, 1))
+    torch.cuda.set_device(device)
+    return device, "nccl" if num_devices >= num_local else "gloo"
+
+
+# ---- all ranks of one machine
+
+
+def run_processes(
+    work: Callable[..., T], num_ranks: int, args: Sequence[Any], *, debug: bool = False,
+    timeout_s: float = DEFAULT_TIMEOUT_S, device: str = "auto",
+) -> list[T]:  # fmt: skip
+    """Starts the ranks on this machine through torch's elastic launcher, as ``torchrun`` does.
+
+    Raises: RankFailedError: a rank raised or was killed; the others are ended within seconds. LayoutError,
+        PlanError and CheckpointError come through as they are.
+    """
+    if os.name != "posix":
+        raise PlanError(
+            explain(
+                "ranks as processes need Linux or macOS",
+                given=os.name,
+                allowed="ranks as threads",
+                fix='pass --ranks threads, or ranks="threads"',
+            )
+        )
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # torch is imported once, by the server, and every rank is a fork of it
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["shardwright", "shardwright.comm.processes"])
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=f"shardwright-{os.getpid()}",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+        start_method="forkserver",
+    )  # fmt: skip
+    options = {"debug": debug, "timeout_s": timeout_s, "device": device}
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder, _quiet():
+        try:
+            found = elastic_launch(config, _rank_main)(pickle.dumps((work, tuple(args), options)), folder)
+        except ChildFailedError as failure:
+            exits = {rank: one.exitcode for rank, one in failure.failures.items()}
+            raise failures.first_failure(folder, exits) from None
+    return [pickle.loads(found[rank]) for rank in range(num_ranks)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the launcher's own log silent: the failing rank's traceback is what comes first."""
+    names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _rank_main(pickled: bytes, folder: str) -> bytes:
+    rank = int(os.environ["RANK"])
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the work says otherwise
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    failures.note_start(folder, rank)
+    try:
+        work, args, options = pickle.loads(pickled)
+        return pickle.dumps(run_here(work, args, **options))
+    except BaseException as failure:
+        failures.note_failure(folder, rank, failure)
+        raise

@@ -1,0 +1,81 @@
+"""The witness of a debug run: every rank tells each call before it makes it, and none makes one alone.
+
+It costs some messages through the store for each call, so it watches ``verify``, tests and ``--debug`` only.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from shardwright.comm.axis import Call
+from shardwright.errors import CommunicationError
+
+_LOOK_AGAIN_S = 0.5
+
+
+class Witness:
+    """One rank's side: it writes down its own call and reads what the other members of the group wrote."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self.rank, self.timeout_s = rank, timeout_s
+        self.store = dist.distributed_c10d._get_default_store()
+        self._num_calls = 0
+
+    def check(self, call: Call, ranks: tuple[int, ...], number: int) -> None:
+        """Returns once every member is about to make the same call.
+
+        Raises: CommunicationError: two ranks make different calls, wait for each other in different groups, or
+            one has returned; both are named.
+        """
+        self._num_calls += 1
+        mine = _text(call)
+        key = f"call/{'-'.join(map(str, ranks))}/{call.axis}/{number}"
+        self.store.set(f"{key}/{self.rank}", mine)
+        self.store.set(f"at/{self.rank}", f"{self._num_calls}|{call}")
+        for other in ranks:
+            if other == self.rank:
+                continue
+            theirs = self._wait_for(f"{key}/{other}", other, call)
+            if theirs != mine:
+                (a, first), (b, second) = sorted([(self.rank, mine), (other, theirs)])
+                raise CommunicationError(
+                    f"ranks {a} and {b} disagree on a call over axis '{call.axis}'\n"
+                    f"  rank {a}: {first}\n  rank {b}: {second}\n"
+                    "  fix:    let every rank of an axis make the same calls in the same order"
+                )
+        self.store.set(f"at/{self.rank}", "")
+
+    def leave(self) -> None:
+        """Tells the others that this rank makes no more calls."""
+        self.store.set(f"at/{self.rank}", "returned")
+
+    def _wait_for(self, key: str, other: int, call: Call) -> str:
+        start = time.monotonic()
+        look_at, before, pause_s = start + _LOOK_AGAIN_S, "", 2e-4
+        while not self.store.check([key]):
+            now = time.monotonic()
+            if now > start + self.timeout_s:
+                raise CommunicationError(f"rank {other} did not come to {call} within {self.timeout_s:.0f} s")
+            if now > look_at:
+                at = self.store.get(f"at/{other}").decode() if self.store.check([f"at/{other}"]) else ""
+                if at and at == before and not self.store.check([key]):  # it has not moved: it waits, elsewhere
+                    raise CommunicationError(_two_waits(self.rank, call, other, at))
+                before, look_at = at, now + _LOOK_AGAIN_S
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+        return str(self.store.get(key).decode())
+
+
+def _two_waits(rank: int, call: Call, other: int, at: str) -> str:
+    where = "has returned already" if at == "returned" else f"waits in {at.partition('|')[2]}"
+    return (
+        f"ranks {rank} and {other} wait for each other\n"
+        f"  rank {rank}: waits in {call}\n  rank {other}: {where}\n"
+        "  fix:    let every rank of an axis make the same calls in the same order"
+    )
+
+
+def _text(call: Call) -> str:
+    return str(call._replace(source="")).removesuffix(" for ")

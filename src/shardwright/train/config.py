@@ -1,0 +1,132 @@
+"""What a training run is: one frozen dataclass, read from flags, a TOML file, or an earlier run."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from math import cos, pi
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from torch import nn
+
+from shardwright.errors import CheckpointError, PlanError, explain
+from shardwright.layout import Layout
+from shardwright.models import MODELS, CrossEntropy, build, configure
+from shardwright.models.settings import check_fraction, check_known, check_sizes, parse_value
+
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run; every field is an option of ``shardwright train`` and a key of its TOML file.
+
+    >>> TrainConfig(steps=10, lr=1e-3).learning_rate(0) == 1e-3 / 10  # the first of ten warm-up steps
+    True
+    """
+
+    layout: str = "single"
+    model: str = "gpt"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    data: str = "stdlib"
+    batch: int = 8
+    seq: int = 128
+    steps: int = 100
+    seed: int = 0
+    lr: float = 1e-3
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: int = 10
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    save_every: int = 0
+    keep: int = 3
+    eval_every: int = 0
+    eval_batches: int = 4
+    tensorboard: bool = False
+    deterministic: bool = False
+    debug: bool = False
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_sizes(self, 1, "batch", "seq", "steps")
+        check_sizes(self, 0, "warmup", "clip", "save_every", "keep", "eval_every", "lr", "weight_decay")
+        check_fraction("weight_decay", self.weight_decay)
+        if self.schedule not in ("cosine", "linear", "constant"):
+            raise PlanError(
+                explain("no such schedule", given=self.schedule, allowed="cosine, linear, constant", fix="cosine")
+            )
+        object.__setattr__(self, "layout", str(Layout.parse(self.layout)))
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of a step: a linear warm-up, then down to a tenth along a cosine or a line, or constant."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        done = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
+        share = (1 + cos(pi * done)) / 2 if self.schedule == "cosine" else 1 - done
+        return self.lr * (0.1 + 0.9 * share)
+
+    def build(self) -> tuple[nn.Module, nn.Module, Any]:
+        """The plain model, its loss, and the model's config; build it under ``torch.device("meta")``."""
+        model = build(self.model, self.settings)
+        if ":" in self.model:
+            return model, CrossEntropy(), None
+        return model, MODELS[self.model].loss(), configure(self.model, self.settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run as JSON takes it."""
+        return {**asdict(self), "settings": dict(self.settings)}
+
+
+def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
+    """Options with their types, from text or TOML. Raises PlanError: an unknown key, naming the nearest.
+
+    >>> read_options({"steps": "20"}, given_in="flags")
+    {'steps': 20}
+    """
+    hints = get_type_hints(TrainConfig)
+    names = [f.name for f in fields(TrainConfig)]
+    for key, value in values.items():
+        check_known(given_in, key, value, names)
+    return {
+        key: dict(value) if key == "settings" and isinstance(value, Mapping) else parse_value(key, value, hints[key])
+        for key, value in values.items()
+    }
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The options of a TOML file; a table ``[settings]`` holds the model's."""
+    try:
+        found = tomllib.loads(path.read_text())
+    except OSError as failure:
+        raise PlanError(
+            explain(f"cannot read '{path}'", given=str(failure), allowed="a TOML file", fix="check the path")
+        ) from failure
+    except tomllib.TOMLDecodeError as failure:
+        raise PlanError(
+            explain(f"'{path}' is not TOML", given=str(failure), allowed="key = value lines", fix="mend that line")
+        ) from failure
+    return read_options(found, given_in=str(path))
+
+
+def read_run(out: Path) -> dict[str, Any]:
+    """The options that an earlier run in ``out`` was started with.
+
+    Raises: CheckpointError: no run has been there.
+    """
+    try:
+        found = json.loads((out / RUN_FILE).read_text())
+        return read_options(found["options"], given_in=RUN_FILE)
+    except (OSError, ValueError, KeyError) as failure:
+        raise CheckpointError(
+            explain(
+                f"there is no run at '{out}'",
+                given=str(failure).splitlines()[0],
+                allowed=f"the --out folder of a run, with {RUN_FILE} in it",
+                fix="check --out, or start without --resume",
+            )
+        ) from failure

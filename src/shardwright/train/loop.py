@@ -1,0 +1,274 @@
+"""The training loop: one function that every rank runs, and the one that starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import torch
+
+import shardwright
+from shardwright.checkpoint import find, gather_json, load, save
+from shardwright.comm import World, launch
+from shardwright.comm.launch import Ranks
+from shardwright.errors import PlanError, explain
+from shardwright.layout import Layout
+from shardwright.parallelize import Run, parallelize
+from shardwright.train.config import RUN_FILE, TrainConfig
+from shardwright.train.data import Dataset, Order, global_batch, open_data
+from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
+
+CHECKPOINTS = "checkpoints"
+
+
+class Stop:
+    """Whether somebody asked the run to stop: after the step under way it saves and ends.
+
+    Ranks that are processes hear SIGINT and SIGTERM themselves; ranks that are threads share one value.
+    """
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+
+    def ask(self, *_: Any) -> None:
+        """Asks."""
+        self._asked.set()
+
+    @property
+    def asked(self) -> bool:
+        """Whether anybody did."""
+        return self._asked.is_set()
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Hears signals in the main thread while the block runs."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.ask) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+
+def train(
+    config: TrainConfig, out: Path, *, resume: bool = False, ranks: Ranks = "processes", stop: Stop | None = None
+) -> dict[str, Any]:
+    """Trains, and writes metrics and checkpoints to ``out``; returns the summary.
+
+    With ``resume`` it goes on from the newest checkpoint in ``out``, under any layout: the same batches in the
+    same order, the same dropout.
+
+    Raises: LayoutError, PlanError, CheckpointError: before the first step, whatever can be known by then.
+    """
+    layout = Layout.parse(config.layout)
+    _check_before(config, out, resume=resume)
+    out.mkdir(parents=True, exist_ok=True)
+    if ranks == "threads":
+        stop = stop or Stop()
+        with stop.on_signals():
+            return launch(_rank, layout, config, out, resume, stop, ranks=ranks)[0]
+    return launch(
+        _rank, layout, config, out, resume, None, ranks=ranks, debug=config.debug, timeout_s=config.timeout_s
+    )[0]
+
+
+def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
+    """What needs no ranks: the data is there, the layout fits the model, the folder is free or can be resumed."""
+    from shardwright.parallelize import make_plan
+    from shardwright.strategy import Job
+
+    with torch.device("meta"):
+        model, loss, model_config = config.build()
+    make_plan(Job(model, loss), Layout.parse(config.layout))
+    for split in ("train", "eval"):
+        open_data(config.data, seq=config.seq, model=model_config, split=split)
+    if resume:
+        find(out / CHECKPOINTS)
+    elif (out / METRICS_FILE).exists():
+        raise PlanError(
+            explain(
+                f"'{out}' holds a run already",
+                given=f"{METRICS_FILE} in it",
+                allowed="a new or empty folder, or --resume",
+                fix="add --resume to go on with it, or give another --out",
+            )
+        )
+
+
+def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:
+    stop = stop or Stop()
+    with stop.on_signals(), _alone(world, out):
+        return _Training(world, config, out, resume, stop).run_all()
+
+
+@contextlib.contextmanager
+def _alone(world: World, out: Path) -> Iterator[None]:
+    """Holds the folder: a second run in it is refused on every rank; the system lets go when the run ends."""
+    import fcntl
+
+    everyone = world.everyone()
+    with contextlib.ExitStack() as stack:
+        problem = ""
+        if world.rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((out / ".lock").open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = "another run writes to it"
+        if any(gather_json(everyone, problem)):
+            raise PlanError(
+                explain(
+                    f"'{out}' is in use",
+                    given="another run writes to it",
+                    allowed="one run for each folder",
+                    fix="give another --out, or wait until the other run has ended",
+                )
+            )
+        yield
+
+
+class _Training:
+    """One rank's side of a run."""
+
+    def __init__(self, world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop) -> None:
+        self.world, self.config, self.out, self.stop = world, config, out, stop
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        with torch.device("meta"):
+            plain, loss, model_config = config.build()
+        self.data = open_data(config.data, seq=config.seq, model=model_config, split="train")
+        self.eval_data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
+        self.order = Order(len(self.data), config.batch, config.seed)
+        self.run = parallelize(plain, config.layout, world, loss=loss, seed=config.seed)
+        self.optimizer = self.run.optimizer(
+            torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
+        )
+        self.everyone = world.everyone()
+        self.saved: Path | None = None
+        self.start_s = time.time()
+        if resume:
+            load(out / CHECKPOINTS, self.run, self.optimizer)
+        self.first_step = self.run.num_steps
+        if world.rank == 0:
+            self._write_run()
+            cut_metrics(out, self.first_step)
+
+    def run_all(self) -> dict[str, Any]:
+        """All steps, then the last checkpoint; returns the summary."""
+        config, rows = self.config, []
+        stopped = False
+        first = self.world.rank == 0
+        with Log(self.out, config.steps, self.first_step, writes=first, tensorboard=config.tensorboard) as log:
+            while self.run.num_steps < config.steps and not stopped:
+                row = self._step()
+                log.add(row)
+                rows.append(row)
+                stopped = self._anyone_stops()
+                done = self.run.num_steps
+                if config.save_every and done % config.save_every == 0 and done < config.steps and not stopped:
+                    self._save()
+            if rows or self.saved is None:
+                self._save()
+        return self._summary(rows, stopped)
+
+    def _step(self) -> dict[str, Any]:
+        config, run = self.config, self.run
+        start_s = time.perf_counter()
+        indices = self.order.batch(run.num_steps)
+        share = run.share(len(indices))
+        inputs, targets = global_batch(self.data, indices[share.start : share.stop])
+        rate = config.learning_rate(run.num_steps)
+        loss = run.step(run.part(inputs, targets, share))
+        norm = run.clip_grad_norm_(config.clip) if config.clip else None
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        step_s = time.perf_counter() - start_s
+        tokens = len(indices) * (config.seq if targets.dim() > 1 else 1)
+        row: dict[str, Any] = {
+            "step": run.num_steps,
+            "loss": loss.item(),
+            "lr": rate,
+            "grad_norm": norm.item() if norm is not None else None,
+            "step_ms": step_s * 1000,
+            "tokens_per_s": tokens / step_s,
+            "memory_bytes": self._memory(),
+            "time_s": time.time() - self.start_s,
+        }
+        if config.eval_every and (run.num_steps % config.eval_every == 0 or run.num_steps == config.steps):
+            row["eval_loss"] = self._evaluate()
+        return row
+
+    def _evaluate(self) -> float:
+        size = self.config.batch
+        last = min(self.config.eval_batches, max(len(self.eval_data) // size, 1))
+        batches = [range(i * size, min((i + 1) * size, len(self.eval_data))) for i in range(last)]
+        losses = [self.run.evaluate(_own(self.run, self.eval_data, list(batch))).item() for batch in batches]
+        return statistics.fmean(losses)
+
+    def _memory(self) -> list[int]:
+        """The peak of every rank so far: of the process, or of the device's allocator."""
+        if self.world.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.world.device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        mine = torch.tensor([peak], dtype=torch.int64, device=self.world.device)
+        return [int(value) for value in self.everyone.for_strategy("progress").all_gather(mine)]
+
+    def _anyone_stops(self) -> bool:
+        flag = torch.tensor([int(self.stop.asked)], device=self.world.device)
+        return bool(self.everyone.for_strategy("progress").all_reduce(flag, "max").item())
+
+    def _save(self) -> None:
+        self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep)
+
+    def _write_run(self) -> None:
+        versions = {"shardwright": shardwright.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
+        machine = {"cpus": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total}
+        write_json(
+            self.out / RUN_FILE,
+            {
+                "options": self.config.to_dict(),
+                "world_size": self.world.size,
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "versions": versions,
+                "machine": machine,
+            },
+        )
+
+    def _summary(self, rows: list[dict[str, Any]], stopped: bool) -> dict[str, Any]:
+        steady = rows[2:] if len(rows) > 4 else rows  # the first steps warm up
+        return {
+            "layout": self.config.layout,
+            "world_size": self.world.size,
+            "parameters": sum(numpy.prod(lies.shape, dtype=int) for lies in self.run.plan.compute.values()).item(),
+            "steps": self.run.num_steps,
+            "first_loss": rows[0]["loss"] if rows else None,
+            "last_loss": rows[-1]["loss"] if rows else None,
+            "step_ms_median": statistics.median(r["step_ms"] for r in steady) if steady else None,
+            "tokens_per_s_median": statistics.median(r["tokens_per_s"] for r in steady) if steady else None,
+            "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else self._memory(),
+            "checkpoint": str(self.saved),
+            "stopped": stopped,
+        }
+
+
+def _own(run: Run, data: Dataset, indices: list[int]) -> Any:
+    share = run.share(len(indices))
+    return run.part(*global_batch(data, indices[share.start : share.stop]), share)

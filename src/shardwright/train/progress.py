@@ -1,0 +1,112 @@
+"""What a person sees while a run goes on, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from shardwright.units import format_bytes, format_count
+
+METRICS_FILE = "metrics.jsonl"
+_LINE_EVERY_S = 5.0
+
+
+class Log:
+    """One rank's log: a progress bar, or a line now and then, and ``metrics.jsonl``; TensorBoard if asked.
+
+    Only the first rank writes; on the others every call does nothing.
+    """
+
+    def __init__(self, out: Path, steps: int, first_step: int, *, writes: bool, tensorboard: bool) -> None:
+        self.writes = writes
+        self.rows: list[dict[str, Any]] = []
+        if not writes:
+            return
+        self._file = (out / METRICS_FILE).open("a")
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(out / "tensorboard"))  # type: ignore[no-untyped-call]
+        console = Console(stderr=True)
+        self._bar: Progress | None = None
+        self._last_line_s = 0.0
+        self._steps = steps
+        if console.is_terminal:
+            columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}")]
+            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+            self._task = self._bar.add_task("train", total=steps, completed=first_step, now="")
+            self._bar.start()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Notes one step."""
+        if not self.writes:
+            return
+        self.rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for key in ("loss", "eval_loss", "lr", "grad_norm", "tokens_per_s"):
+                if row.get(key) is not None:
+                    self._board.add_scalar(key, row[key], row["step"])
+        now = f"loss {row['loss']:.4f}  {format_count(row['tokens_per_s'])} tokens/s"
+        if row["memory_bytes"]:
+            now += f"  {format_bytes(max(row['memory_bytes']))} a rank"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], now=now)
+        elif time.monotonic() - self._last_line_s > _LINE_EVERY_S or row["step"] == self._steps:
+            self._last_line_s = time.monotonic()
+            left = (self._steps - row["step"]) * row["step_ms"] / 1000
+            print(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left", file=sys.stderr, flush=True)  # noqa: T201
+
+    def close(self) -> None:
+        """Ends the bar and closes the files."""
+        if self.writes:
+            self._file.close()
+            if self._board is not None:
+                self._board.close()
+            if self._bar is not None:
+                self._bar.stop()
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The rows of ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    rows: list[dict[str, Any]] = []
+    path = out / METRICS_FILE
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def cut_metrics(out: Path, last_step: int) -> None:
+    """Drops the rows after ``last_step``: a resumed run writes them again."""
+    kept = [row for row in read_metrics(out) if row["step"] <= last_step]
+    partial = out / f".{METRICS_FILE}"
+    partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    partial.replace(out / METRICS_FILE)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a JSON file in one step: it is never half there."""
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)

@@ -1,0 +1,344 @@
+"""What every strategy is held to, as functions; the models it is held to it on; how its layouts are written.
+
+A check takes a layout line and a case, raises AssertionError where a promise is broken, and takes ``strategies`` to
+run others than the line asks for: so the checks themselves can be checked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+
+import torch
+from torch import nn
+
+from shardwright.comm import launch
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout
+from shardwright.models import (
+    AttentionConfig,
+    ConvNetConfig,
+    CrossEntropy,
+    GPTConfig,
+    MLPConfig,
+    entry_of,
+)
+from shardwright.parallelize import expected_traffic, make_plan, parallelize
+from shardwright.strategies import STRATEGIES, choose
+from shardwright.strategy import Job, Plan
+from shardwright.verify import verify
+
+SIZES = (1, 2, 3, 4, 8)
+NUM_SAMPLES = (7, 5)  # of the two steps: neither can be divided, and on 8 ranks some have no sample
+
+# ---- layouts
+
+VALUES = {
+    "bucket": ("0",),
+    "2.5d": ("d2", "d3", "d1"),
+}
+"""The values to try of an option that needs one; any other option is written bare."""
+
+
+def spellings(strategy, size: int) -> list[str]:
+    """The factors that ask for ``strategy`` on so many ranks, with each of its options in turn."""
+    options = [""] if strategy.default else []
+    for name in strategy.options:
+        options += [f"/{name}:{value}" for value in VALUES[name]] if name in VALUES else [f"/{name}"]
+    found = []
+    for option in options:
+        try:
+            layout = Layout.parse(f"{strategy.axis}{size}{option}")
+            if layout.num_ranks == size and strategy in choose(layout):
+                found.append(str(layout))
+        except LayoutError:
+            continue
+    return found
+
+
+def spelling(strategy, size: int) -> str:
+    """The plainest factor that asks for ``strategy`` on so many ranks."""
+    found = spellings(strategy, size)
+    assert found, f"no layout line asks for {strategy.name} on {size} ranks: add its values to VALUES"
+    return found[0]
+
+
+def pairs() -> list[tuple]:
+    """Any two strategies of different axes."""
+    return [(a, b) for a, b in combinations(STRATEGIES.values(), 2) if a.axis != b.axis]
+
+
+# ---- models
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model, on the meta device, its loss, and two global batches."""
+
+    name: str
+    config: object
+    loss: nn.Module
+    num_microbatches: int = 1
+    num_tokens: int = 5
+    ignored: Callable[[torch.Tensor], torch.Tensor] | None = None
+    frozen: tuple[str, ...] = field(default=())
+
+    @property
+    def model(self) -> nn.Module:
+        entry = entry_of(self.config)
+        assert entry is not None
+        with torch.device("meta"):
+            model = entry.factory(self.config)
+        for name in self.frozen:
+            model.get_parameter(name).requires_grad_(False)
+        return model.double()
+
+    @property
+    def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        entry = entry_of(self.config)
+        assert entry is not None
+        generator = torch.Generator().manual_seed(0)
+        found = []
+        for num_samples in NUM_SAMPLES:
+            inputs, targets = entry.example_batch(self.config, num_samples, self.num_tokens, generator)
+            targets = targets.clone()
+            if self.ignored is not None:
+                targets[self.ignored(targets)] = self.loss.ignore_index
+            if inputs.is_floating_point():
+                inputs = inputs.double()
+            found.append((inputs, targets.double() if targets.is_floating_point() else targets))
+        return found
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _some(targets: torch.Tensor) -> torch.Tensor:
+    """All of the first two samples, and of the others every third target."""
+    ignored = torch.arange(targets.numel()).view(targets.shape) % 3 == 0
+    ignored[:2] = True
+    return ignored
+
+
+def _gpt(style: str, **settings) -> GPTConfig:
+    small = {
+        "vocabulary": 19,
+        "max_tokens": 6,
+        "num_layers": 2,
+        "num_heads": 2,
+        "width": 10,
+        "hidden": 11,
+        "dropout": 0.1,
+    }
+    return GPTConfig(style=style, **{**small, **settings})
+
+
+MLP = Case("mlp", MLPConfig(widths=(7, 13, 11, 9, 5), dropout=0.1), CrossEntropy(label_smoothing=0.1))
+DEEP = Case("deep mlp", MLPConfig(widths=(9,) * 10, activation="tanh", dropout=0.1), CrossEntropy(), num_microbatches=3)
+ATTENTION = Case(
+    "attention", AttentionConfig(width=12, num_heads=1, causal=False, dropout=0.1), entry_of(AttentionConfig()).loss()
+)
+FUSED = Case(
+    "fused grouped attention",
+    AttentionConfig(width=8, num_heads=6, num_kv_heads=2, head_dim=3, fused=True, dropout=0.1),
+    entry_of(AttentionConfig()).loss(),
+    num_microbatches=3,
+)
+CONVNET = Case(
+    "convnet",
+    ConvNetConfig(image_channels=2, image_size=10, channels=(3, 4), kernel=3, hidden=(9, 11), num_classes=5),
+    CrossEntropy(),
+)
+GPT2 = Case("gpt2 tied", _gpt("gpt2"), CrossEntropy(), ignored=_some)
+GPT2_APART = Case(
+    "gpt2 apart", _gpt("gpt2", tied=False, bias=False), CrossEntropy(label_smoothing=0.1), num_microbatches=3
+)
+LLAMA_GROUPED = Case(
+    "llama grouped heads",
+    _gpt("llama", num_heads=4, num_kv_heads=2, width=16, tied=False, num_layers=1),
+    CrossEntropy(ignore_index=3, label_smoothing=0.2),
+    ignored=_some,
+)
+LLAMA_ONE_KV = Case(
+    "llama one kv head",
+    _gpt("llama", num_heads=3, num_kv_heads=1, width=18),
+    CrossEntropy(ignore_index=-1),
+    num_microbatches=3,
+    ignored=_some,
+)
+FROZEN = Case(
+    "gpt2 partly frozen",
+    _gpt("gpt2", num_layers=1),
+    CrossEntropy(),
+    frozen=("position.weight", "norm.weight", "blocks.0.mlp.up.weight", "blocks.0.attention.qkv.bias"),
+)
+
+CASES = (MLP, DEEP, ATTENTION, FUSED, CONVNET, GPT2, GPT2_APART, LLAMA_GROUPED, LLAMA_ONE_KV, FROZEN)
+PAIR_CASES = (DEEP, GPT2, LLAMA_ONE_KV)
+
+
+def line_of(case: Case, *factors: str) -> str:
+    """The layout line, with as many microbatches as the case wants."""
+    return " ".join(factors) + (f" mb{case.num_microbatches}" if case.num_microbatches > 1 else "")
+
+
+# ---- what one step does on every rank
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank holds and sends."""
+
+    shapes: dict[str, tuple[int, ...]]
+    gradient_shapes: dict[str, tuple[int, ...]]
+    names: frozenset[str]
+    recorded: Counter
+    expected: Counter
+
+
+ASIDE = ("loss", "clip", "core")
+"""Sources that no strategy speaks for."""
+
+
+def _step(world, line: str, case: Case, model: nn.Module, strategies: Sequence | None) -> Found:
+    run = parallelize(model, line, world, loss=case.loss, strategies=strategies)
+    batches = case.batches
+    (batch,) = run.shard(batches[:1])
+    with world.recorder.recording() as records:
+        run.step(batch)
+    job = Job(model, case.loss)
+    plan, chosen = make_plan(job, Layout.parse(line), strategies)
+    expected: Counter = Counter()
+    for source, said in expected_traffic(job, plan, chosen, batches[0][0], run.coord).items():
+        for traffic in said:
+            expected[source, traffic.kind, traffic.axis, traffic.num_bytes] += traffic.times
+    named = dict(run.model.named_parameters())
+    return Found(
+        shapes={name: tuple(p.shape) for name, p in named.items()},
+        gradient_shapes={name: tuple(p.grad.shape) for name, p in named.items() if p.grad is not None},
+        names=frozenset(run.model.state_dict()),
+        recorded=Counter((r.source, r.kind, r.axis, r.num_bytes) for r in records if r.source not in ASIDE),
+        expected=expected,
+    )
+
+
+def one_step(line: str, case: Case, strategies: Sequence | None = None) -> list[Found]:
+    """What each rank holds and sends in one step."""
+    return launch(_step, Layout.parse(line), line, case, case.model, strategies, ranks="threads")
+
+
+@cache
+def _known_step(line: str, case: Case) -> list[Found]:
+    return one_step(line, case)
+
+
+def _found(line: str, case: Case, strategies: Sequence | None) -> list[Found]:
+    return _known_step(line, case) if strategies is None else one_step(line, case, strategies)
+
+
+# ---- the promises
+
+
+def lays_out(line: str, case: Case, strategies: Sequence | None = None) -> bool:
+    """Whether the layout fits the model."""
+    try:
+        make_plan(Job(case.model, case.loss), Layout.parse(line), strategies)
+    except LayoutError:
+        return False
+    return True
+
+
+def check_equal(line: str, case: Case, strategies: Sequence | None = None, alter: Callable | None = None) -> None:
+    """Promise 1: loss, every gradient, and the parameters after two steps are those of one device."""
+    verdict = verify(case.model, line, case.batches, loss=case.loss, strategies=strategies, alter=alter)
+    assert verdict.tolerance == 1e-10
+    assert verdict.steps == 2
+    assert verdict.equal, str(verdict)
+
+
+REST = ("parameter", "gradient", "optimizer")
+
+
+def _divided(plan: Plan, axis: str) -> set[tuple[str, str]]:
+    """What the plan cuts over ``axis``."""
+    found = {("compute", name) for name, lies in plan.compute.items() if axis in lies.axes}
+    for name, rest in plan.rest.items():
+        found |= {(part, name) for part in REST if axis in getattr(rest, part).axes}
+    return found | ({("inputs", "")} if axis in plan.inputs else set())
+
+
+def check_divides(line: str, case: Case, strategies: Sequence | None = None) -> None:
+    """Promise 2: every strategy divides, over each axis it names, something that was whole before it."""
+    layout = Layout.parse(line)
+    job = Job(case.model, case.loss)
+    final, chosen = make_plan(job, layout, strategies)
+    plan = Plan.of(job, layout)
+    for strategy in chosen:
+        before, plan = plan, strategy.place(job, plan)
+        factor = layout.factor(strategy.axis)
+        assert factor is not None
+        for axis in factor.mesh_axes:
+            if plan.mesh[axis] > 1:
+                more = _divided(plan, axis) - _divided(before, axis)
+                assert more, f"{strategy.name} divides nothing over '{axis}' under {line}"
+    assert plan.compute == final.compute
+
+
+def check_shapes(line: str, case: Case, strategies: Sequence | None = None) -> None:
+    """Promise 3: each rank holds the shapes that the plan says, and gradients of the same."""
+    layout = Layout.parse(line)
+    plan, _ = make_plan(Job(case.model, case.loss), layout, strategies)
+    for rank, found in enumerate(_found(line, case, strategies)):
+        coord = plan.mesh.coord(rank)
+        said = {name: lies.local_shape(coord) for name, lies in plan.compute.items()}
+        assert found.shapes == said, f"rank {rank} under {line}"
+        assert found.gradient_shapes.items() <= said.items(), f"rank {rank} under {line}"
+
+
+def check_traffic(line: str, case: Case, strategies: Sequence | None = None) -> None:
+    """Promise 3: each rank makes the calls that the strategies say: source, kind, axis, bytes, number."""
+    for rank, found in enumerate(_found(line, case, strategies)):
+        unsaid, unmade = found.recorded - found.expected, found.expected - found.recorded
+        assert not unsaid, f"rank {rank} under {line} makes calls nobody spoke of: {dict(unsaid)}"
+        assert not unmade, f"rank {rank} under {line} does not make {dict(unmade)}"
+
+
+def check_names(line: str, case: Case, strategies: Sequence | None = None) -> None:
+    """Promise 4: ``state_dict()`` has the one-device model's keys, and no others."""
+    known = set(case.model.state_dict())
+    found = _found(line, case, strategies)
+    for rank, each in enumerate(found):
+        assert each.names <= known, f"rank {rank} under {line} adds {sorted(each.names - known)}"
+    missing = known - frozenset().union(*(each.names for each in found))
+    assert not missing, f"no rank under {line} holds {sorted(missing)}"
+
+
+def check_refused(
+    line: str,
+    model: nn.Module,
+    *,
+    loss: nn.Module | None = None,
+    num_ranks: int | None = None,
+    strategies: Sequence | None = None,
+) -> str:
+    """Promise 5: LayoutError with the same words on every rank, before anything is sent; returns the words."""
+
+    def work(world):
+        with world.recorder.recording() as records:
+            try:
+                parallelize(model, line, world, loss=loss, strategies=strategies)
+            except LayoutError as refusal:
+                return str(refusal), len(records)
+        return None, len(records)
+
+    found = launch(work, num_ranks or Layout.parse(line).num_ranks, ranks="threads")
+    texts = {text for text, _ in found}
+    assert None not in texts, f"{sum(text is None for text, _ in found)} of {len(found)} ranks accept {line}"
+    assert len(texts) == 1, f"the ranks refuse {line} in different words"
+    assert not any(num for _, num in found), f"something was sent before {line} was refused"
+    (text,) = texts
+    assert all(word in text for word in ("given:", "allowed:", "fix:")), text
+    return text

@@ -1,0 +1,290 @@
+"""The promises that every strategy makes, on 1, 2, 3, 4 and 8 ranks: whatever lies in ``strategies/`` is held to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from contract.cases import (
+    CASES,
+    DEEP,
+    GPT2,
+    LLAMA_ONE_KV,
+    SIZES,
+    check_divides,
+    check_equal,
+    check_names,
+    check_refused,
+    check_shapes,
+    check_traffic,
+    lays_out,
+    line_of,
+    spelling,
+    spellings,
+)
+from shardwright.errors import LayoutError
+from shardwright.models import Attention, CrossEntropy, MeanSquaredError, MLPConfig, build_mlp
+from shardwright.strategies import STRATEGIES
+from shardwright.verify import verify
+
+EVERY = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
+EVERY_SIZE = pytest.mark.parametrize("size", SIZES)
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
+LAID_OUT_WHOLLY = ("data_parallel", "tensor_1d")
+"""Strategies that lay out every case on every number of ranks: none of it may be refused one day."""
+
+
+def lines_of(strategy, size, case):
+    """The plainest line for the case; with every option for the cases that have several blocks."""
+    factors = spellings(strategy, size) if case in (DEEP, GPT2) else [spelling(strategy, size)]
+    return [line_of(case, factor) for factor in factors]
+
+
+def laid_out(strategy, size, case):
+    """The lines that fit the case; those that do not are refused on every rank."""
+    fitting = []
+    for line in lines_of(strategy, size, case):
+        if lays_out(line, case):
+            fitting.append(line)
+        else:
+            assert strategy.name not in LAID_OUT_WHOLLY, f"{line} was laid out once"
+            check_refused(line, case.model, loss=case.loss)
+    return fitting
+
+
+# ---- promise 1
+
+
+@EVERY
+@EVERY_SIZE
+@EVERY_CASE
+def test_loss_gradients_and_two_steps_are_those_of_one_device(strategy, size, case):
+    for line in laid_out(strategy, size, case):
+        check_equal(line, case)
+
+
+@EVERY
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_number_of_microbatches_changes_nothing(strategy, size):
+    for num_microbatches in (1, 2, 4):
+        line = f"{spelling(strategy, size)} mb{num_microbatches}"
+        if lays_out(line, GPT2):
+            check_equal(line, GPT2)
+
+
+@EVERY
+@EVERY_SIZE
+def test_some_model_is_laid_out_on_any_number_of_ranks(strategy, size):
+    assert any(lays_out(line, case) for case in CASES for line in lines_of(strategy, size, case))
+
+
+@EVERY
+def test_every_option_is_laid_out_for_some_model(strategy):
+    factors = [factor for size in (2, 4) for factor in spellings(strategy, size)]
+    for factor in factors:
+        assert any(lays_out(line_of(case, factor), case) for case in CASES), factor
+    written = {option.partition(":")[0] for factor in factors for option in factor.split("/")}
+    assert written >= set(strategy.options), "add the values of an option that needs one to VALUES"
+
+
+# ---- promise 2
+
+
+@EVERY
+@pytest.mark.parametrize("size", SIZES[1:])
+@EVERY_CASE
+def test_every_axis_that_a_strategy_names_divides_something(strategy, size, case):
+    for line in laid_out(strategy, size, case):
+        check_divides(line, case)
+
+
+# ---- promise 3
+
+
+@EVERY
+@EVERY_SIZE
+@EVERY_CASE
+def test_every_rank_holds_the_shapes_that_the_plan_says(strategy, size, case):
+    for line in laid_out(strategy, size, case):
+        check_shapes(line, case)
+
+
+@EVERY
+@EVERY_SIZE
+@EVERY_CASE
+def test_every_rank_makes_the_calls_that_the_strategy_says(strategy, size, case):
+    for line in laid_out(strategy, size, case):
+        check_traffic(line, case)
+
+
+# ---- promise 4
+
+
+@EVERY
+@EVERY_SIZE
+@EVERY_CASE
+def test_the_keys_of_the_state_are_those_of_one_device(strategy, size, case):
+    for line in laid_out(strategy, size, case):
+        check_names(line, case)
+
+
+# Here belongs the rest of promise 4, for every pair of `spelling(strategy, size)`: saved under one mesh, loaded under
+# another, same bits.
+
+
+# ---- promise 5
+
+
+class Scale(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class HeadFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 9, bias=False)
+        self.token = nn.Embedding(9, 3)
+        self.token.weight = self.head.weight
+
+    def forward(self, tokens):
+        return self.head(self.token(tokens))
+
+
+class TwoTables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Embedding(9, 3), nn.Embedding(9, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, tokens):
+        return self.one(tokens) + self.two((tokens + 1) % 9) ** 2
+
+
+class Twisted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        if x.sum() > 1e9:  # so that it cannot be traced
+            return x
+        hidden = self.up(x)
+        return self.down(hidden.relu()) + hidden[..., :3]  # so that the chain is seen from outside
+
+
+HOSTILE = {  # each with whether it takes tokens
+    "one small Linear": (lambda: nn.Linear(3, 3), False),
+    "no Linear": (lambda: nn.Sequential(Scale(3), nn.LayerNorm(3)), False),
+    "a chain of width 1": (lambda: nn.Sequential(nn.Linear(3, 1), nn.ReLU(), nn.Linear(1, 3)), False),
+    "the same layer twice": (lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2, nn.ReLU(), nn.Linear(3, 3)), False),
+    "a chain twice": (lambda: nn.Sequential(*[nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))] * 2), False),
+    "a batch norm": (lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), False),
+    "not to be traced": (Twisted, False),
+    "a table": (lambda: nn.Embedding(9, 3), True),
+    "a table with padding": (lambda: nn.Sequential(nn.Embedding(9, 3, padding_idx=2), nn.Linear(3, 9)), True),
+    "a tied head before its table": (HeadFirst, True),
+    "two tied tables": (TwoTables, True),
+}
+
+
+@EVERY
+@EVERY_SIZE
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_model_that_is_hard_to_lay_out_is_refused_everywhere_or_comes_out_right(strategy, size, name):
+    torch.manual_seed(0)
+    make, takes_tokens = HOSTILE[name]
+    model = make().double()
+    tokens = torch.tensor([0, 2, 1, 1, 0])
+    inputs = tokens if takes_tokens else torch.randn(5, 3, dtype=torch.float64)
+    line = spelling(strategy, size)
+    try:
+        verdict = verify(model, line, [(inputs, tokens)])
+    except LayoutError as refusal:
+        assert check_refused(line, model) == str(refusal)
+    else:
+        assert verdict.equal, str(verdict)
+
+
+@EVERY
+def test_a_world_of_another_size_is_refused_on_every_rank(strategy):
+    for size, num_ranks in [(2, 3), (4, 2), (3, 1)]:
+        check_refused(spelling(strategy, size), DEEP.model, num_ranks=num_ranks)
+
+
+@EVERY
+def test_an_option_that_nobody_declares_is_refused_on_every_rank(strategy):
+    text = check_refused(f"{spelling(strategy, 2)}/no-such-option", DEEP.model)
+    assert "no-such-option" in text
+    assert f"write {strategy.axis}2" in text
+
+
+def test_an_axis_without_a_strategy_is_refused_on_every_rank():
+    known = {strategy.axis for strategy in STRATEGIES.values()}
+    for axis in sorted({"pp", "dp", "cp", "tp"} - known):
+        assert f"no strategy for '{axis}2'" in check_refused(f"{axis}2", DEEP.model)
+        assert f"fix:     leave out {axis}2: dp2" in check_refused(f"dp2 {axis}2", DEEP.model)
+
+
+def heads(num_heads, head_dim, *, rotary=False):
+    return lambda: Attention(7, num_heads, head_dim=head_dim, rotary=rotary)
+
+
+def normed():
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+REFUSED = {
+    "tp5 of layers no wider than 4": ("tp5", lambda: build_mlp(MLPConfig(widths=(3, 4, 4)))),
+    "tp2 of a single Linear": ("tp2", lambda: nn.Linear(64, 3)),
+    "tp2 without any layer to cut": ("tp2", lambda: nn.Sequential(Scale(3), nn.LayerNorm(3))),
+    "tp2 of convolutions alone": ("tp2", lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))),
+    "tp7 of 2 heads of 3 elements": ("tp7", heads(2, 3)),
+    "tp5 of 2 heads of 2 pairs": ("tp5", heads(2, 4, rotary=True)),
+    "tp10 of a llama with 3 heads of 3 pairs": ("tp10", lambda: LLAMA_ONE_KV.model),
+    "dp2 of a batch norm": ("dp2", normed),
+    "dp2 tp2 of a batch norm": ("dp2 tp2", normed),
+    "microbatches of a batch norm": ("tp2 mb2", normed),
+    "a bucket without a size": ("dp2/bucket", lambda: DEEP.model),
+    "a bucket of no size": ("dp2/bucket:large", lambda: DEEP.model),
+    "dp2x2 without slices": ("dp2x2", lambda: DEEP.model),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_laid_out_is_refused_on_every_rank_before_anything_is_sent(name):
+    line, model = REFUSED[name]
+    with torch.device("meta"):
+        check_refused(line, model())
+
+
+FITTING = {
+    "tp4 of layers of 4": ("tp4", lambda: build_mlp(MLPConfig(widths=(3, 4, 4))), (5, 3)),
+    "tp6 of 2 heads of 3 elements": ("tp6", heads(2, 3), (5, 4, 7)),
+    "tp4 of 2 heads of 2 pairs": ("tp4", heads(2, 4, rotary=True), (5, 4, 7)),
+    "tp5 of 3 heads, shared by 2, 2 and 1": ("tp5", heads(3, 5), (5, 4, 7)),
+    "tp5 of 7 features, and one sample": ("tp5", lambda: build_mlp(MLPConfig(widths=(3, 7, 2))), (1, 3)),
+    "dp8 of one sample": ("dp8", lambda: build_mlp(MLPConfig(widths=(3, 7, 2))), (1, 3)),
+    "dp1 of a batch norm": ("dp1", normed, (5, 3)),
+    "tp2 of a batch norm": (
+        "tp2",
+        lambda: nn.Sequential(normed(), nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 2)),
+        (5, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_what_can_just_be_laid_out_comes_out_right(name):
+    line, model, shape = FITTING[name]
+    torch.manual_seed(0)
+    inputs = torch.randn(shape, dtype=torch.float64)
+    targets = torch.randn_like(inputs) if len(shape) == 3 else torch.arange(shape[0]) % 2
+    loss = MeanSquaredError() if len(shape) == 3 else CrossEntropy()
+    verdict = verify(model(), line, [(inputs, targets)] * 2, loss=loss)
+    assert verdict.equal, str(verdict)

@@ -1,0 +1,59 @@
+"""The promises that every strategy makes, beside every strategy on another axis."""
+
+from __future__ import annotations
+
+import pytest
+
+from contract.cases import (
+    GPT2,
+    PAIR_CASES,
+    check_divides,
+    check_equal,
+    check_names,
+    check_refused,
+    check_shapes,
+    check_traffic,
+    lays_out,
+    pairs,
+    spelling,
+    spellings,
+)
+
+CHECKS = (check_equal, check_divides, check_shapes, check_traffic, check_names)
+
+
+def lines(one, other):
+    """Even and uneven sizes, with and without microbatches; the second axis larger, and the first."""
+    return [
+        f"{spelling(one, 2)} {spelling(other, 2)}",
+        f"{spelling(one, 3)} {spelling(other, 2)}",
+        f"{spelling(one, 2)} {spelling(other, 3)} mb2",
+    ]
+
+
+EVERY_PAIR = pytest.mark.parametrize(("one", "other"), pairs(), ids=[f"{a.name} beside {b.name}" for a, b in pairs()])
+
+
+@EVERY_PAIR
+@pytest.mark.parametrize("case", PAIR_CASES, ids=str)
+def test_a_strategy_keeps_its_promises_beside_every_other(one, other, case):
+    for line in lines(one, other):
+        if not lays_out(line, case):
+            check_refused(line, case.model, loss=case.loss)
+            continue
+        for check in CHECKS:
+            check(line, case)
+
+
+@EVERY_PAIR
+def test_every_option_keeps_the_promises_beside_every_other_strategy(one, other):
+    for line in [f"{a} {b}" for a in spellings(one, 2) for b in spellings(other, 2)]:
+        if lays_out(line, GPT2):
+            for check in CHECKS:
+                check(line, GPT2)
+
+
+@EVERY_PAIR
+def test_some_model_is_laid_out_by_every_pair(one, other):
+    for line in lines(one, other):
+        assert any(lays_out(line, case) for case in PAIR_CASES), line
