@@ -41,9 +41,7 @@ class Draws:
     def keys(self, layer: str) -> list[tuple[int, int]]:
         """Two 32-bit words for each sample of the microbatch."""
         start = hashlib.blake2b(f"{self.seed}/{self.step}/{layer}".encode(), digest_size=8).digest()
-        mixed = [
-            _mix64(int.from_bytes(start, "little") + sample * 0x9E3779B97F4A7C15) for sample in self.samples
-        ]
+        mixed = [_mix64(int.from_bytes(start, "little") + sample * 0x9E3779B97F4A7C15) for sample in self.samples]
         return [(word & 0xFFFFFFFF, word >> 32) for word in mixed]
 
 
@@ -108,9 +106,7 @@ def _dropout(module: nn.Dropout, draws: Draws, layer: str, cuts: tuple[SliceOfDi
     return x * (keep.to(x.dtype) * (1 / (1 - module.p)))
 
 
-def key_dropout(
-    model: nn.Module, draws: Draws, cuts: dict[str, tuple[SliceOfDim, ...]] | None = None
-) -> None:
+def key_dropout(model: nn.Module, draws: Draws, cuts: dict[str, tuple[SliceOfDim, ...]] | None = None) -> None:
     """Makes every ``nn.Dropout`` of ``model`` compute its masks from ``draws``.
 
     Raises: PlanError: the model has a random layer whose numbers would depend on the layout.

@@ -61,9 +61,7 @@ class Mesh:
                 )
             if size < 1:
                 raise LayoutError(
-                    explain(
-                        f"axis '{axis}' is empty", given=size, allowed="1 or more", fix=f"leave out {axis}"
-                    )
+                    explain(f"axis '{axis}' is empty", given=size, allowed="1 or more", fix=f"leave out {axis}")
                 )
         object.__setattr__(self, "sizes", tuple((axis, sizes[axis]) for axis in AXES if axis in sizes))
 
@@ -97,9 +95,7 @@ class Mesh:
     def coords(self, axes: Iterable[str] | None = None) -> tuple[dict[str, int], ...]:
         """Every coordinate over ``axes`` (all of the mesh's when left out), in rank order."""
         names = [axis for axis in self.axes if axes is None or axis in set(axes)]
-        return tuple(
-            dict(zip(names, index, strict=True)) for index in product(*(range(self[a]) for a in names))
-        )
+        return tuple(dict(zip(names, index, strict=True)) for index in product(*(range(self[a]) for a in names)))
 
     def group(self, axes: str | Iterable[str], rank: int) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` only on ``axes``, in rank order, itself included."""

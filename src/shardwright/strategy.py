@@ -19,7 +19,7 @@ from shardwright.draws import SliceOfDim
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.structure import Visits, owners
-from shardwright.pipeline import Events
+from shardwright.pipeline import Action, End, Ends, Events
 from shardwright.pipeline.executor import Unit
 
 # ---- how a tensor lies along one axis
@@ -127,6 +127,8 @@ class Plan:
     uses: tuple[Use, ...]
     inputs: Mapping[str, int]
     units: tuple[Unit, ...]
+    loss_axes: frozenset[str] = frozenset()
+    schedules: tuple[tuple[Action, ...], ...] = ()
     roles: Mapping[str, Role] = field(default_factory=dict)
     activations: Mapping[str, tuple[Activation, ...]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
@@ -144,16 +146,12 @@ class Plan:
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:
         """Parameter ``name`` lies cut: index i of ``axis`` holds ``ranges[i]`` of ``dim``, at rest as in compute."""
         lies = self.compute[name].cut(axis, dim, ranges)
-        return replace(
-            self, compute={**self.compute, name: lies}, rest={**self.rest, name: Rest(lies, lies, lies)}
-        )
+        return replace(self, compute={**self.compute, name: lies}, rest={**self.rest, name: Rest(lies, lies, lies)})
 
     def cut_inputs(self, axis: str, dim: int) -> Plan:
         """The batch is cut along ``dim``, and with it every activation: gradients become terms of a sum."""
-        uses = tuple(
-            u._replace(x={**u.x, axis: Shard(dim)}, dy={**u.dy, axis: Shard(dim)}) for u in self.uses
-        )
-        return replace(self, uses=uses, inputs={**self.inputs, axis: dim})
+        uses = tuple(u._replace(x={**u.x, axis: Shard(dim)}, dy={**u.dy, axis: Shard(dim)}) for u in self.uses)
+        return replace(self, uses=uses, inputs={**self.inputs, axis: dim}, loss_axes=self.loss_axes | {axis})
 
     def use(self, module: str, x: Spec | None = None, dy: Spec | None = None) -> Plan:
         """Every parameter of ``module`` is used on an input that lies like this."""
@@ -169,9 +167,7 @@ class Plan:
 
     def cut_activation(self, module: str, activation: Activation) -> Plan:
         """What ``module`` takes in is cut: random layers need to know their place in the whole."""
-        return replace(
-            self, activations={**self.activations, module: (*self.activations.get(module, ()), activation)}
-        )
+        return replace(self, activations={**self.activations, module: (*self.activations.get(module, ()), activation)})
 
     def slices(self, coord: Coord) -> dict[str, tuple[SliceOfDim, ...]]:
         """The cut activations by module, as ``coord`` holds them."""
@@ -198,6 +194,15 @@ def partial_axes(plan: Plan, name: str) -> tuple[str, ...]:
     return tuple(axis for axis in plan.mesh.axes if axis in partial and plan.mesh[axis] > 1)
 
 
+def summed_axes(plan: Plan, name: str) -> tuple[str, ...]:
+    """The axes over which the core sums a gradient: partial in compute, and not cut at rest.
+
+    A strategy that cuts a gradient at rest along an axis, as ZeRO does, sums it there itself.
+    """
+    cut = set(plan.rest[name].gradient.axes) - set(plan.compute[name].axes)
+    return tuple(axis for axis in partial_axes(plan, name) if axis not in cut)
+
+
 def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
     """The uses that give a whole gradient over axes where another use of the same parameter gives a term.
 
@@ -217,7 +222,7 @@ def sync(plan: Plan, name: str, coord: Coord) -> tuple[Share, ...]:
     Partial exactly where the contraction is cut; where ranks hold overlapping parts of the parameter, each box is
     summed among those that hold it.
     """
-    axes = partial_axes(plan, name)
+    axes = summed_axes(plan, name)
     if not axes:
         return ()
     here = plan.mesh.rank(coord)
@@ -293,6 +298,21 @@ def sync_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tuple[Tra
 # ---- the Protocol
 
 
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """What a strategy adds to a rank's run beside changed modules; each is optional.
+
+    ``events`` are fired by the executor. ``parameters`` take the place of the model's for the optimizer, where a
+    parameter rests in another form than it computes in; they carry the gradients too. ``first`` and ``last``
+    are the ends of this rank's stage.
+    """
+
+    events: Events = field(default_factory=Events)
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    first: End | None = None
+    last: Ends | None = None
+
+
 class Strategy(Protocol):
     """One strategy: a file of ``strategies/`` that defines ``STRATEGY``.
 
@@ -311,8 +331,8 @@ class Strategy(Protocol):
         """Refines the plan, purely. Raises LayoutError for what cannot be laid out."""
         ...
 
-    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Events | None:
-        """Changes this rank's model and loss, whose parameters lie as the plan says."""
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
+        """Changes this rank's model and loss, whose parameters lie as the plan says for compute."""
         ...
 
     def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:

@@ -28,7 +28,7 @@ from shardwright.models.losses import CrossEntropy
 from shardwright.models.structure import call_model
 from shardwright.parallelize import make_plan, parallelize, place_parameters, twin
 from shardwright.parallelize.planning import num_rows
-from shardwright.strategy import Job
+from shardwright.strategy import Job, Plan
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The largest error that counts as equal."""
@@ -61,8 +61,8 @@ class Verdict:
     def __str__(self) -> str:
         if self.equal:
             return (
-                f"equal to one device: loss, {self.parameters} gradients and {self.steps} steps on {self.world_size} ranks, "
-                f"largest error {self.max_relative_error:.1e} ({self.worst_parameter}), allowed {self.tolerance:.0e}"
+                f"equal to one device: loss, {self.parameters} gradients and {self.steps} steps "
+                f"on {self.world_size} ranks, largest error {self.max_relative_error:.1e} ({self.worst_parameter}), allowed {self.tolerance:.0e}"
             )
         return (
             f"NOT equal to one device: first at {self.first_difference}, worst at {self.worst_parameter} with error "
@@ -109,11 +109,12 @@ def verify(
     plan, _ = make_plan(Job(plain, loss), layout, strategies)  # a layout that cannot be is refused here
     expected = _reference(plain, loss, batches, seed)
     if ranks == "processes":
-        assert alter is None and strategies is None, "threads only"
+        assert alter is None, "threads only"
+        assert strategies is None, "threads only"
         found = launch(_rank, layout, plain, layout, batches, loss, seed, ranks="processes", debug=True)
     else:
         found = launch(_rank, layout, plain, layout, batches, loss, seed, strategies, alter, ranks="threads")
-    return _compare(plan.compute, plan.mesh, expected, found, dtype, len(batches))
+    return _compare(plan, expected, found, dtype, len(batches))
 
 
 @dataclass
@@ -140,7 +141,7 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
         mean.backward()
         outcome.losses.append(mean.item())
         if step == 0:
-            outcome.gradients = _gradients(model)
+            outcome.gradients = _gradients(dict(model.named_parameters()))
         optimizer.step()
     outcome.parameters = {name: p.detach() for name, p in model.named_parameters()}
     return outcome
@@ -160,15 +161,14 @@ def _rank(
     for step, batch in enumerate(run.shard(batches)):
         outcome.losses.append(run.step(batch).item())
         if step == 0:
-            outcome.gradients = _gradients(run.model)
+            outcome.gradients = _gradients(run.parameters)
         optimizer.step()
-    outcome.parameters = {name: p.detach() for name, p in run.model.named_parameters()}
+    outcome.parameters = {name: p.detach() for name, p in run.parameters.items()}
     return outcome
 
 
-def _gradients(model: nn.Module) -> Named:
-    named = model.named_parameters()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named if p.requires_grad}
+def _gradients(named: Mapping[str, nn.Parameter]) -> Named:
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items() if p.requires_grad}
 
 
 def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
@@ -176,9 +176,7 @@ def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
     return cast
 
 
-def _errors(
-    lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Sequence[Named]
-) -> dict[str, float]:
+def _errors(lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Sequence[Named]) -> dict[str, float]:
     """The error of each tensor, over all ranks, in the model's order."""
     floor = 1e-3 * max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
     errors = {}
@@ -188,6 +186,8 @@ def _errors(
         for rank, local in enumerate(found):
             coord: Coord = mesh.coord(rank)
             part = cut(whole, lies[name].pieces(coord), lies[name].local_shape(coord))
+            if not part.numel() and name not in local:
+                continue  # another stage has it
             if part.shape != local[name].shape:
                 worst = float("inf")
             elif part.numel():
@@ -198,14 +198,15 @@ def _errors(
 
 
 def _compare(
-    lies: Mapping[str, Lies], mesh: Mesh, expected: _Outcome, found: Sequence[_Outcome], dtype: torch.dtype, steps: int
+    plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: torch.dtype, steps: int
 ) -> Verdict:  # fmt: skip
     tolerance = TOLERANCE[dtype]
-    gradients = _errors(lies, mesh, expected.gradients, [each.gradients for each in found])
+    mesh, rest = plan.mesh, plan.rest
+    at_rest = {name: rest[name].gradient for name in rest}
+    gradients = _errors(at_rest, mesh, expected.gradients, [each.gradients for each in found])
     exact = dtype == torch.float64
-    parameters = (
-        _errors(lies, mesh, expected.parameters, [each.parameters for each in found]) if exact else {}
-    )
+    at_rest = {name: rest[name].parameter for name in rest}
+    parameters = _errors(at_rest, mesh, expected.parameters, [each.parameters for each in found]) if exact else {}
     num_losses = len(expected.losses) if exact else 1
     loss_error = max(
         abs(mine - theirs) / max(abs(theirs), 1e-30)

@@ -148,8 +148,7 @@ class Piece(NamedTuple):
             return (Piece(box, inside.shift(self.local_offset).start),)
         offset = self.local_offset[0]
         return tuple(
-            Piece(run.shift(self.whole.start), (offset + first,))
-            for first, run in runs(self.whole.shape, inside)
+            Piece(run.shift(self.whole.start), (offset + first,)) for first, run in runs(self.whole.shape, inside)
         )
 
 

@@ -190,13 +190,9 @@ class Lies:
         >>> Lies.whole(()).only("pp", [0]).by_rank(Mesh(pp=2))
         {0: (Piece(whole=Box(start=(), stop=()), local_offset=()),), 1: ()}
         """
-        return {
-            rank: self.pieces(mesh.coord(rank)) for rank in (range(mesh.size) if ranks is None else ranks)
-        }
+        return {rank: self.pieces(mesh.coord(rank)) for rank in (range(mesh.size) if ranks is None else ranks)}
 
-    def holders(
-        self, mesh: Mesh, axes: Collection[str], at: Coord
-    ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    def holders(self, mesh: Mesh, axes: Collection[str], at: Coord) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """Who shares what among the ranks that differ from ``at`` only on ``axes``.
 
         Returns disjoint boxes, each with the ranks that hold it, in rank order; together they cover all that
@@ -323,9 +319,7 @@ def _grid_shape(dims: Sequence[tuple[Range, ...]]) -> tuple[int, ...]:
 
 def _grid(dims: Sequence[tuple[Range, ...]]) -> tuple[Piece, ...]:
     """Every combination of one range for each dim, packed as one n-D tensor."""
-    placed = [
-        list(zip(ranges, accumulate((b - a for a, b in ranges), initial=0), strict=False)) for ranges in dims
-    ]
+    placed = [list(zip(ranges, accumulate((b - a for a, b in ranges), initial=0), strict=False)) for ranges in dims]
     return tuple(
         Piece(
             Box(tuple(a for (a, _), _ in choice), tuple(b for (_, b), _ in choice)),

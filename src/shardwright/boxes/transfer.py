@@ -190,9 +190,7 @@ def plan_transfer(
                 fetched, missing = planner.fetch(rank, piece.whole)
                 if missing:
                     raise _not_held(rank, piece, missing[0], term if terms else None)
-                messages += [
-                    Message(holder, rank, box, held, piece, number > 0) for box, (holder, held) in fetched
-                ]
+                messages += [Message(holder, rank, box, held, piece, number > 0) for box, (holder, held) in fetched]
     return Transfer(tuple(messages))
 
 
@@ -208,9 +206,7 @@ def _not_held(rank: int, piece: Piece, missing: Box, term: int | None) -> PlanEr
     )
 
 
-def execute_locally(
-    transfer: Transfer, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]
-) -> None:
+def execute_locally(transfer: Transfer, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]) -> None:
     """Carries out a transfer between tensors of one process, writing into ``destinations``.
 
     Source and destination tensors do not share memory.

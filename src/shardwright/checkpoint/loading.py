@@ -55,17 +55,15 @@ def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
     return _read(folder, manifest, name, Lies.whole(shape), {}, local)
 
 
-def _wanted(
-    run: Run, optimizer: torch.optim.Optimizer | None, manifest: Manifest
-) -> list[tuple[str, Lies, Tensor]]:
+def _wanted(run: Run, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> list[tuple[str, Lies, Tensor]]:
     """Every tensor that this rank fills: its global name, where it lies, and the tensor."""
     found: list[tuple[str, Lies, Tensor]] = []
     keys: dict[str, list[str]] = {}
     for name in manifest.tensors:
         if name.startswith("optimizer/"):
-            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
-            keys.setdefault(parameter, []).append(key)
-    for name, parameter in run.model.named_parameters():
+            owner, _, key = name.removeprefix("optimizer/").rpartition("/")
+            keys.setdefault(owner, []).append(key)
+    for name, parameter in run.parameters.items():
         found.append((name, run.plan.rest[name].parameter, parameter))
         for key in keys.get(name, []) if optimizer is not None else ():
             dtype = getattr(torch, manifest.tensors[f"optimizer/{name}/{key}"][0])
@@ -118,7 +116,7 @@ def _fill_optimizer(run: Run, optimizer: torch.optim.Optimizer, manifest: Manife
                 fix=f"use {manifest.optimizer}" if manifest.optimizer else "leave out the optimizer",
             )
         )
-    names = {id(p): name for name, p in run.model.named_parameters()}
+    names = {id(p): name for name, p in run.parameters.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, (kind, value) in manifest.scalars.get(names[id(parameter)], {}).items():

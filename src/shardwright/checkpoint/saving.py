@@ -115,7 +115,7 @@ def _outermost(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
 
 def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Lies, Tensor]]:
     """Every tensor of the training state: its global name, where it lies, and this rank's part."""
-    for name, parameter in run.model.named_parameters():
+    for name, parameter in run.parameters.items():
         yield name, run.plan.rest[name].parameter, parameter
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
             if is_cut_like(value, parameter):
@@ -132,7 +132,7 @@ def is_cut_like(value: Any, parameter: Tensor) -> bool:
 def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
     """The optimizer's state that is equal on every rank: step counts and the like."""
     found: dict[str, dict[str, Any]] = {}
-    for name, parameter in run.model.named_parameters() if optimizer is not None else ():
+    for name, parameter in run.parameters.items() if optimizer is not None else ():
         for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
             if not is_cut_like(value, parameter) and value is not None:
                 as_json = value.tolist() if isinstance(value, Tensor) else value
@@ -167,7 +167,7 @@ def _join(run: Run, optimizer: torch.optim.Optimizer | None, wrote: list[Any], e
 def _groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], ...]:
     if optimizer is None:
         return ()
-    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in run.parameters.items()}
     return tuple(
         {
             "parameters": [names[id(p)] for p in group["params"]],

@@ -29,6 +29,10 @@ from torch.autograd import Function
 from shardwright.comm.axis import Axis
 
 
+def _run(function: type[Function], *args: Any) -> Tensor:
+    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+
+
 class _PartialToWhole(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -50,7 +54,8 @@ class _SumGradient(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         if not ctx.overwrite:
             dy = dy.clone()  # autograd may hand the same tensor to others
-        return ctx.axis.all_reduce(dy), None, None
+        axis: Axis = ctx.axis
+        return axis.all_reduce(dy), None, None
 
 
 class _WholeToCut(Function):
@@ -121,7 +126,7 @@ def partial_to_whole(x: Tensor, axis: Axis) -> Tensor:
     >>> run_on_threads(Mesh(tp=2), lambda axes: partial_to_whole(torch.ones(1) * 3, axes["tp"]).item())
     [6.0, 6.0]
     """
-    return cast(Tensor, _PartialToWhole.apply(x, axis)) if axis.size > 1 else x
+    return _run(_PartialToWhole, x, axis) if axis.size > 1 else x
 
 
 def sum_gradient(x: Tensor, axis: Axis, *, overwrite: bool = False) -> Tensor:
@@ -132,12 +137,12 @@ def sum_gradient(x: Tensor, axis: Axis, *, overwrite: bool = False) -> Tensor:
 
     Traffic: forward, none; backward, one all-reduce of ``x``.
     """
-    return cast(Tensor, _SumGradient.apply(x, axis, overwrite)) if axis.size > 1 else x
+    return _run(_SumGradient, x, axis, overwrite) if axis.size > 1 else x
 
 
 def whole_to_cut(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """This member's part of ``dim``. Traffic: forward, none; backward, one all-gather of ``x``."""
-    return cast(Tensor, _WholeToCut.apply(x, axis, dim, tuple(sizes))) if axis.size > 1 else x
+    return _run(_WholeToCut, x, axis, dim, tuple(sizes)) if axis.size > 1 else x
 
 
 def cut_to_whole(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -145,7 +150,7 @@ def cut_to_whole(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tenso
 
     Traffic: forward, one all-gather of the whole; backward, none.
     """
-    return cast(Tensor, _CutToWhole.apply(x, axis, dim, tuple(sizes), False)) if axis.size > 1 else x
+    return _run(_CutToWhole, x, axis, dim, tuple(sizes), False) if axis.size > 1 else x
 
 
 def cut_to_shared(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -153,7 +158,7 @@ def cut_to_shared(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tens
 
     Traffic: forward, one all-gather of the whole; backward, one reduce-scatter of it.
     """
-    return cast(Tensor, _CutToWhole.apply(x, axis, dim, tuple(sizes), True)) if axis.size > 1 else x
+    return _run(_CutToWhole, x, axis, dim, tuple(sizes), True) if axis.size > 1 else x
 
 
 def partial_to_cut(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -161,7 +166,7 @@ def partial_to_cut(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Ten
 
     Traffic: forward, one reduce-scatter of the whole; backward, one all-gather of it.
     """
-    return cast(Tensor, _PartialToCut.apply(x, axis, dim, tuple(sizes))) if axis.size > 1 else x
+    return _run(_PartialToCut, x, axis, dim, tuple(sizes)) if axis.size > 1 else x
 
 
 def cut_to_cut(
@@ -173,4 +178,4 @@ def cut_to_cut(
     """
     if axis.size == 1:
         return x
-    return cast(Tensor, _CutToCut.apply(x, axis, tuple(to_sizes), tuple(from_sizes), from_dim, to_dim))
+    return _run(_CutToCut, x, axis, tuple(to_sizes), tuple(from_sizes), from_dim, to_dim)

@@ -15,7 +15,7 @@ factor (:func:`~shardwright.comm.recorder.ring_factor`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwright.errors import CommunicationError, explain
 
-Result = TypeVar("Result", covariant=True)
+Result = TypeVar("Result")
 
 
 class Call(NamedTuple):
@@ -126,7 +126,7 @@ class Axis:
     index: int
     channel: Channel
     source: str = "core"
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def size(self) -> int:
@@ -152,9 +152,7 @@ class Axis:
         if indices == tuple(range(self.size)):
             return self
         ranks = tuple(self.ranks[i] for i in indices)
-        return replace(
-            self, ranks=ranks, index=indices.index(self.index), channel=self.channel.subset(indices)
-        )
+        return replace(self, ranks=ranks, index=indices.index(self.index), channel=self.channel.subset(indices))
 
     # --- collectives ---------------------------------------------------------------------------------------
 
@@ -167,9 +165,7 @@ class Axis:
         if self.size == 1:
             return done(tensor)
         if op not in ("sum", "max"):
-            raise CommunicationError(
-                explain("no such reduction", given=op, allowed="sum, max", fix="use sum")
-            )
+            raise CommunicationError(explain("no such reduction", given=op, allowed="sum, max", fix="use sum"))
         whole = tensor.detach()
         pending = self.channel.all_reduce(self._call("all_reduce", whole, op), whole.contiguous(), op)
         if whole.is_contiguous():
@@ -180,9 +176,7 @@ class Axis:
         """Joins the members' tensors along ``dim``; ``sizes`` gives each member's size there when they differ."""
         return self.all_gather_async(tensor, dim, sizes).wait()
 
-    def all_gather_async(
-        self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None
-    ) -> Pending[Tensor]:
+    def all_gather_async(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
         """Starts :meth:`all_gather`."""
         if self.size == 1:
             return done(tensor)
@@ -199,9 +193,7 @@ class Axis:
         """Sums over the axis and leaves each member its part of ``dim``: ``sizes``, or equal parts."""
         return self.reduce_scatter_async(tensor, dim, sizes).wait()
 
-    def reduce_scatter_async(
-        self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None
-    ) -> Pending[Tensor]:
+    def reduce_scatter_async(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
         """Starts :meth:`reduce_scatter`."""
         if self.size == 1:
             return done(tensor)
@@ -226,9 +218,7 @@ class Axis:
         """Gives ``parts[i]`` to member i and returns what each gave; ``shapes[i]`` is what member i sends here."""
         return self.all_to_all_async(parts, shapes).wait()
 
-    def all_to_all_async(
-        self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]
-    ) -> Pending[list[Tensor]]:
+    def all_to_all_async(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending[list[Tensor]]:
         """Starts :meth:`all_to_all`."""
         given = [part.detach().contiguous() for part in parts]
         if self.size == 1:

@@ -12,7 +12,7 @@ import torch
 
 from shardwright.comm.axis import Axis
 from shardwright.comm.recorder import Recorder
-from shardwright.comm.threads import Hub, Stopped, ThreadTransport
+from shardwright.comm.threads import Hub, StoppedError, ThreadTransport
 from shardwright.comm.world import World
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError, explain
 from shardwright.mesh import Mesh
@@ -82,7 +82,7 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
         transport = ThreadTransport(hub, rank, recorder)
         try:
             results[rank] = work(World(rank, num_ranks, torch.device("cpu"), transport, recorder), *args)
-        except Stopped:
+        except StoppedError:
             pass  # another rank's failure is the one to read
         except BaseException as failure:
             texts[rank] = traceback.format_exc()
@@ -91,8 +91,7 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
             transport.close()
 
     threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(num_ranks)
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)
     ]
     for thread in threads:
         thread.start()
@@ -112,12 +111,11 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
 
 def _raise_failure(hub: Hub, texts: dict[int, str]) -> None:
     failure = hub.failure
-    if (isinstance(failure, ValueError) and len(texts) > 1) or isinstance(
-        failure, (LayoutError, CommunicationError)
-    ):
+    if (isinstance(failure, ValueError) and len(texts) > 1) or isinstance(failure, (LayoutError, CommunicationError)):
         raise failure  # the same words on every rank: a person's mistake, not one rank's
     rank = hub.failed_rank
-    assert failure is not None and rank is not None
+    assert failure is not None
+    assert rank is not None
     raise RankFailedError(f"rank {rank} failed\n\n{texts[rank]}") from failure
 
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from shardwright.comm import failures
 from shardwright.comm.axis import Call, Channel, Pending
+from shardwright.comm.failures import LostPartnerError
 from shardwright.comm.recorder import Record, Recorder
 from shardwright.comm.witness import Witness
 from shardwright.comm.world import World
-from shardwright.comm.failures import LostPartnerError
 from shardwright.errors import CommunicationError, PlanError, explain
 
 T = TypeVar("T")
@@ -54,9 +54,7 @@ class ProcessTransport:
         """The process group of these ranks, made by its members at its first use."""
         ordered = tuple(sorted(ranks))
         if ordered not in self._groups:
-            self._groups[ordered] = dist.new_group(
-                list(ordered), timeout=self.timeout, use_local_synchronization=True
-            )
+            self._groups[ordered] = dist.new_group(list(ordered), timeout=self.timeout, use_local_synchronization=True)
         return self._groups[ordered]
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
@@ -148,11 +146,23 @@ class ProcessChannel:
         others = [i for i in range(len(self.ranks)) if i != self.index]
         tag = 1 + self._num_calls % 2**20  # its own tag: messages of other calls may be under way
         if self.native:
-            operations = [dist.P2POp(dist.irecv, received[i], group=self.group, group_peer=self._place(i)) for i in others]
-            operations += [dist.P2POp(dist.isend, parts[i], group=self.group, group_peer=self._place(i)) for i in others]
+            operations = [
+                dist.P2POp(dist.irecv, received[i], group=self.group, group_peer=self._place(i)) for i in others
+            ]
+            operations += [
+                dist.P2POp(dist.isend, parts[i], group=self.group, group_peer=self._place(i)) for i in others
+            ]
             return list(dist.batch_isend_irecv(operations))
-        works = [dist.irecv(received[i], group=self.group, group_src=self._place(i), tag=tag) for i in others if received[i].numel()]
-        works += [dist.isend(parts[i], group=self.group, group_dst=self._place(i), tag=tag) for i in others if parts[i].numel()]
+        works = [
+            dist.irecv(received[i], group=self.group, group_src=self._place(i), tag=tag)
+            for i in others
+            if received[i].numel()
+        ]
+        works += [
+            dist.isend(parts[i], group=self.group, group_dst=self._place(i), tag=tag)
+            for i in others
+            if parts[i].numel()
+        ]
         return works
 
     def _place(self, index: int) -> int:

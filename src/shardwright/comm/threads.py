@@ -21,7 +21,7 @@ from shardwright.errors import CommunicationError
 Contribution = dict[str, Any]
 
 
-class Stopped(CommunicationError):
+class StoppedError(CommunicationError):
     """Raised in the ranks that must end because another one failed."""
 
 
@@ -71,19 +71,19 @@ class Hub:
             self._finish(key, meeting)
         return meeting
 
-    def wait(self, rank: int, meeting: _Meeting) -> None:
-        """Blocks until the meeting is over, or until it cannot be."""
+    def wait(self, rank: int, meeting: _Meeting, result: Any) -> Any:
+        """Blocks until the meeting is over, or until it cannot be; returns ``result``."""
         with self.lock:
             self._check()
             if meeting.over.is_set():
-                return
+                return result
             self.waiting[rank] = meeting
             self._find_deadlock()
         meeting.over.wait()
         with self.lock:
             self.waiting.pop(rank, None)
-            if self.failure is not None:
-                self._check()
+            self._check()
+        return result
 
     def leave(self, rank: int) -> None:
         """A rank has returned: whoever waits for it would wait for ever."""
@@ -108,7 +108,7 @@ class Hub:
         if self.failure is not None:
             if isinstance(self.failure, CommunicationError) and self.failed_rank is None:
                 raise CommunicationError(str(self.failure))
-            raise Stopped(f"rank {self.failed_rank} failed: {self.failure!r}")
+            raise StoppedError(f"rank {self.failed_rank} failed: {self.failure!r}")
 
     def _fail(self, rank: int | None, failure: BaseException) -> None:
         if self.failure is None:
@@ -122,9 +122,7 @@ class Hub:
         lines = ["every rank waits and none can go on"]
         for rank, meeting in sorted(self.waiting.items()):
             absent = [member for member in meeting.members if member not in meeting.brought]
-            lines.append(
-                f"  rank {rank} waits in {meeting.calls[rank]} for rank {', '.join(map(str, absent))}"
-            )
+            lines.append(f"  rank {rank} waits in {meeting.calls[rank]} for rank {', '.join(map(str, absent))}")
         gone = sorted({m for w in self.waiting.values() for m in w.members} - self.live)
         if gone:
             lines.append(f"  rank {', '.join(map(str, gone))} has returned already")
@@ -140,9 +138,7 @@ def _disagreement(rank: int, call: Call, other: int, theirs: Call) -> str:
     )
 
 
-def _disagreement_on_part(
-    ranks: tuple[int, ...], call: Call, to: int, out: Tensor, source: int, part: Tensor
-) -> str:
+def _disagreement_on_part(ranks: tuple[int, ...], call: Call, to: int, out: Tensor, source: int, part: Tensor) -> str:
     return (
         f"ranks {ranks[source]} and {ranks[to]} disagree on a part of {call.kind} over axis '{call.axis}' "
         f"for {call.source}\n"
@@ -237,9 +233,7 @@ class ThreadChannel:
                         raise CommunicationError(_disagreement_on_part(self.ranks, call, i, out, j, part))
                     out.copy_(part)
 
-        return self._meet(
-            call, sum(part.nbytes for part in parts), {"outs": outs, "parts": parts}, work, outs
-        )
+        return self._meet(call, sum(part.nbytes for part in parts), {"outs": outs, "parts": parts}, work, outs)
 
     def broadcast(self, call: Call, tensor: Tensor, source: int) -> Pending[Tensor]:
         """See :class:`~shardwright.comm.axis.Channel`."""
@@ -262,7 +256,7 @@ class ThreadChannel:
         """See :class:`~shardwright.comm.axis.Channel`."""
         self._note(call, tensor.nbytes)
         meeting = self._join_message(call, source, self.index, {"out": tensor})
-        return Pending(lambda: (self.transport.hub.wait(self.transport.rank, meeting), tensor)[1])
+        return Pending(lambda: self.transport.hub.wait(self.transport.rank, meeting, tensor))
 
     def _join_message(self, call: Call, source: int, to: int, brought: Contribution) -> _Meeting:
         number = self._num_messages.get((source, to), 0)
@@ -288,7 +282,7 @@ class ThreadChannel:
         self._num_calls += 1
         hub, rank = self.transport.hub, self.transport.rank
         meeting = hub.arrive((self.key, self._num_calls), self.ranks, rank, call, brought, work)
-        return Pending(lambda: (hub.wait(rank, meeting), result)[1])
+        return Pending(lambda: hub.wait(rank, meeting, result))
 
     def _note(self, call: Call, num_bytes: int) -> None:
         self.transport.recorder.add(Record(call.kind, call.axis, num_bytes, call.source))

@@ -85,12 +85,8 @@ def _attention_batch(
     return x_2BTH[0], x_2BTH[1]
 
 
-def _convnet_batch(
-    config: ConvNetConfig, batch: int, seq: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    x_BCYX = torch.randn(
-        batch, config.image_channels, config.image_size, config.image_size, generator=generator
-    )
+def _convnet_batch(config: ConvNetConfig, batch: int, seq: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x_BCYX = torch.randn(batch, config.image_channels, config.image_size, config.image_size, generator=generator)
     return x_BCYX, _classes(config.num_classes, batch, generator)
 
 
@@ -104,9 +100,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "attention": ModelEntry(
         config=AttentionConfig, factory=_attention, loss=MeanSquaredError, example_batch=_attention_batch
     ),
-    "convnet": ModelEntry(
-        config=ConvNetConfig, factory=build_convnet, loss=CrossEntropy, example_batch=_convnet_batch
-    ),
+    "convnet": ModelEntry(config=ConvNetConfig, factory=build_convnet, loss=CrossEntropy, example_batch=_convnet_batch),
     "gpt": ModelEntry(config=GPTConfig, factory=GPT, loss=CrossEntropy, example_batch=_gpt_batch),
 }
 """The models that the command knows by name."""

@@ -49,9 +49,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if self.style not in ("gpt2", "llama"):
-            raise PlanError(
-                explain("no such style", given=self.style, allowed="gpt2, llama", fix="set style=gpt2")
-            )
+            raise PlanError(explain("no such style", given=self.style, allowed="gpt2, llama", fix="set style=gpt2"))
         check_sizes(self, 1, "vocabulary", "max_tokens", "num_layers", "num_heads", "width", "theta")
         check_sizes(self, 0, "num_kv_heads", "hidden")
         check_fraction("dropout", self.dropout)
@@ -143,9 +141,7 @@ class Block(nn.Module):
         self.mlp = (GatedMLP if llama else MLP)(config.width, config.feed_forward_width, bias=bias)
         self.dropout2 = nn.Dropout(config.dropout)
         for linear in (self.attention.o, self.mlp.down):
-            object.__setattr__(
-                linear, "ends_branch", True
-            )  # plain, so that a copy of this one leaf has it too
+            object.__setattr__(linear, "ends_branch", True)  # plain, so that a copy of this one leaf has it too
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         """The tokens, refined once."""
@@ -231,9 +227,7 @@ class GPT(nn.Module):
         """Draws one leaf module as GPT-2 does: what ends a branch starts small, so depth adds no variance."""
         if isinstance(module, nn.Linear | nn.Embedding):
             ends_branch = getattr(module, "ends_branch", False)
-            nn.init.normal_(
-                module.weight, std=_STD / sqrt(2 * self.config.num_layers) if ends_branch else _STD
-            )
+            nn.init.normal_(module.weight, std=_STD / sqrt(2 * self.config.num_layers) if ends_branch else _STD)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -241,9 +235,7 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def generate(
-    model: GPT, tokens_BT: Tensor, num_new: int, temperature: float, generator: torch.Generator
-) -> Tensor:
+def generate(model: GPT, tokens_BT: Tensor, num_new: int, temperature: float, generator: torch.Generator) -> Tensor:
     """The tokens, followed by ``num_new`` drawn from the model, one at a time.
 
     A temperature of 0 takes the likeliest token. The model sees the last ``max_tokens`` tokens.

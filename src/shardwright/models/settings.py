@@ -94,11 +94,7 @@ def parse_value(name: str, value: object, hint: Any) -> Any:
         if get_origin(hint) is Literal and value in get_args(hint):
             return value
         if get_origin(hint) is tuple and isinstance(value, str | tuple | list):
-            items = (
-                [item for item in text.strip("()[]").split(",") if item.strip()]
-                if text is not None
-                else value
-            )
+            items = [item for item in text.strip("()[]").split(",") if item.strip()] if text is not None else value
             return tuple(parse_value(name, item, get_args(hint)[0]) for item in items)
         if get_origin(hint) in (Union, UnionType):
             return _parse_first(name, value, get_args(hint))

@@ -19,16 +19,12 @@ ELEMENTWISE_MODULES = (
     nn.Mish, nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.Softsign, nn.Dropout, nn.Identity,
 )  # fmt: skip
 ELEMENTWISE_FUNCTIONS = frozenset(
-    [functional.gelu, functional.relu, functional.silu, functional.tanh, functional.sigmoid, functional.elu]
-    + [
-        functional.leaky_relu,
-        functional.softplus,
-        functional.mish,
-        functional.hardswish,
-        functional.logsigmoid,
-    ]
-    + [torch.relu, torch.tanh, torch.sigmoid, torch.mul, torch.square, operator.mul, operator.neg]
-)
+    (
+        functional.gelu, functional.relu, functional.silu, functional.tanh, functional.sigmoid, functional.elu,
+        functional.leaky_relu, functional.softplus, functional.mish, functional.hardswish, functional.logsigmoid,
+        torch.relu, torch.tanh, torch.sigmoid, torch.mul, torch.square, operator.mul, operator.neg,
+    )
+)  # fmt: skip
 ELEMENTWISE_METHODS = frozenset(["relu", "tanh", "sigmoid", "mul", "square", "contiguous", "clone"])
 
 
@@ -157,9 +153,7 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
         return None
     if any(calls.count(node.target) > 1 for node in (*columns, row)):
         return None
-    widths = {
-        layer.out_features for node in columns if isinstance(layer := _module_of(node, root), nn.Linear)
-    }
+    widths = {layer.out_features for node in columns if isinstance(layer := _module_of(node, root), nn.Linear)}
     if len(widths) > 1:
         return None
     inputs = {node.all_input_nodes[0] for node in columns}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from shardwright.comm import Axis, World
@@ -16,7 +15,7 @@ from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import expected_traffic, hollow, make_plan, twin
 from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Executor
-from shardwright.strategy import Job, Plan, Strategy, partial_axes
+from shardwright.strategy import Job, Plan, Strategy, summed_axes
 
 __all__ = ["Run", "expected_traffic", "hollow", "make_plan", "parallelize", "place_parameters", "twin"]
 
@@ -59,21 +58,22 @@ def parallelize(
     axes = _axes(plan, world)
     draws = Draws(seed)
     key_dropout(job.model, draws, plan.slices(coord))
-    events = [s.apply(job, {a: axis.for_strategy(s.name) for a, axis in axes.items()}, plan) for s in chosen]
+    each = [s.apply(job, {a: axis.for_strategy(s.name) for a, axis in axes.items()}, plan) for s in chosen]
+    applied = [one for one in each if one is not None]
 
     def joined(names: tuple[str, ...]) -> Axis:
         return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
 
     sync = GradientSync(job.model, plan, coord, joined)
-    executor = Executor(job.model, plan.units, [*(e for e in events if e is not None), sync.events()], draws)
-    return Run(job, plan, world, axes, executor, sync)
+    executor = Executor(job.model, plan.units, [*(one.events for one in applied), sync.events()], draws)
+    return Run(job, plan, world, axes, executor, sync, applied)
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:
     """The mesh's axes, and the joined ones over which gradients or losses are summed; in one order everywhere."""
     axes = world.axes(plan.mesh)
-    joined = {partial_axes(plan, name) for name in plan.compute}
-    joined.add(tuple(sorted(plan.inputs, key=plan.mesh.axes.index)))
+    joined = {summed_axes(plan, name) for name in plan.compute}
+    joined.add(tuple(sorted(plan.loss_axes, key=plan.mesh.axes.index)))
     for names in sorted(joined):
         if len(names) > 1:
             axes["+".join(names)] = world.axis("+".join(names), plan.mesh.groups(names))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwright.boxes import Box, Piece, read
 from shardwright.comm import Axis, Pending
 from shardwright.mesh import Coord
-from shardwright.pipeline.executor import Events, Unit
+from shardwright.pipeline.executor import Events, Unit, held_units
 from shardwright.strategy import Plan, sync_groups, whole_uses
 
 
@@ -41,9 +41,7 @@ class _Group:
                 self.views = tuple(part.view_as(p) for part, p in zip(parts, self.parameters, strict=True))
             found = [(p.grad, view) for p, view in zip(self.parameters, self.views, strict=True)]
             if any(gradient is not None for gradient, _ in found):
-                torch._foreach_copy_(
-                    [v for g, v in found if g is not None], [g for g, _ in found if g is not None]
-                )
+                torch._foreach_copy_([v for g, v in found if g is not None], [g for g, _ in found if g is not None])
             for parameter, (gradient, view) in zip(self.parameters, found, strict=True):
                 if gradient is None:
                     view.zero_()
@@ -71,23 +69,19 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 class GradientSync:
     """Sums every unit's gradients over those who share them; ``finish`` waits for all and takes the mean."""
 
-    def __init__(
-        self, model: nn.Module, plan: Plan, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]) -> None:
         self.parameters: Mapping[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
-        self.units = plan.units
-        self.groups = {unit.name: self._groups(plan, unit, coord, joined) for unit in plan.units}
+        self.units = held_units(plan.units, dict(model.named_parameters()))
+        self.groups = {unit.name: self._groups(plan, unit, coord, joined) for unit in self.units}
         self.last_microbatch = 0
         self._ready: set[str] = set()
         self._sent: list[tuple[_Group, Pending[Tensor]]] = []
         self._waiting: list[Unit] = []
         _contribute_once(model, plan, coord)
 
-    def _groups(
-        self, plan: Plan, unit: Unit, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]
-    ) -> list[_Group]:
+    def _groups(self, plan: Plan, unit: Unit, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]) -> list[_Group]:
         found = []
         for (axes, ranks), shares in sync_groups(plan, unit, coord).items():
             axis = joined(axes)
@@ -147,9 +141,7 @@ def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:
         if not any(coord[axis] for axis in axes):
             continue
         module = model.get_submodule(use.module)
-        own = [
-            key for key, p in module._parameters.items() if p is not None and names[id(p)] == use.parameter
-        ]
+        own = [key for key, p in module._parameters.items() if p is not None and names[id(p)] == use.parameter]
 
         def hide(module: nn.Module, *_: Any, own: list[str] = own) -> None:
             for key in own:

@@ -22,9 +22,7 @@ _DRAWING = threading.Lock()
 """torch's default generator belongs to the process, and ranks may be threads of one: they draw in turn."""
 
 
-def place_parameters(
-    model: nn.Module, lies: Mapping[str, Lies], coord: Coord, seed: int, device: torch.device
-) -> None:
+def place_parameters(model: nn.Module, lies: Mapping[str, Lies], coord: Coord, seed: int, device: torch.device) -> None:
     """Gives ``model`` this rank's part of every parameter, and its buffers, in place; ties stay tied.
 
     A module on the meta device is drawn whole, by the model's own ``_init_weights(module)`` where it has one (the
@@ -43,6 +41,10 @@ def place_parameters(
     placed: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if own and all(_is_elsewhere(lies.get(names[id(module), key]), coord) for key in own):
+            for key in own:
+                module._parameters[key] = None  # another stage has it
+            continue
         requires_grad = {key: parameter.requires_grad for key, parameter in own.items()}
         buffers = dict(module.named_buffers(recurse=False))
         if any(tensor.is_meta for tensor in (*own.values(), *buffers.values())):
@@ -59,6 +61,10 @@ def place_parameters(
                     part = cut(part, at.pieces(coord), at.local_shape(coord))
                 placed[name] = nn.Parameter(part.to(device), requires_grad=requires_grad[key])
             module._parameters[key] = placed[name]
+
+
+def _is_elsewhere(lies: Lies | None, coord: Coord) -> bool:
+    return lies is not None and not lies.pieces(coord) and bool(lies.table)
 
 
 def _values(module: nn.Module, device: torch.device) -> dict[str, Tensor]:

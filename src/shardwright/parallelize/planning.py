@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,9 +40,7 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def _copied(model: nn.Module, change: Any) -> nn.Module:
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(change(p), requires_grad=p.requires_grad) for p in model.parameters()
-    }
+    memo: dict[int, Any] = {id(p): nn.Parameter(change(p), requires_grad=p.requires_grad) for p in model.parameters()}
     memo.update({id(b): change(b) for b in model.buffers()})
     return copy.deepcopy(model, memo)
 
@@ -98,7 +97,7 @@ def microbatch_samples(samples: range, num_microbatches: int) -> tuple[range, ..
     (range(4, 6), range(6, 7))
     """
     cuts = balanced(len(samples), num_microbatches)
-    return tuple(samples[a:b] for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(samples[a:b] for a, b in pairwise(cuts))
 
 
 def rows(tree: Any, start: int, stop: int) -> Any:

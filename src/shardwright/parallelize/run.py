@@ -15,14 +15,15 @@ from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.models.structure import call_model
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.planning import local_samples, microbatch_samples, num_rows, on_device, rows
-from shardwright.pipeline import Executor, LossEnd, Microbatch, MicrobatchEnd, accumulate
-from shardwright.strategy import OUTPUT, Job, Plan
+from shardwright.pipeline import Action, End, Ends, Executor, LossEnd, Microbatch, MicrobatchEnd, accumulate
+from shardwright.strategy import OUTPUT, Applied, Job, Plan
 
 
 class Run:
     """One rank's part of a model and what it does with it: steps, losses, an optimizer.
 
     ``model`` holds this rank's part, under the names of the plain model; ``plan`` says where everything lies.
+    ``parameters`` are what the optimizer steps, as they rest: the model's own, unless a strategy cuts the state.
     """
 
     def __init__(
@@ -33,9 +34,16 @@ class Run:
         axes: Mapping[str, Axis],
         executor: Executor,
         sync: GradientSync,
+        applied: Sequence[Applied] = (),
     ) -> None:
         self.model, self.loss = job
         self.plan, self.world, self.axes = plan, world, axes
+        resting = {name: p for each in applied for name, p in each.parameters.items()}
+        self.parameters: Mapping[str, nn.Parameter] = {
+            name: resting.get(name, p) for name, p in self.model.named_parameters()
+        }
+        self._first: End = next((each.first for each in applied if each.first is not None), MicrobatchEnd())
+        self._last: Ends | None = next((each.last for each in applied if each.last is not None), None)
         self.coord = plan.mesh.coord(world.rank)
         self.draws: Draws = executor.draws
         self.num_steps = 0
@@ -52,11 +60,13 @@ class Run:
         """This rank's part of each global batch (inputs, targets); samples lie in dim 0 of every tensor."""
         for inputs, targets in batches:
             samples = self.share(num_rows((inputs, targets)))
-            yield self.part(*rows((inputs, targets), samples.start, samples.stop), samples)
+            mine, theirs = rows((inputs, targets), samples.start, samples.stop)
+            yield self.part(mine, theirs, samples)
 
     def part(self, inputs: Any, targets: Any, samples: range) -> Microbatch:
         """This rank's own samples, which lie at ``samples`` in the global batch (see :meth:`share`)."""
-        return Microbatch(*on_device((inputs, targets), self.world.device), samples)
+        inputs, targets = on_device((inputs, targets), self.world.device)
+        return Microbatch(inputs, targets, samples)
 
     # ---- steps
 
@@ -67,20 +77,28 @@ class Run:
         the parameter. Call the optimizer next.
         """
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
-        first = batch.samples.start
-        pieces = [
-            Microbatch(*rows((batch.inputs, batch.targets), s.start - first, s.stop - first), s)
-            for s in shares
-        ]
+        pieces = [self._cut(batch, samples) for samples in shares]
         self.draws.step = self.num_steps
         self._sync.begin(last_microbatch=len(pieces) - 1)
         last = LossEnd(self.loss)
         with torch.enable_grad():
-            self._executor.run(accumulate(len(pieces)), pieces, MicrobatchEnd(), last)
+            self._executor.run(self._schedule(len(pieces)), pieces, self._first, self._last or last)
         mean, count = self._mean(last.sums)
         self._sync.finish(count)
+        for events in self._executor.events:
+            events.after_sync()
         self.num_steps += 1
         return mean
+
+    def _cut(self, batch: Microbatch, samples: range) -> Microbatch:
+        first = batch.samples.start
+        inputs, targets = rows((batch.inputs, batch.targets), samples.start - first, samples.stop - first)
+        return Microbatch(inputs, targets, samples)
+
+    def _schedule(self, num_microbatches: int) -> tuple[Action, ...]:
+        if self.plan.schedules:
+            return self.plan.schedules[self.coord["pp"]]
+        return accumulate(num_microbatches)
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatch) -> Tensor:
@@ -113,12 +131,8 @@ class Run:
     def _mean(self, sums: Sequence[Tensor]) -> tuple[Tensor, float]:
         device = self.world.device
         total = torch.stack(list(sums)).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
-        if self.plan.inputs:
-            total = (
-                self.axes["+".join(sorted(self.plan.inputs, key=self.plan.mesh.axes.index))]
-                .for_strategy("loss")
-                .all_reduce(total)
-            )
+        if self.plan.loss_axes:
+            total = self.axes[joint(self.plan, self.plan.loss_axes)].for_strategy("loss").all_reduce(total)
         count = float(total[1])
         return total[0] / max(count, 1.0), max(count, 1.0)
 
@@ -142,7 +156,7 @@ class Run:
                 )
             )
         if parameters is None:
-            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            parameters = [p for p in self.parameters.values() if p.requires_grad]
         optimizer = kind(parameters, **options)
         for events in self._executor.events:
             optimizer.register_step_post_hook(lambda *_, events=events: events.after_optimizer())
@@ -155,7 +169,7 @@ class Run:
         Each element counts once, however many ranks hold a copy. Traffic: one all-reduce of one number.
         """
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
             lies = self.plan.rest[name].gradient
@@ -163,7 +177,7 @@ class Run:
                 square += read(parameter.grad, piece, piece.whole).double().square().sum()
         norm: Tensor = self._everyone.for_strategy("clip").all_reduce(square).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if gradients and scale < 1:
             torch._foreach_mul_(gradients, scale.item())
         return norm
@@ -191,6 +205,11 @@ def is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]
         return bool(torch.allclose(stepped([(0, 6)]), stepped([(0, 2), (2, 6)]), rtol=1e-12, atol=1e-12))
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return False  # it needs a closure, or another shape: not an update of single elements
+
+
+def joint(plan: Plan, axes: Iterable[str]) -> str:
+    """The name of the axis that joins these."""
+    return "+".join(sorted(axes, key=plan.mesh.axes.index))
 
 
 def check_world(plan: Plan, world: World) -> None:

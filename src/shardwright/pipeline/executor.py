@@ -6,11 +6,13 @@ the last end computes the loss, or sends to the stage after. Without a pipeline 
 One backward, and when each event fires (a *unit* is a block of layers whose parameters travel together)::
 
     before_forward(u)  after_forward(u)  ...  before_backward(u)  after_weight_gradients(u, m)  after_action(a)
+
+and once a step ``after_sync``, when the core has summed what it sums, and ``after_optimizer``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -52,7 +54,7 @@ class Events:
     before_backward: Callable[[Unit], None] = _nothing
     after_weight_gradients: Callable[[Unit, int], None] = _nothing
     after_action: Callable[[Action], None] = _nothing
-    end_step: Callable[[], None] = _nothing
+    after_sync: Callable[[], None] = _nothing
     after_optimizer: Callable[[], None] = _nothing
 
 
@@ -120,26 +122,33 @@ class LossEnd:
         return None
 
 
+def held_units(units: Sequence[Unit], held: Collection[str]) -> tuple[Unit, ...]:
+    """The units with the parameters that a rank holds; those of which it holds none are left out.
+
+    >>> held_units([Unit("a", ("a",), ("a.w",)), Unit("b", ("b",), ("b.w",))], {"b.w"})
+    (Unit(name='b', modules=('b',), parameters=('b.w',)),)
+    """
+    found = (unit._replace(parameters=tuple(n for n in unit.parameters if n in held)) for unit in units)
+    return tuple(unit for unit in found if unit.parameters)
+
+
 class Executor:
     """Runs the actions of one step on this rank's part of the model.
 
     A microbatch without samples is passed over: its sum, its count and its gradients are zero.
     """
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], events: Iterable[Events], draws: Draws
-    ) -> None:
-        self.model, self.units, self.draws = model, tuple(units), draws
+    def __init__(self, model: nn.Module, units: Sequence[Unit], events: Iterable[Events], draws: Draws) -> None:
+        self.model, self.draws = model, draws
         self.events = tuple(events)
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+        self.units = held_units(units, self.parameters)
         self._microbatch = 0
         self._fired: set[str] = set()
         self._missing: dict[str, set[str]] = {}
         self._watch()
 
-    def run(
-        self, actions: Sequence[Action], microbatches: Sequence[Microbatch], first: End, last: Ends
-    ) -> None:
+    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], first: End, last: Ends) -> None:
         """One step from zero gradients to summed ones."""
         starts: dict[int, Tensor] = {}
         for action in actions:
@@ -152,14 +161,12 @@ class Executor:
                 self._backward(number, starts.pop(number, None), first, last)
             for events in self.events:
                 events.after_action(action)
-        for events in self.events:
-            events.end_step()
 
     def _backward(self, number: int, start: Tensor | None, first: End, last: Ends) -> None:
         self._microbatch, self._fired = number, set()
         self._missing = {unit.name: set(unit.parameters) for unit in self.units}
         if start is not None:
-            start.backward(last.take_gradient(number))  # type: ignore[no-untyped-call]
+            start.backward(last.take_gradient(number))
             first.give_gradient(number)
         for unit in reversed(self.units):  # what autograd did not reach has no gradient to wait for
             self._fire_gradients(unit)
@@ -172,9 +179,7 @@ class Executor:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, name))
             edges = [self.model.get_submodule(module) for module in unit.modules]
-            if any(
-                e.before_forward is not _nothing or e.before_backward is not _nothing for e in self.events
-            ):
+            if any(e.before_forward is not _nothing or e.before_backward is not _nothing for e in self.events):
                 for module in edges:
                     module.register_forward_pre_hook(self._on_forward(unit))
                     module.register_forward_hook(self._on_output(unit, module is edges[-1]))
@@ -204,7 +209,7 @@ class Executor:
     def _on_output(self, unit: Unit, is_last: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda _: self._fire_backward(unit))  # type: ignore[no-untyped-call]
+                output.register_hook(lambda _: self._fire_backward(unit))
             if is_last:
                 for events in self.events:
                     events.after_forward(unit)

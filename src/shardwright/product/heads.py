@@ -8,6 +8,8 @@ head belongs to several ranks, each holding some of its elements::
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from shardwright.boxes import balanced_ranges
 from shardwright.errors import LayoutError, explain
 from shardwright.mesh import balanced
@@ -49,9 +51,9 @@ def head_slices(attention: Attention, tp: int) -> tuple[tuple[int, int], ...]:
         )
     groups = balanced(tp, attention.num_heads)
     slices: list[tuple[int, int]] = []
-    for a, b in zip(groups, groups[1:], strict=False):
+    for a, b in pairwise(groups):
         cuts = balanced(size, b - a)
-        slices += zip(cuts, cuts[1:], strict=False)
+        slices += pairwise(cuts)
     return tuple(slices)
 
 
@@ -61,9 +63,7 @@ def kv_heads(attention: Attention, heads: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(range(heads[0] // group, heads[-1] // group + 1))
 
 
-def head_rows(
-    attention: Attention, heads: tuple[int, ...], part: tuple[int, int]
-) -> tuple[tuple[int, int], ...]:
+def head_rows(attention: Attention, heads: tuple[int, ...], part: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     """The rows of a projection that belong to these elements of these heads, in the order of the heads.
 
     >>> head_rows(Attention(8, 2), (1,), (0, 2)), head_rows(Attention(8, 2, rotary=True), (1,), (0, 1))

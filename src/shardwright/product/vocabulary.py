@@ -70,8 +70,15 @@ class _CutCrossEntropy(Function):
 
 
 def cut_cross_entropy(
-    logits_v: Tensor, targets: Tensor, start: int, vocabulary: int, tp: Axis, *, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits_v: Tensor,
+    targets: Tensor,
+    start: int,
+    vocabulary: int,
+    tp: Axis,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor]:
     """The sum and count of ``CrossEntropy`` on logits whose classes are cut over ``tp``, from ``start`` on here.
 
     Each rank tells its largest logit, its sum of exponentials, the target's logit where it holds it, and with
@@ -86,7 +93,7 @@ def cut_cross_entropy(
     counted = flat != ignore_index
     loss_N = cast(
         Tensor,
-        _CutCrossEntropy.apply(
+        _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
             logits_v.reshape(-1, logits_v.shape[-1]),
             flat.masked_fill(~counted, -1),
             start,

@@ -1,4 +1,4 @@
-"""A layout described as data, and the description as text: which rank holds what, what was done to each layer, why.
+"""A description as text: the grid of ranks, what was done to each layer and why, what each rank holds.
 
 ::
 
@@ -9,208 +9,102 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from io import StringIO
-from itertools import pairwise
-from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from shardwright.boxes import Lies
-from shardwright.layout import Layout
-from shardwright.mesh import Coord
-from shardwright.models.structure import owners
-from shardwright.parallelize.planning import (
-    expected_traffic,
-    local_samples,
-    make_plan,
-    microbatch_samples,
-    num_rows,
-)
-from shardwright.strategy import Job, Plan, Role, Strategy, partial_axes
+from shardwright.report.description import STATES, Description, describe
+from shardwright.report.outline import Rank, layer_rows, rank_grids, rank_groups, shortened, slice_letter
 from shardwright.units import format_bytes, format_count
 
-Description = Mapping[str, Any]
-"""What ``describe`` returns."""
-
-MANY_RANKS = 16
-"""With more ranks than this, ranks that hold and send the same are told of together."""
-
-_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-_ADAMW_MOMENTS = 2
+__all__ = ["describe", "show_text"]
 
 
-# ---- describe
+def show_text(description: Description, width: int = 100) -> str:
+    """A layout drawn for a terminal: the ranks, the layers with what was done and why, and what each rank holds.
 
-
-def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
-    """What each rank holds, what is done at each layer and why; with ``inputs``, also what each rank sends in a step.
-
-    Pure: it plans on the meta device, and neither values nor ranks are needed. The optimizer is taken to be AdamW.
-
-    Returns: plain dicts, lists, numbers and text, ready for JSON. ``inputs`` is a global batch, without targets.
-    Raises: LayoutError: what cannot be laid out.
-
-    >>> import torch
     >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-    >>> found = describe(Job(model, nn.Identity()), Layout.parse("dp2 tp2"), inputs=torch.zeros(3, 4))
-    >>> found["mesh"], [rank["samples"] for rank in found["ranks"]]
-    ({'dp': 2, 'tp': 2}, [2, 2, 1, 1])
-    >>> found["parameters"][0]
-    {'name': '0.weight', 'shape': [8, 4], 'cut': 'dim 0 over tp', 'local_shapes': [[4, 4]], 'sync': ['dp'],
-     'rest': {'parameter': 'dim 0 over tp', 'gradient': 'dim 0 over tp', 'optimizer': 'dim 0 over tp'}}
-    >>> found["layers"][1]["role"], found["layers"][1]["why"]
-    ('row', '8 in-features over tp=2: one all-reduce forward')
+    >>> job = Job(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.Identity())
+    >>> print(show_text(describe(job, Layout.parse("dp2 tp2")), width=72).partition("layers")[0])
+    dp2 tp2: 4 ranks, 76 parameters
+    <BLANKLINE>
+            tp 0   tp 1
+      dp 0  0 A    1 B
+      dp 1  2 A    3 B
+    Ranks with the same letter hold the same slice of the parameters.
+    <BLANKLINE>
     """
-    plan, strategies = make_plan(job, layout)
-    return {
-        "layout": str(layout),
-        "world_size": plan.mesh.size,
-        "mesh": dict(plan.mesh.sizes),
-        "num_parameters": sum(parameter.numel() for parameter in job.model.parameters()),
-        "strategies": [{"name": s.name, "axis": s.axis, "source": s.source} for s in strategies],
-        "ranks": _ranks(job, plan, strategies, inputs),
-        "parameters": [_parameter(plan, name) for name in plan.compute],
-        "layers": _layers(job, plan),
-    }
-
-
-class _Held(NamedTuple):
-    """Elements of each parameter that a rank holds: in compute, and at rest of each of the three states."""
-
-    compute: tuple[int, ...]
-    parameter: tuple[int, ...]
-    gradient: tuple[int, ...]
-    optimizer: tuple[int, ...]
-    owned: int
-
-
-def _held(plan: Plan, coord: Coord) -> _Held:
-    trained = [name for name in plan.compute if name not in plan.frozen]
-    return _Held(
-        tuple(lies.num_elements(coord) for lies in plan.compute.values()),
-        tuple(rest.parameter.num_elements(coord) for rest in plan.rest.values()),
-        tuple(plan.rest[name].gradient.num_elements(coord) for name in trained),
-        tuple(plan.rest[name].optimizer.num_elements(coord) for name in trained),
-        sum(p.whole.size for rest in plan.rest.values() for p in rest.parameter.owned(coord, plan.mesh)),
+    ranks = f"{description['world_size']:,} rank{'s' * (description['world_size'] > 1)}"
+    title = f"{description['layout']}: {ranks}, {format_count(description['num_parameters'])} parameters"
+    parts = [title, *_grid_texts(description)]
+    return "\n".join(
+        [*parts, _table_text(_layer_table(description), width), _table_text(_rank_table(description), width)]
     )
 
 
-def _ranks(job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> list[dict[str, Any]]:
-    sizes = {name: parameter.element_size() for name, parameter in job.model.named_parameters()}
-    every = [sizes[name] for name in plan.rest]
-    trained = [sizes[name] for name in plan.compute if name not in plan.frozen]
-    states = [lies for rest in plan.rest.values() for lies in rest]
-    cut_axes = _axes(plan, [*plan.compute.values(), *states])
-    slice_axes = _axes(plan, [rest.parameter for rest in plan.rest.values()])
-    held_at: dict[tuple[int, ...], _Held] = {}  # ranks with equal keys hold the same: thousands have few
-    slices: dict[tuple[int, ...], int] = {}
-    sent = None if inputs is None else _Sent(job, plan, strategies, inputs)
-    ranks = []
-    for rank, coord in enumerate(plan.mesh.coords()):
-        key = tuple(coord[a] if a in cut_axes else min(coord[a], 1) for a in plan.mesh.axes)
-        held = held_at[key] if key in held_at else held_at.setdefault(key, _held(plan, coord))
-        entry: dict[str, Any] = {
-            "rank": rank,
-            "coord": coord,
-            "slice": slices.setdefault(tuple(coord[a] for a in slice_axes), len(slices)),
-            "num_parameters": sum(held.parameter),
-            "num_owned": held.owned,
-            "parameter_bytes": _dot(held.parameter, every),
-            "gradient_bytes": _dot(held.gradient, trained),
-            "optimizer_bytes": _dot(held.optimizer, trained) * _ADAMW_MOMENTS,
-        }
-        if sent is not None:
-            entry |= sent.of(coord, held)
-        ranks.append(entry)
-    return ranks
+def _grid_texts(description: Description) -> Iterable[str]:
+    grids = rank_grids(description)
+    for index in shortened(len(grids), 4):
+        yield ""
+        if index is None:
+            yield f"  ... {len(grids) - 3:,} more grids ..."
+            continue
+        grid = grids[index]
+        columns, rows = shortened(len(grid.cells[0]), 10), shortened(len(grid.cells), 8)
+        lines = [[grid.title, *("" if c is None else f"{grid.columns} {c}" for c in columns)]] if grid.columns else []
+        for r in rows:
+            label = "" if r is None or not grid.rows else f"{grid.rows} {r}"
+            lines.append([label, *("..." if r is None or c is None else _cell(grid.cells[r][c]) for c in columns)])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            cells = [f"{text:{w}}" for text, w in zip(line, widths, strict=True) if w]
+            yield "  " + "   ".join(cells).rstrip()
+    yield "Ranks with the same letter hold the same slice of the parameters.\n" if description["mesh"] else ""
 
 
-def _axes(plan: Plan, every: Iterable[Lies]) -> tuple[str, ...]:
-    named = {axis for lies in every for axis in lies.axes}
-    return tuple(axis for axis in plan.mesh.axes if axis in named)
+def _cell(rank: Rank) -> str:
+    return f"{rank['rank']} {slice_letter(rank['slice'])}"
 
 
-def _dot(counts: Iterable[int], sizes: Iterable[int]) -> int:
-    return sum(count * size for count, size in zip(counts, sizes, strict=True))
+def _layer_table(description: Description) -> Table:
+    table = _table("layers", "what was done", "why", "parameters, whole -> on each rank")
+    for row in layer_rows(description):
+        count = f" x{row.count}" if row.count > 1 else ""
+        table.add_row(*map(Text, (row.module + count, row.role, row.why, "\n".join(row.shapes))))
+    return table
 
 
-class _Sent:
-    """What each rank computes and sends in one step on a global batch."""
-
-    def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
-        self.job, self.plan, self.strategies, self.inputs = job, plan, strategies, inputs
-        self.num_samples = num_rows(inputs)
-        self.found: dict[object, dict[str, float]] = {}
-
-    def of(self, coord: Coord, held: _Held) -> dict[str, Any]:
-        """The samples of the rank at ``coord``, and the bytes by strategy.
-
-        Ranks that differ only on axes that cut the samples send the same when they hold as much and compute as many.
-        """
-        samples = local_samples(self.plan, coord, self.num_samples)
-        microbatches = microbatch_samples(samples, self.plan.layout.num_microbatches)
-        apart = tuple(coord[axis] for axis in self.plan.mesh.axes if self.plan.inputs.get(axis) != 0)
-        key = (apart, held[:-1], tuple(map(len, microbatches)))
-        if key not in self.found:
-            traffic = expected_traffic(self.job, self.plan, self.strategies, self.inputs, coord)
-            self.found[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
-        return {"samples": len(samples), "sent_bytes": self.found[key]}
+def _rank_table(description: Description) -> Table:
+    with_batch = "samples" in description["ranks"][0]
+    names = [strategy["name"] for strategy in description["strategies"]] if with_batch else []
+    table = _table("ranks", "parameters", "bytes", "gradients", "AdamW", "sum")
+    for name in ["samples", *(f"sent: {name.replace('_', ' ')}" for name in names)] if with_batch else []:
+        table.add_column(name, justify="right")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for label, group in rank_groups(description):
+        rank, states = group[0], [group[0][state] for state in STATES]
+        together = f" ({len(group):,} ranks)" if len(group) > 1 else ""
+        cells = [label + together, format_count(rank["num_parameters"])]
+        cells += [format_bytes(num_bytes) for num_bytes in (*states, sum(states))]
+        if with_batch:
+            cells += [str(rank["samples"]), *(format_bytes(rank["sent_bytes"][name]) for name in names)]
+        table.add_row(*cells)
+    return table
 
 
-def _parameter(plan: Plan, name: str) -> dict[str, Any]:
-    lies, rest = plan.compute[name], plan.rest[name]
-    return {
-        "name": name,
-        "shape": list(lies.shape),
-        "cut": _cut(lies),
-        "local_shapes": [
-            list(shape) for shape in dict.fromkeys(map(lies.local_shape, plan.mesh.coords(lies.axes)))
-        ],
-        "sync": [] if name in plan.frozen else list(partial_axes(plan, name)),
-        "rest": {state: _cut(lies) for state, lies in rest._asdict().items()}
-        if hasattr(rest, "_asdict")
-        else {state: _cut(getattr(rest, state)) for state in ("parameter", "gradient", "optimizer")},
-    }
+def _table(*heads: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    return table
 
 
-def _cut(lies: Lies) -> str:
-    """How a tensor lies, in words."""
-    words = []
-    for step in lies.steps:
-        if hasattr(step, "ranges"):
-            held = sum(b - a for ranges in step.ranges for a, b in ranges)
-            overlap = " (parts overlap)" if held > lies.shape[step.dim] else ""
-            words.append(f"dim {step.dim} over {step.axis}{overlap}")
-        elif hasattr(step, "parts"):
-            words.append(f"flat slices over {step.axis}")
-        else:
-            words.append(f"only at {step.axis} {_numbers(step.indices)}")
-    return ", ".join(words) or "copied"
-
-
-def _layers(job: Job, plan: Plan) -> list[dict[str, Any]]:
-    """Every module that owns parameters or has a role, in the model's order; then what is done at the loss."""
-    used: dict[str, list[str]] = {}
-    for path, _, _, name in owners(job.model):
-        used.setdefault(path, []).append(name)
-    modules = dict(job.model.named_modules())
-    kinds = {path: type(module).__name__ for path, module in modules.items()}
-    paths = [path for path in modules if path in used or path in plan.roles]
-    plain = Role("copied", "", "no strategy cuts it: every rank computes it whole")
-    return [
-        {
-            "module": path,
-            "kind": kinds.get(path, type(job.loss).__name__),
-            "role": role.name,
-            "strategy": role.strategy,
-            "why": role.why,
-            "parameters": used.get(path, []),
-        }
-        for path in [*paths, *(path for path in plan.roles if path not in modules)]
-        for role in [plan.roles.get(path, plain)]
-    ]
+def _table_text(table: Table, width: int) -> str:
+    out = StringIO()
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

@@ -32,9 +32,7 @@ def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[
     ['data_parallel', 'tensor_1d']
     """
     _check_words(layout)
-    chosen = {
-        phase: [s for f in layout.factors if (s := _choice(f, phase, layout, known))] for phase in PHASES
-    }
+    chosen = {phase: [s for f in layout.factors if (s := _choice(f, phase, layout, known))] for phase in PHASES}
     for factor in layout.factors:
         of_axis = [s for strategies in chosen.values() for s in strategies if s.axis == factor.axis]
         for option in factor.options:

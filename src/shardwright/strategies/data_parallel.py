@@ -77,9 +77,7 @@ class DataParallel:
 def _kib(given: str, value: str | None) -> int:
     if value is None or not value.isdecimal():
         raise LayoutError(
-            explain(
-                "'bucket' needs a size", given=given, allowed="a whole number of KiB", fix="write bucket:1024"
-            )
+            explain("'bucket' needs a size", given=given, allowed="a whole number of KiB", fix="write bucket:1024")
         )
     return int(value)
 

@@ -87,9 +87,7 @@ class Tensor1D:
             raise _nothing_to_cut(job.model, plan)
         for path, module, _, _ in owners(job.model):
             if path not in plan.roles:
-                plan = plan.role(
-                    path, NAME, "copied", f"{type(module).__name__}: every rank computes it whole"
-                )
+                plan = plan.role(path, NAME, "copied", f"{type(module).__name__}: every rank computes it whole")
         return plan
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> None:
@@ -120,10 +118,7 @@ class Tensor1D:
                 for visit in visits.get(path, ()) if role.strategy == NAME else ():
                     x_bytes = prod(visit.x_shape) * visit.element_bytes
                     y_bytes = prod(visit.y_shape) * visit.element_bytes
-                    if (
-                        role.name in ("entry", "column", "head", "heads", "inside a head")
-                        and visit.needs_gradient
-                    ):
+                    if role.name in ("entry", "column", "head", "heads", "inside a head") and visit.needs_gradient:
                         found.append(Traffic("all_reduce", "tp", x_bytes, plan.mesh["tp"]))
                     if role.name in ("row", "rows of a table"):
                         found.append(Traffic("all_reduce", "tp", y_bytes, plan.mesh["tp"]))
@@ -173,9 +168,7 @@ def _place_chains(model: nn.Module, plan: Plan, shared: set[str]) -> Plan:
         row = model.get_submodule(chain.row)
         assert isinstance(row, nn.Linear)
         features = row.in_features
-        if any(layer in plan.roles for layer in layers) or not all(
-            _is_free(model, n, shared) for n in layers
-        ):
+        if any(layer in plan.roles for layer in layers) or not all(_is_free(model, n, shared) for n in layers):
             continue
         if features < tp:
             for layer in layers:
@@ -183,19 +176,13 @@ def _place_chains(model: nn.Module, plan: Plan, shared: set[str]) -> Plan:
             continue
         ranges = balanced_ranges(features, tp)
         if chain.entry is not None:
-            plan = plan.role(
-                chain.entry, NAME, "entry", "its layers share one input: one all-reduce backward"
-            )
+            plan = plan.role(chain.entry, NAME, "entry", "its layers share one input: one all-reduce backward")
         for column in chain.columns:
             plan = _cut_linear(model, plan, column, ranges, dim=0)
             name = "column" if chain.entry is None else "column of entry"
-            plan = plan.role(
-                column, NAME, name, f"{features} out-features over tp={tp}, before '{chain.row}'"
-            )
+            plan = plan.role(column, NAME, name, f"{features} out-features over tp={tp}, before '{chain.row}'")
         plan = _cut_linear(model, plan, chain.row, ranges, dim=1)
-        plan = plan.role(
-            chain.row, NAME, "row", f"{features} in-features over tp={tp}: one all-reduce forward"
-        )
+        plan = plan.role(chain.row, NAME, "row", f"{features} in-features over tp={tp}: one all-reduce forward")
         for inner in chain.between:
             plan = plan.cut_activation(inner, Activation("tp", -1, features, ranges))
     return plan
@@ -205,9 +192,7 @@ def _place_attention(model: nn.Module, plan: Plan, shared: set[str]) -> Plan:
     for path, module in model.named_modules():
         if not isinstance(module, Attention):
             continue
-        layers = [
-            f"{path}.{own}".lstrip(".") for own in (("qkv", "o") if module.fused else ("q", "k", "v", "o"))
-        ]
+        layers = [f"{path}.{own}".lstrip(".") for own in (("qkv", "o") if module.fused else ("q", "k", "v", "o"))]
         if all(_is_free(model, layer, shared) for layer in layers):
             plan = _place_heads(model, plan, path, module)
     return plan
@@ -259,9 +244,7 @@ def _place_vocabulary(job: Job, plan: Plan, shared: set[str]) -> Plan:
         tied = any(name in shared for name in _names(job.model, head).values())
         if head in plan.roles or layer.out_features < max(tp, 1 if tied else layer.in_features):
             head = None
-    tables = [
-        path for path, m in job.model.named_modules() if isinstance(m, nn.Embedding) and _can_cut(m, tp)
-    ]
+    tables = [path for path, m in job.model.named_modules() if isinstance(m, nn.Embedding) and _can_cut(m, tp)]
     cuttable = {*tables, *([head] if head is not None else [])}
     users: dict[str, set[str]] = {}
     for path, _, _, name in owners(job.model):
@@ -282,14 +265,10 @@ def _place_vocabulary(job: Job, plan: Plan, shared: set[str]) -> Plan:
             plan = plan.role(path, NAME, "head", f"{size} classes over tp={tp}; the loss takes them cut")
             smoothed = isinstance(job.loss, CrossEntropy) and job.loss.label_smoothing > 0
             numbers = "four" if smoothed else "three"
-            plan = plan.role(
-                LOSS, NAME, f"{numbers} numbers", f"{size} classes over tp={tp}: a gather for each token"
-            )
+            plan = plan.role(LOSS, NAME, f"{numbers} numbers", f"{size} classes over tp={tp}: a gather for each token")
             plan = plan.cut_activation(OUTPUT, Activation("tp", -1, size, ranges))
         else:
-            plan = plan.role(
-                path, NAME, "rows of a table", f"{size} rows over tp={tp}: one all-reduce forward"
-            )
+            plan = plan.role(path, NAME, "rows of a table", f"{size} rows over tp={tp}: one all-reduce forward")
     return plan
 
 
@@ -335,9 +314,9 @@ def _apply_loss(job: Job, plan: Plan, tp: Axis) -> None:
     (output,) = plan.activations[OUTPUT]
     start = output.ranges[tp.index][0][0]
 
-    def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(logits_V: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return cut_cross_entropy(
-            logits, targets, start, output.size, tp, ignore_index=loss.ignore_index,
+            logits_V, targets, start, output.size, tp, ignore_index=loss.ignore_index,
             label_smoothing=loss.label_smoothing,
         )  # fmt: skip
 

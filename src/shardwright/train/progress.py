@@ -35,13 +35,18 @@ class Log:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(out / "tensorboard"))  # type: ignore[no-untyped-call]
+            self._board = SummaryWriter(str(out / "tensorboard"))
         console = Console(stderr=True)
         self._bar: Progress | None = None
         self._last_line_s = 0.0
         self._steps = steps
         if console.is_terminal:
-            columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}")]
+            columns = [
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[now]}"),
+            ]
             self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
             self._task = self._bar.add_task("train", total=steps, completed=first_step, now="")
             self._bar.start()

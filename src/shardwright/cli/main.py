@@ -1,0 +1,340 @@
+"""Every verb of the command, each a thin layer over a function of the library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import shardwright
+from shardwright.cli import options as opt
+from shardwright.cli.options import emit, exits_well, given, say, settings_of
+
+app = typer.Typer(
+    name="shardwright",
+    help=shardwright.__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+checkpoints = typer.Typer(help="Looks into checkpoints and takes them elsewhere.", no_args_is_help=True)
+app.add_typer(checkpoints, name="checkpoint")
+
+Layout = Annotated[str | None, opt.LAYOUT]
+Model = Annotated[str | None, opt.MODEL]
+Set = Annotated[list[str] | None, opt.SET]
+Data = Annotated[str | None, opt.DATA]
+Batch = Annotated[int | None, opt.BATCH]
+Seq = Annotated[int | None, opt.SEQ]
+Seed = Annotated[int | None, opt.SEED]
+Config = Annotated[Path | None, opt.CONFIG]
+Json = Annotated[bool, opt.JSON]
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        emit({}, f"shardwright {shardwright.__version__}", as_json=False)
+        raise typer.Exit
+
+
+def _config(config: Path | None, base: dict[str, Any] | None = None, **flags: Any) -> Any:
+    """Defaults, then an earlier run, then a TOML file, then flags."""
+    from shardwright.train.config import TrainConfig, read_options, read_toml
+
+    settings = settings_of(flags.pop("set_", None))
+    values = {**(base or {}), **(read_toml(config) if config is not None else {})}
+    values.update(read_options(given(**flags), given_in="the command"))
+    return TrainConfig(**{**values, "settings": {**values.get("settings", {}), **settings}})
+
+
+@app.command()
+@exits_well
+def train(
+    layout: Layout = None,
+    model: Model = None,
+    set_: Set = None,
+    data: Data = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    steps: Annotated[int | None, typer.Option(help="Steps in all.", show_default="100")] = None,
+    seed: Seed = None,
+    lr: Annotated[float | None, typer.Option(help="Highest learning rate.", show_default="0.001")] = None,
+    schedule: Annotated[str | None, typer.Option(help="cosine, linear or constant.", show_default="cosine")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps until the highest rate.", show_default="10")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="AdamW's.", show_default="0.1")] = None,
+    clip: Annotated[
+        float | None, typer.Option(help="Largest global gradient norm; 0 for none.", show_default="1")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: at the end.")] = None,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep; 0 for all.", show_default="3")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0 for none.")] = None,
+    tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = None,
+    deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Repeatable kernels only.")] = None,
+    debug: Annotated[bool | None, typer.Option("--debug", help="Check that ranks make the same calls.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="How long a call may wait.", show_default="600")] = None,
+    out: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/train"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    ranks: Annotated[str, opt.RANKS] = "processes",
+    config: Config = None,
+    as_json: Json = False,
+) -> None:
+    """Trains a model under a layout: progress, metrics, checkpoints and a report page."""
+    from shardwright.checkpoint import steps_in
+    from shardwright.train.config import read_run
+    from shardwright.train.loop import CHECKPOINTS
+    from shardwright.train.loop import train as run_training
+
+    opt.check_ranks(ranks)
+    whole = _config(
+        config, read_run(out) if resume else None, set_=set_, layout=layout, model=model, data=data, batch=batch,
+        seq=seq, steps=steps, seed=seed, lr=lr, schedule=schedule, warmup=warmup, weight_decay=weight_decay,
+        clip=clip, save_every=save_every, keep=keep, eval_every=eval_every, tensorboard=tensorboard,
+        deterministic=deterministic, debug=debug, timeout_s=timeout_s,
+    )  # fmt: skip
+    try:
+        summary = run_training(whole, out, resume=resume, ranks=ranks)  # type: ignore[arg-type]
+    except KeyboardInterrupt:
+        saved = steps_in(out / CHECKPOINTS)
+        say(f"stopped; {saved[-1]} is complete, go on with --resume" if saved else "stopped before a checkpoint")
+        raise typer.Exit(opt.INTERRUPTED) from None
+    if not _is_first_rank():
+        return
+    summary["report"] = str(_report(out, whole, summary))
+    emit(summary, _summary_text(summary, out), as_json=as_json)
+    if summary["stopped"]:
+        say(f"stopped at step {summary['steps']}; go on with --resume")
+        raise typer.Exit(opt.INTERRUPTED)
+
+
+def _is_first_rank() -> bool:
+    import os
+
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _summary_text(summary: dict[str, Any], out: Path) -> str:
+    from shardwright.units import format_bytes, format_count
+
+    loss = "no steps" if summary["first_loss"] is None else f"{summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
+    speed = "" if summary["step_ms_median"] is None else (
+        f"\n  step        {summary['step_ms_median']:.0f} ms median, {format_count(summary['tokens_per_s_median'])} tokens/s"
+    )  # fmt: skip
+    return (
+        f"trained {summary['layout']} on {summary['world_size']} ranks: {summary['steps']} steps, "
+        f"{format_count(summary['parameters'])} parameters\n  loss        {loss}{speed}\n"
+        f"  memory      {format_bytes(max(summary['peak_memory_bytes']))} peak a rank\n"
+        f"  checkpoint  {summary['checkpoint']}\n  report      {summary['report']}\n  metrics     {out / 'metrics.jsonl'}"
+    )
+
+
+def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
+    """The page of a run, with its pictures."""
+    import json
+
+    import torch
+
+    from shardwright.layout import Layout as LayoutLine
+    from shardwright.report import describe, draw_layout, draw_loss, write_page
+    from shardwright.strategy import Job
+    from shardwright.train.progress import read_metrics
+
+    with torch.device("meta"):
+        model, loss, _ = config.build()
+    description = describe(Job(model, loss), LayoutLine.parse(config.layout))
+    rows = read_metrics(out)
+    pictures = {"loss": out / "loss.png", "layout": out / "layout.png"}
+    draw_loss(rows, pictures["loss"])
+    draw_layout(description, pictures["layout"])
+    kept = json.loads((out / "run.json").read_text())
+    run = {**kept["options"], **{k: kept[k] for k in ("world_size", "started", "versions")}, "steps": summary["steps"]}
+    return write_page(
+        out,
+        title=f"{config.model} under {config.layout}",
+        run=run,
+        rows=rows,
+        description=description,
+        pictures=pictures,
+    )
+
+
+@app.command()
+@exits_well
+def verify(
+    layout: Layout = None,
+    model: Model = None,
+    set_: Set = None,
+    data: Data = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    steps: Annotated[int, typer.Option(help="Steps to compare.")] = 2,
+    seed: Seed = None,
+    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    ranks: Annotated[str, opt.RANKS] = "threads",
+    config: Config = None,
+    as_json: Json = False,
+) -> None:
+    """Proves a layout equal to one device: the loss, every gradient, the parameters after some steps."""
+    import torch
+
+    from shardwright.errors import PlanError, explain
+    from shardwright.train.data import Order, global_batch, open_data
+    from shardwright.verify import verify as compare
+
+    opt.check_ranks(ranks)
+    if dtype not in ("float64", "float32"):
+        raise PlanError(explain("verify compares in float64 or float32", given=dtype, allowed="both", fix="float64"))
+    whole = _config(
+        config,
+        {"seq": 64},
+        set_=set_,
+        layout=layout,
+        model=model,
+        data=data,
+        batch=batch,
+        seq=seq,
+        seed=seed,
+        steps=steps,
+    )
+    with torch.device("meta"):
+        plain, loss, model_config = whole.build()
+    dropped = False
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Dropout) and module.p == 0:
+            module.p, dropped = 0.1, True  # masks must not depend on ranks, so there are some
+    samples = open_data(whole.data, seq=whole.seq, model=model_config)
+    order = Order(len(samples), whole.batch, whole.seed)
+    batches = [global_batch(samples, order.batch(step)) for step in range(whole.steps)]
+    verdict = compare(
+        plain, whole.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=whole.seed, ranks=ranks  # type: ignore[arg-type]
+    )  # fmt: skip
+    note = ", with dropout 0.1" if dropped else ""
+    emit(verdict.to_dict(), f"{whole.layout}{note}: {verdict}", as_json=as_json)
+    if not verdict.equal:
+        raise typer.Exit(opt.FAILURE)
+
+
+@app.command()
+@exits_well
+def show(
+    layout: Layout = None,
+    model: Model = None,
+    set_: Set = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the layout into this file as well.")] = None,
+    config: Config = None,
+    as_json: Json = False,
+) -> None:
+    """Draws a layout: which rank holds what, what was done to each layer and why, and what is sent."""
+    import shutil
+
+    import torch
+
+    from shardwright.layout import Layout as LayoutLine
+    from shardwright.models import MODELS
+    from shardwright.report import describe, draw_layout, show_text
+    from shardwright.strategy import Job
+
+    whole = _config(config, set_=set_, layout=layout, model=model, batch=batch, seq=seq)
+    with torch.device("meta"):
+        plain, loss, model_config = whole.build()
+    inputs = None
+    if model_config is not None:
+        draw = torch.Generator().manual_seed(0)
+        inputs = MODELS[whole.model].example_batch(model_config, whole.batch, whole.seq, draw)[0]
+    description = describe(Job(plain, loss), LayoutLine.parse(whole.layout), inputs=inputs)
+    if png is not None:
+        draw_layout(description, png)
+    emit(description, show_text(description, shutil.get_terminal_size((100, 40)).columns), as_json=as_json)
+
+
+@app.command()
+@exits_well
+def sample(
+    run: Annotated[Path, typer.Option("--from", help="The --out folder of a run.")] = Path("runs/train"),
+    layout: Layout = None,
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "def ",
+    num: Annotated[int, typer.Option(help="Bytes to write, or samples to classify.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest.")] = 0.8,
+    seed: Seed = None,
+    ranks: Annotated[str, opt.RANKS] = "threads",
+    as_json: Json = False,
+) -> None:
+    """Writes text with a trained model, or classifies pictures, under any layout."""
+    from shardwright.train.config import TrainConfig, read_run
+    from shardwright.train.sampling import sample as draw
+
+    opt.check_ranks(ranks)
+    found = TrainConfig(**{**read_run(run), "layout": layout or "single"})
+    text = draw(found, run, prompt=prompt, num=num, temperature=temperature, seed=seed or 0, ranks=ranks)  # type: ignore[arg-type]
+    emit({"text": text, "layout": found.layout}, text, as_json=as_json)
+
+
+@app.command()
+@exits_well
+def doctor(as_json: Json = False) -> None:
+    """What this machine has, and how fast it computes and sends."""
+    from shardwright.report.machine import examine, machine_text
+
+    found = examine()
+    emit(found, machine_text(found), as_json=as_json)
+
+
+@checkpoints.command()
+@exits_well
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")], as_json: Json = False
+) -> None:
+    """What a checkpoint holds: step, layout, tensors, files."""
+    from shardwright.checkpoint import find, read
+    from shardwright.units import format_bytes
+
+    folder = find(_inside(path))
+    manifest = read(folder)
+    tensors = {name: list(shape) for name, (_, shape, _) in manifest.tensors.items()}
+    num_bytes = sum(size for size, _ in manifest.files.values())
+    value = {
+        "path": str(folder), "step": manifest.step, "layout": manifest.layout, "tensors": tensors,
+        "files": list(manifest.files), "bytes": num_bytes, "optimizer": manifest.optimizer,
+    }  # fmt: skip
+    model = {name: shape for name, shape in tensors.items() if not name.startswith("optimizer/")}
+    lines = [
+        f"{folder}: step {manifest.step}, written under {manifest.layout}, {format_bytes(num_bytes)} in {len(manifest.files)} files"
+    ]
+    lines += [f"  {name:40} {shape}" for name, shape in model.items()]
+    lines.append(f"  and the state of {manifest.optimizer or 'no optimizer'}: {len(tensors) - len(model)} tensors")
+    emit(value, "\n".join(lines), as_json=as_json)
+
+
+@checkpoints.command()
+@exits_well
+def export(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")],
+    to: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    as_json: Json = False,
+) -> None:
+    """Writes the model alone into one safetensors file, under the plain model's names."""
+    from safetensors.torch import save_file
+
+    from shardwright.checkpoint import find, read, read_whole
+
+    folder = find(_inside(path))
+    manifest = read(folder)
+    names = [name for name in manifest.tensors if not name.startswith("optimizer/")]
+    save_file({name: read_whole(folder, manifest, name) for name in names}, str(to))
+    emit(
+        {"file": str(to), "tensors": len(names)}, f"{to}: {len(names)} tensors of step {manifest.step}", as_json=as_json
+    )
+
+
+def _inside(path: Path) -> Path:
+    """The folder of a run keeps its checkpoints in one of their own."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def main() -> None:
+    """The console script."""
+    app()

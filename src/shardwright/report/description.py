@@ -1,0 +1,198 @@
+"""A layout as plain data: what each rank holds and sends, how each parameter lies, what is done at each layer, why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from shardwright.boxes import Lies
+from shardwright.layout import Layout
+from shardwright.mesh import Coord
+from shardwright.models.structure import owners
+from shardwright.parallelize.planning import (
+    expected_traffic,
+    local_samples,
+    make_plan,
+    microbatch_samples,
+    num_rows,
+)
+from shardwright.strategy import Job, Plan, Role, Strategy, partial_axes
+
+Description = Mapping[str, Any]
+"""What ``describe`` returns."""
+
+STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+"""The keys of a rank that add up to what its state takes."""
+
+_ADAMW_MOMENTS = 2
+
+
+def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
+    """What each rank holds, what is done at each layer and why; with ``inputs``, also what each rank sends in a step.
+
+    Pure: it plans on the meta device, and neither values nor ranks are needed. The optimizer is taken to be AdamW.
+
+    Returns: plain dicts, lists, numbers and text, ready for JSON. ``inputs`` is a global batch, without targets.
+    Raises: LayoutError: what cannot be laid out.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    >>> found = describe(Job(model, nn.Identity()), Layout.parse("dp2 tp2"), inputs=torch.zeros(3, 4))
+    >>> found["mesh"], [rank["samples"] for rank in found["ranks"]]
+    ({'dp': 2, 'tp': 2}, [2, 2, 1, 1])
+    >>> found["parameters"][0]
+    {'name': '0.weight', 'shape': [8, 4], 'cut': 'dim 0 over tp', 'local_shapes': [[4, 4]], 'sync': ['dp'],
+     'rest': {'parameter': 'dim 0 over tp', 'gradient': 'dim 0 over tp', 'optimizer': 'dim 0 over tp'}}
+    >>> found["layers"][1]["role"], found["layers"][1]["why"]
+    ('row', '8 in-features over tp=2: one all-reduce forward')
+    """
+    plan, strategies = make_plan(job, layout)
+    return {
+        "layout": str(layout),
+        "world_size": plan.mesh.size,
+        "mesh": dict(plan.mesh.sizes),
+        "num_parameters": sum(parameter.numel() for parameter in job.model.parameters()),
+        "strategies": [{"name": s.name, "axis": s.axis, "source": s.source} for s in strategies],
+        "ranks": _ranks(job, plan, strategies, inputs),
+        "parameters": [_parameter(plan, name) for name in plan.compute],
+        "layers": _layers(job, plan),
+    }
+
+
+class _Held(NamedTuple):
+    """What a rank holds, and of each parameter how many elements: in compute, and at rest of each of the three states."""
+
+    entry: Mapping[str, int]
+    counts: tuple[tuple[int, ...], ...]
+
+
+def _held(plan: Plan, coord: Coord, sizes: Mapping[str, int]) -> _Held:
+    def bytes_of(names: Iterable[str], counts: Iterable[int]) -> int:
+        return sum(sizes[name] * count for name, count in zip(names, counts, strict=True))
+
+    trained = [name for name in plan.compute if name not in plan.frozen]
+    compute = tuple(lies.num_elements(coord) for lies in plan.compute.values())
+    parameter = tuple(rest.parameter.num_elements(coord) for rest in plan.rest.values())
+    gradient = tuple(plan.rest[name].gradient.num_elements(coord) for name in trained)
+    optimizer = tuple(plan.rest[name].optimizer.num_elements(coord) for name in trained)
+    owned = (piece for rest in plan.rest.values() for piece in rest.parameter.owned(coord, plan.mesh))
+    entry = {
+        "num_parameters": sum(parameter),
+        "num_owned": sum(piece.whole.size for piece in owned),
+        "parameter_bytes": bytes_of(plan.rest, parameter),
+        "gradient_bytes": bytes_of(trained, gradient),
+        "optimizer_bytes": bytes_of(trained, optimizer) * _ADAMW_MOMENTS,
+    }
+    return _Held(entry, (compute, parameter, gradient, optimizer))
+
+
+def _ranks(job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> list[dict[str, Any]]:
+    sizes = {name: parameter.element_size() for name, parameter in job.model.named_parameters()}
+    states = [lies for rest in plan.rest.values() for lies in (rest.parameter, rest.gradient, rest.optimizer)]
+    cut_axes = _axes(plan, [*plan.compute.values(), *states])
+    slice_axes = _axes(plan, [rest.parameter for rest in plan.rest.values()])
+    held_at: dict[tuple[int, ...], _Held] = {}  # ranks with equal keys hold the same: thousands have few
+    slices: dict[tuple[int, ...], int] = {}
+    sent = None if inputs is None else _Sent(job, plan, strategies, inputs)
+    ranks = []
+    for rank, coord in enumerate(plan.mesh.coords()):
+        key = tuple(coord[a] if a in cut_axes else min(coord[a], 1) for a in plan.mesh.axes)
+        if key not in held_at:
+            held_at[key] = _held(plan, coord, sizes)
+        letter = slices.setdefault(tuple(coord[a] for a in slice_axes), len(slices))
+        entry: dict[str, Any] = {"rank": rank, "coord": coord, "slice": letter, **held_at[key].entry}
+        ranks.append(entry if sent is None else entry | sent.of(coord, held_at[key]))
+    return ranks
+
+
+def _axes(plan: Plan, every: Iterable[Lies]) -> tuple[str, ...]:
+    named = {axis for lies in every for axis in lies.axes}
+    return tuple(axis for axis in plan.mesh.axes if axis in named)
+
+
+class _Sent:
+    """What each rank computes and sends in one step on a global batch."""
+
+    def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
+        self.job, self.plan, self.strategies, self.inputs = job, plan, strategies, inputs
+        self.num_samples = num_rows(inputs)
+        self.found: dict[object, dict[str, float]] = {}
+
+    def of(self, coord: Coord, held: _Held) -> dict[str, Any]:
+        """The samples of the rank at ``coord``, and the bytes by strategy.
+
+        Ranks that differ only on axes that cut the samples send the same when they hold as much and compute as many.
+        """
+        samples = local_samples(self.plan, coord, self.num_samples)
+        microbatches = microbatch_samples(samples, self.plan.layout.num_microbatches)
+        apart = tuple(coord[axis] for axis in self.plan.mesh.axes if self.plan.inputs.get(axis) != 0)
+        key = (apart, held.counts, tuple(map(len, microbatches)))
+        if key not in self.found:
+            traffic = expected_traffic(self.job, self.plan, self.strategies, self.inputs, coord)
+            self.found[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
+        return {"samples": len(samples), "sent_bytes": self.found[key]}
+
+
+def _parameter(plan: Plan, name: str) -> dict[str, Any]:
+    lies, rest = plan.compute[name], plan.rest[name]
+    return {
+        "name": name,
+        "shape": list(lies.shape),
+        "cut": _cut(lies),
+        "local_shapes": [list(shape) for shape in dict.fromkeys(map(lies.local_shape, plan.mesh.coords(lies.axes)))],
+        "sync": [] if name in plan.frozen else list(partial_axes(plan, name)),
+        "rest": {state: _cut(getattr(rest, state)) for state in ("parameter", "gradient", "optimizer")},
+    }
+
+
+def _cut(lies: Lies) -> str:
+    """How a tensor lies, in words."""
+    words = []
+    for step in lies.steps:
+        if hasattr(step, "ranges"):
+            held = sum(b - a for ranges in step.ranges for a, b in ranges)
+            overlap = " (parts overlap)" if held > lies.shape[step.dim] else ""
+            words.append(f"dim {step.dim} over {step.axis}{overlap}")
+        elif hasattr(step, "parts"):
+            words.append(f"flat slices over {step.axis}")
+        else:
+            words.append(f"only at {step.axis} {numbers(step.indices)}")
+    return ", ".join(words) or "copied"
+
+
+def _layers(job: Job, plan: Plan) -> list[dict[str, Any]]:
+    """Every module that owns parameters or has a role, in the model's order; then what is done at the loss."""
+    used: dict[str, list[str]] = {}
+    for path, _, _, name in owners(job.model):
+        used.setdefault(path, []).append(name)
+    modules = dict(job.model.named_modules())
+    kinds = {path: type(module).__name__ for path, module in modules.items()}
+    paths = [path for path in modules if path in used or path in plan.roles]
+    plain = Role("copied", "", "no strategy cuts it: every rank computes it whole")
+    return [
+        {
+            "module": path,
+            "kind": kinds.get(path, type(job.loss).__name__),
+            "role": role.name,
+            "strategy": role.strategy,
+            "why": role.why,
+            "parameters": used.get(path, []),
+        }
+        for path in [*paths, *(path for path in plan.roles if path not in modules)]
+        for role in [plan.roles.get(path, plain)]
+    ]
+
+
+def numbers(every: Sequence[int]) -> str:
+    """Numbers in few words.
+
+    >>> numbers([0, 1, 2, 3]), numbers([0, 8, 16, 24]), numbers([3, 5]), numbers([0, 1, 2, 3, 9])
+    ('0..3', '0, 8 .. 24', '3, 5', '0, 1 .. 9')
+    """
+    if len(every) < 3:
+        return ", ".join(map(str, every))
+    if all(b - a == 1 for a, b in pairwise(every)):
+        return f"{every[0]}..{every[-1]}"
+    return f"{every[0]}, {every[1]} .. {every[-1]}"

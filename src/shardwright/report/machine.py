@@ -1,0 +1,72 @@
+"""``doctor``: what this machine has, and how fast it computes and sends."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import torch
+
+from shardwright.comm import World, launch
+from shardwright.units import format_bytes
+
+_SIZES = (4096, 2**20, 2**24)
+
+
+def examine() -> dict[str, Any]:
+    """The machine, its devices, the speed of a matrix product and of an all-reduce between two processes."""
+    x = torch.ones(512, 512)
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        x @ x
+        seconds.append(time.perf_counter() - start)
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpus": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "free_memory_bytes": psutil.virtual_memory().available,
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "backends": [name for name in ("gloo", "nccl", "mpi") if _has(name)],
+        "matmul_flops_per_s": 2 * 512**3 / statistics.median(seconds),
+    }
+    found["all_reduce_s"] = {str(size): s for size, s in zip(_SIZES, launch(_links, 2)[0], strict=True)}
+    return found
+
+
+def _has(backend: str) -> bool:
+    return bool(torch.distributed.is_backend_available(backend)) if torch.distributed.is_available() else False
+
+
+def _links(world: World) -> list[float]:
+    everyone, medians = world.everyone(), []
+    for size in _SIZES:
+        x, seconds = torch.ones(size // 4, device=world.device), []
+        for _ in range(12):
+            everyone.barrier()
+            start = time.perf_counter()
+            everyone.all_reduce(x)
+            seconds.append(time.perf_counter() - start)
+            x.fill_(1)
+        medians.append(statistics.median(seconds[2:]))
+    return medians
+
+
+def machine_text(found: Mapping[str, Any]) -> str:
+    """The same, for a person."""
+    links = ", ".join(f"{format_bytes(int(n))} in {s * 1000:.2f} ms" for n, s in found["all_reduce_s"].items())
+    return "\n".join(
+        [
+            f"python {found['python']}, torch {found['torch']}, backends {', '.join(found['backends']) or 'none'}",
+            f"{found['cpus']} cores, {format_bytes(found['memory_bytes'])} memory, "
+            f"{format_bytes(found['free_memory_bytes'])} free",
+            f"devices: {', '.join(found['devices']) or 'none: ranks run on the CPU'}",
+            f"matrix product: {found['matmul_flops_per_s'] / 1e9:.1f} GFLOP/s, fp32, this process",
+            f"all-reduce of 2 processes: {links}",
+        ]
+    )

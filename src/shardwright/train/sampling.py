@@ -1,0 +1,66 @@
+"""What a trained model says: text after a prompt, or classes of pictures, under any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint import load
+from shardwright.comm import World, launch
+from shardwright.comm.launch import Ranks
+from shardwright.errors import PlanError, explain
+from shardwright.layout import Layout
+from shardwright.models import GPTConfig
+from shardwright.parallelize import parallelize
+from shardwright.train.config import TrainConfig
+from shardwright.train.data import Cifar10, global_batch, open_data
+from shardwright.train.loop import CHECKPOINTS
+
+
+def sample(
+    config: TrainConfig, run: Path, *, prompt: str, num: int, temperature: float, seed: int, ranks: Ranks
+) -> str:
+    """Text, or a table of classes, from the newest checkpoint of ``run``, under ``config.layout``."""
+    if not prompt:
+        raise PlanError(
+            explain("there is nothing to go on from", given="an empty prompt", allowed="text", fix="a space")
+        )
+    return launch(_rank, Layout.parse(config.layout), config, run, prompt, num, temperature, seed, ranks=ranks)[0]
+
+
+def _rank(
+    world: World, config: TrainConfig, run_folder: Path, prompt: str, num: int, temperature: float, seed: int
+) -> str:
+    with torch.device("meta"):
+        plain, loss, model_config = config.build()
+    run = parallelize(plain, config.layout, world, loss=loss, seed=config.seed)
+    load(run_folder / CHECKPOINTS, run)
+    if isinstance(model_config, GPTConfig):
+        generator = torch.Generator().manual_seed(seed)  # equal on every rank, and so is what they draw
+        tokens = torch.tensor([list(prompt.encode())])
+        for _ in range(num):
+            logits = run.predict(tokens[:, -min(config.seq, model_config.max_tokens) :])[:, -1].cpu()
+            tokens = torch.cat([tokens, _next(logits, temperature, generator)], dim=1)
+        return bytes(tokens[0].clamp(max=255).tolist()).decode(errors="replace")
+    data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
+    inputs, targets = global_batch(data, range(min(num, len(data))))
+    if targets.is_floating_point():
+        raise PlanError(
+            explain("this model has nothing to say", given=config.model, allowed="gpt, mlp, convnet", fix="use gpt")
+        )
+    classes = run.predict(inputs).argmax(-1).cpu()
+    names = data.class_names if isinstance(data, Cifar10) and hasattr(data, "class_names") else None
+    lines = [
+        f"{i}: {names[c] if names else c}{'' if c == t else f' (is {names[t] if names else t})'}"
+        for i, (c, t) in enumerate(zip(classes.tolist(), targets.tolist(), strict=True))
+    ]
+    right = int((classes == targets.cpu()).sum())
+    return "\n".join([*lines, f"{right} of {len(lines)} right"])
+
+
+def _next(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    if temperature <= 0:
+        return logits.argmax(-1, keepdim=True)
+    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)

@@ -1,0 +1,436 @@
+"""Ranks as threads: many at once, ranks that fail, disagree, leave, wait for ever."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from shardwright.comm import launch, run_on_threads
+from shardwright.errors import CommunicationError, LayoutError, PlanError, RankFailedError
+from shardwright.layout import Layout
+from shardwright.mesh import Mesh
+
+
+def on_threads(num_ranks, work, *args):
+    return launch(work, num_ranks, *args, ranks="threads")
+
+
+@pytest.fixture
+def within_2_s():
+    """Ranks that should end do so at once, and leave no thread behind."""
+    before = set(threading.enumerate())
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < 2
+    deadline = time.monotonic() + 1
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= before
+
+
+# ---- ranks
+
+
+def test_results_come_in_the_order_of_the_ranks():
+    def work(world, base):
+        time.sleep(0.01 * (world.size - world.rank))
+        return base + world.rank, world.size, world.local
+
+    assert on_threads(4, work, 10) == [(10 + rank, 4, True) for rank in range(4)]
+
+
+def test_a_layout_or_a_mesh_says_how_many_ranks_there_are():
+    assert launch(lambda world: world.size, Layout.parse("dp2 tp3"), ranks="threads") == [6] * 6
+    assert run_on_threads(Mesh(dp=2, cp=2), lambda axes: sorted(axes)) == [["cp", "dp"]] * 4
+
+
+def test_sixty_four_ranks_work_together():
+    def work(axes):
+        found = [axis.all_reduce(torch.ones(3)).sum().item() for _ in range(5) for axis in axes.values()]
+        return found, axes["tp"].all_gather(torch.tensor([axes["tp"].index])).tolist()
+
+    for found, gathered in run_on_threads(Mesh(pp=4, dp=4, tp=4), work):
+        assert found == [12.0] * 15
+        assert gathered == [0, 1, 2, 3]
+    assert on_threads(64, lambda world: world.everyone().all_reduce(torch.ones(1)).item()) == [64.0] * 64
+
+
+def test_many_worlds_run_at_once_in_one_process():
+    def one(number):
+        mesh = Mesh(dp=1 + number % 3, tp=1 + number % 2)
+
+        def work(axes):
+            x = torch.tensor([float(number)])
+            for _ in range(10):
+                x = axes["tp"].all_reduce(x) / axes["tp"].size
+                x = axes["dp"].all_reduce(x) / axes["dp"].size
+            return x.item()
+
+        return run_on_threads(mesh, work) == [number] * mesh.size
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(one, range(24)))
+
+
+def test_a_world_may_be_started_inside_a_rank():
+    def inner(axes):
+        return axes["tp"].all_reduce(torch.ones(1)).item()
+
+    def work(world):
+        found = run_on_threads(Mesh(tp=3), inner)
+        return world.everyone().all_reduce(torch.tensor(sum(found))).item()
+
+    assert on_threads(2, work) == [18.0, 18.0]
+
+
+# ---- ranks that fail
+
+
+def fails(world):
+    raise ZeroDivisionError("this rank's own words")
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_a_rank_that_raises_ends_the_others_with_its_own_traceback():
+    def work(world):
+        axis = world.everyone()
+        axis.barrier()
+        if world.rank == 2:
+            fails(world)
+        axis.all_reduce(torch.ones(1))
+        time.sleep(60)
+
+    with pytest.raises(RankFailedError) as caught:
+        on_threads(4, work)
+    text = str(caught.value)
+    assert text.startswith("rank 2 failed")
+    assert "Traceback (most recent call last)" in text
+    assert "in fails" in text
+    assert "ZeroDivisionError: this rank's own words" in text
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_ranks_that_wait_in_different_calls_all_end_when_one_raises():
+    def work(world):
+        axes = world.axes(Mesh(dp=2, tp=2))
+        if world.rank == 0:
+            time.sleep(0.05)
+            fails(world)
+        if world.rank == 1:
+            axes["tp"].all_gather(torch.ones(1))
+        if world.rank == 2:
+            axes["dp"].receive((1,), torch.float32, 0)
+        if world.rank == 3:
+            axes["dp"].barrier()
+
+    with pytest.raises(RankFailedError, match="rank 0 failed"):
+        on_threads(4, work)
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_a_rank_that_calls_after_another_failed_ends_there():
+    reached = []
+
+    def work(world):
+        axis = world.everyone()
+        if world.rank == 0:
+            fails(world)
+        time.sleep(0.1)
+        axis.send(torch.ones(1), 0)
+        reached.append(world.rank)
+
+    with pytest.raises(RankFailedError, match="rank 0 failed"):
+        on_threads(2, work)
+    assert reached == []
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_of_several_failures_the_first_is_told():
+    def work(world):
+        time.sleep(0.05 * world.rank)
+        raise KeyError(f"of rank {world.rank}")
+
+    with pytest.raises(RankFailedError, match="rank 0 failed") as caught:
+        on_threads(3, work)
+    assert "of rank 0" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [LayoutError, PlanError])
+def test_a_mistake_that_every_rank_sees_is_raised_as_it_is(error):
+    def work(world):
+        raise error("the same words")
+
+    with pytest.raises(error, match="^the same words$"):
+        on_threads(3, work)
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_a_plan_that_one_rank_alone_refuses_is_that_ranks_failure():
+    def work(world):
+        if world.rank == 1:
+            raise PlanError("only here")
+        world.everyone().barrier()
+
+    with pytest.raises(RankFailedError, match="rank 1 failed"):
+        on_threads(3, work)
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_work_that_cannot_be_done_ends_every_rank():
+    def work(world):
+        world.everyone().broadcast(torch.ones(2), source=5)
+
+    with pytest.raises((RankFailedError, CommunicationError)):
+        on_threads(2, work)
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_an_interruption_from_the_keyboard_ends_every_rank():
+    def work(world):
+        if world.rank == 0:
+            _thread.interrupt_main()
+        world.everyone().subset([0, 1, 2][: world.size]).receive((1,), torch.float32, (world.rank + 1) % world.size)
+
+    def slow(world):
+        if world.rank == 0:
+            time.sleep(0.05)
+            _thread.interrupt_main()
+            time.sleep(1)
+        world.everyone().barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        on_threads(3, slow)
+
+
+# ---- ranks that disagree
+
+
+def disagreement(num_ranks, *works):
+    """The error when rank i does ``works[i]`` (the last one for all others) on the axis of all."""
+
+    def work(world):
+        axis = world.everyone().for_strategy(f"strategy {world.rank}")
+        works[min(world.rank, len(works) - 1)](axis)
+
+    with pytest.raises(CommunicationError) as caught:
+        on_threads(num_ranks, work)
+    return str(caught.value)
+
+
+DISAGREE = {
+    "kind": (
+        lambda axis: axis.all_reduce(torch.ones(2)),
+        lambda axis: axis.broadcast(torch.ones(2)),
+        ("all_reduce of [2] float32", "broadcast of [2] float32"),
+    ),
+    "kind, as one waits at a barrier": (
+        lambda axis: axis.barrier(),
+        lambda axis: axis.all_gather(torch.ones(1)),
+        ("barrier of [1] uint8", "all_gather of [2] float32"),
+    ),
+    "shape": (
+        lambda axis: axis.all_reduce(torch.ones(2, 3)),
+        lambda axis: axis.all_reduce(torch.ones(3, 2)),
+        ("all_reduce of [2, 3] float32", "all_reduce of [3, 2] float32"),
+    ),
+    "shape of what is not cut": (
+        lambda axis: axis.all_gather(torch.ones(2, 3)),
+        lambda axis: axis.all_gather(torch.ones(2, 4)),
+        ("all_gather of [4, 3] float32", "all_gather of [4, 4] float32"),
+    ),
+    "dtype": (
+        lambda axis: axis.all_reduce(torch.ones(2)),
+        lambda axis: axis.all_reduce(torch.ones(2, dtype=torch.bfloat16)),
+        ("all_reduce of [2] float32", "all_reduce of [2] bfloat16"),
+    ),
+    "sizes": (
+        lambda axis: axis.all_gather(torch.ones(1), 0, [1, 2]),
+        lambda axis: axis.all_gather(torch.ones(2), 0, [2, 2]),
+        ("in parts [1, 2]", "in parts [2, 2]"),
+    ),
+    "cuts": (
+        lambda axis: axis.reduce_scatter(torch.ones(3), 0, [1, 2]),
+        lambda axis: axis.reduce_scatter(torch.ones(3), 0, [2, 1]),
+        ("in parts [1, 2]", "in parts [2, 1]"),
+    ),
+    "reduction": (
+        lambda axis: axis.all_reduce(torch.ones(2), "sum"),
+        lambda axis: axis.all_reduce(torch.ones(2), "max"),
+        ("float32 sum over", "float32 max over"),
+    ),
+    "source": (
+        lambda axis: axis.broadcast(torch.ones(2), 0),
+        lambda axis: axis.broadcast(torch.ones(2), 1),
+        ("from member 0", "from member 1"),
+    ),
+    "message": (
+        lambda axis: axis.send(torch.ones(2), 1),
+        lambda axis: axis.receive((3,), torch.float32, 0),
+        ("of [2] float32", "of [3] float32"),
+    ),
+    "part": (
+        lambda axis: axis.all_to_all([torch.ones(1)] * 2, [(1,), (1,)]),
+        lambda axis: axis.all_to_all([torch.ones(1)] * 2, [(3,), (1,)]),
+        ("gives [1]", "takes [3]"),
+    ),
+}
+
+
+@pytest.mark.usefixtures("within_2_s")
+@pytest.mark.parametrize("about", DISAGREE)
+def test_ranks_that_disagree_are_told_both_calls(about):
+    one, other, words = DISAGREE[about]
+    for works, said in [((one, other), words), ((other, one), words[::-1])]:
+        if about in ("sizes", "message", "part") and works[0] is other:
+            continue  # there who is who matters
+        text = disagreement(2, *works)
+        assert "ranks 0 and 1 disagree" in text
+        first, second = text.splitlines()[1:3]
+        assert first.startswith("  rank 0: ")
+        assert second.startswith("  rank 1: ")
+        assert said[0] in first
+        assert said[1] in second
+        assert "over axis 'world'" in text
+        assert "for strategy 0" in text
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_one_of_many_that_disagrees_is_named():
+    def agree(axis):
+        axis.all_reduce(torch.ones(2))
+
+    text = disagreement(4, agree, agree, lambda axis: axis.all_reduce(torch.ones(5)), agree)
+    assert "rank 2: all_reduce of [5] float32" in text
+    assert "all_reduce of [2] float32" in text
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_every_rank_is_told_of_a_disagreement():
+    texts = []
+
+    def work(world):
+        try:
+            world.everyone().all_reduce(torch.ones(1 + world.rank // 2))
+        except CommunicationError as told:
+            texts.append(str(told))
+            raise
+
+    with pytest.raises(CommunicationError):
+        on_threads(3, work)
+    assert len(texts) == 3
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_ranks_that_call_over_different_axes_are_told_who_waits_where():
+    def work(axes):
+        axes["dp" if axes["tp"].index == 0 else "tp"].all_reduce(torch.ones(2))
+
+    def mixed(axes):
+        here = axes["dp"].index + axes["tp"].index
+        axes["dp" if here == 0 else "tp"].all_reduce(torch.ones(2))
+
+    run_on_threads(Mesh(dp=2, tp=1), work)
+    with pytest.raises(CommunicationError) as caught:
+        run_on_threads(Mesh(dp=2, tp=2), mixed)
+    text = str(caught.value)
+    assert "rank 0 waits in all_reduce of [2] float32 sum over axis 'dp' for core for rank 2" in text
+    assert "rank 1 waits in all_reduce of [2] float32 sum over axis 'tp' for core for rank 0" in text
+
+
+# ---- ranks that leave, and ranks that wait for each other
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_a_rank_that_returns_early_is_named_to_those_who_wait():
+    def work(world):
+        axis = world.everyone()
+        if world.rank != 1:
+            axis.all_reduce(torch.ones(2))
+
+    with pytest.raises(CommunicationError) as caught:
+        on_threads(3, work)
+    text = str(caught.value)
+    assert "rank 0 waits in all_reduce of [2] float32 sum over axis 'world' for core for rank 1" in text
+    assert "rank 2 waits in all_reduce" in text
+    assert "rank 1 has returned already" in text
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_a_rank_that_returns_while_others_already_wait_is_named():
+    def work(world):
+        axis = world.everyone()
+        if world.rank == 0:
+            time.sleep(0.1)
+        else:
+            axis.barrier()
+
+    with pytest.raises(CommunicationError, match="rank 0 has returned already"):
+        on_threads(3, work)
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_ranks_that_all_wait_for_a_message_are_told():
+    def work(world):
+        world.everyone().receive((2,), torch.float32, (world.rank + 1) % world.size)
+
+    with pytest.raises(CommunicationError) as caught:
+        on_threads(3, work)
+    text = str(caught.value)
+    assert text.startswith("every rank waits and none can go on")
+    for rank in range(3):
+        assert f"rank {rank} waits in message of [2] float32" in text
+        assert f"for rank {(rank + 1) % 3}" in text
+
+
+@pytest.mark.usefixtures("within_2_s")
+def test_a_call_that_one_rank_makes_once_too_often_is_told():
+    def work(world):
+        axis = world.everyone()
+        for _ in range(3 + (world.rank == 1)):
+            axis.barrier()
+
+    with pytest.raises(CommunicationError, match="rank 1 waits in barrier"):
+        on_threads(2, work)
+
+
+def test_slow_ranks_are_no_deadlock():
+    def work(world):
+        axis = world.everyone()
+        for turn in range(3):
+            if world.rank == turn:
+                time.sleep(0.05)
+            axis.barrier()
+        return axis.all_reduce(torch.ones(1)).item()
+
+    assert on_threads(3, work) == [3.0] * 3
+
+
+def test_a_rank_may_return_before_the_others_need_nothing_of_it():
+    def work(world):
+        axis = world.everyone()
+        if world.rank == 0:
+            axis.send(torch.tensor([7]), 1)
+            return 0
+        time.sleep(0.05)
+        return axis.receive((1,), torch.int64, 0).item()
+
+    assert on_threads(2, work) == [0, 7]
+
+
+def test_a_world_starts_afresh_after_one_that_failed():
+    def failing(world):
+        if world.rank == 0:
+            fails(world)
+        world.everyone().barrier()
+
+    for _ in range(5):
+        with pytest.raises(RankFailedError):
+            on_threads(2, failing)
+        assert on_threads(2, lambda world: world.everyone().all_reduce(torch.ones(1)).item()) == [2.0, 2.0]
