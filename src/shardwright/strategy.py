@@ -249,7 +249,7 @@ class Traffic(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one rank's step sees: the calls of every module, for each microbatch that has samples."""
+    """What one rank's step sees: the calls of every module, for each microbatch."""
 
     visits: tuple[Visits, ...]
     gradient_bytes: int
@@ -346,39 +346,42 @@ class Strategy(Protocol):
 def blocks(model: nn.Module, *, least_bytes: int = 2**20) -> tuple[Unit, ...]:
     """The model's parameters in units that travel together: whole blocks, at least ``least_bytes`` each.
 
-    A block is an entry of a list or sequence of modules. Small neighbours are joined, in forward order.
+    A block is an entry of a list or sequence of modules. Small neighbours are joined, in forward order. A tied
+    parameter belongs to the first block that uses it, and the unit's modules name the other users too.
 
     >>> [unit.name for unit in blocks(nn.Sequential(nn.Linear(600, 600), nn.Linear(2, 2), nn.Linear(900, 900)))]
     ['0', '1..2']
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    taken: set[int] = set()
-    units: list[Unit] = []
-    modules: list[str] = []
-    parameters: list[str] = []
+    home: dict[str, int] = {}  # by parameter, the unit it belongs to
+    users: dict[int, list[str]] = {}
+    modules: list[list[str]] = [[]]
     num_bytes = 0
-    entries = list(_entries("", model))
-    for position, (path, module) in enumerate(entries):
-        own = {id(p): p for p in module.parameters(path != "") if id(p) not in taken}
-        taken |= own.keys()
-        modules.append(path)
-        parameters += [names[key] for key in own]
-        num_bytes += sum(p.numel() * p.element_size() for p in own.values())
-        if num_bytes >= least_bytes or position == len(entries) - 1:
-            units.append(_unit(modules, parameters))
-            modules, parameters, num_bytes = [], [], 0
-    if (
-        len(units) > 1
-        and sum(p.numel() for n, p in model.named_parameters() if n in units[-1].parameters) * 4 < least_bytes
-    ):
-        last, before = units.pop(), units.pop()
-        units.append(_unit([*before.modules, *last.modules], [*before.parameters, *last.parameters]))
+    for path, module in _entries("", model):
+        modules[-1].append(path)
+        for parameter in module.parameters(path != ""):
+            name = names[id(parameter)]
+            if name not in home:
+                home[name] = len(modules) - 1
+                num_bytes += parameter.numel() * parameter.element_size()
+            elif home[name] < len(modules) - 1:
+                users.setdefault(home[name], []).append(path)
+        if num_bytes >= least_bytes:
+            modules.append([])
+            num_bytes = 0
+    last = len(modules) - 1
+    if last > 0 and num_bytes < least_bytes:  # what is left is small: it goes with its neighbour
+        modules[-2] += modules.pop()
+        home = {name: min(number, last - 1) for name, number in home.items()}
+        users = {number: [u for u in paths if u not in modules[number]] for number, paths in users.items()}
+    units = []
+    for number, paths in enumerate(modules):
+        if not paths:
+            continue
+        name = paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}"
+        parameters = tuple(n for n, at in home.items() if at == number)
+        units.append(Unit(name, (*paths, *dict.fromkeys(users.get(number, ()))), parameters))
     return tuple(unit for unit in units if unit.parameters)
-
-
-def _unit(modules: Sequence[str], parameters: Sequence[str]) -> Unit:
-    name = modules[0] if len(modules) == 1 else f"{modules[0]}..{modules[-1]}"
-    return Unit(name, tuple(modules), tuple(parameters))
 
 
 def _entries(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:

@@ -154,8 +154,6 @@ def _rank(
     run = parallelize(plain, layout, world, loss=loss, seed=seed, strategies=strategies)
     if alter is not None:
         alter(run)
-    for parameter in run.model.parameters():
-        parameter.data = parameter.data.clone()
     optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE)
     outcome = _Outcome([], {}, {})
     for step, batch in enumerate(run.shard(batches)):

@@ -88,15 +88,19 @@ def test_recordings_lie_inside_each_other_and_end():
 
 
 def test_a_recording_ends_where_its_block_fails():
+    def failing(world, found):
+        with world.recorder.recording() as records:
+            found.append(records)
+            raise ZeroDivisionError
+
     def work(world):
         found = []
-        with pytest.raises(ZeroDivisionError), world.recorder.recording() as records:
-            found = records
-            _ = 1 // 0
+        with pytest.raises(ZeroDivisionError):
+            failing(world, found)
         world.everyone().barrier()
         return found
 
-    assert launch(work, 2, ranks="threads") == [[], []]
+    assert launch(work, 2, ranks="threads") == [[[]], [[]]]
 
 
 def test_calls_belong_to_the_strategy_whose_axis_it_is():

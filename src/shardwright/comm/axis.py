@@ -113,7 +113,7 @@ class Axis:
 
     Every collective exists twice: ``all_reduce`` returns the result, ``all_reduce_async`` returns a
     :class:`Pending` whose ``wait`` does. Members are counted 0 to ``size - 1`` along the axis; sizes along the
-    cut dim may differ. An axis of one member sends nothing and records nothing.
+    cut dim may differ. An axis of one member sends nothing and records nothing, nor does a call about no elements.
 
     >>> from shardwright.comm import run_on_threads
     >>> from shardwright.mesh import Mesh
@@ -162,7 +162,7 @@ class Axis:
 
     def all_reduce_async(self, tensor: Tensor, op: str = "sum") -> Pending[Tensor]:
         """Starts :meth:`all_reduce`."""
-        if self.size == 1:
+        if self.size == 1 or tensor.numel() == 0:
             return done(tensor)
         if op not in ("sum", "max"):
             raise CommunicationError(explain("no such reduction", given=op, allowed="sum, max", fix="use sum"))
@@ -183,6 +183,8 @@ class Axis:
         mine = tensor.detach().movedim(dim, 0).contiguous()
         sizes = self._sizes("all_gather", sizes, mine.shape[0])
         whole = mine.new_empty((sum(sizes), *mine.shape[1:]))
+        if whole.numel() == 0:
+            return done(whole.movedim(0, dim))
         parts = list(whole.split(list(sizes)))
         parts[self.index].copy_(mine)
         call = self._call("all_gather", whole, f"in parts {list(sizes)}")
@@ -210,6 +212,8 @@ class Axis:
         sizes = sizes or [whole.shape[0] // self.size] * self.size
         parts = list(whole.split(list(sizes)))
         out = torch.empty_like(parts[self.index])
+        if whole.numel() == 0:
+            return done(out.movedim(0, dim))
         call = self._call("reduce_scatter", whole, f"in parts {list(sizes)}")
         pending = self.channel.reduce_scatter(call, out, parts)
         return Pending(lambda: pending.wait().movedim(0, dim))
@@ -242,7 +246,7 @@ class Axis:
 
     def broadcast_async(self, tensor: Tensor, source: int = 0) -> Pending[Tensor]:
         """Starts :meth:`broadcast`."""
-        if self.size == 1:
+        if self.size == 1 or tensor.numel() == 0:
             return done(tensor)
         whole = tensor.detach()
         call = self._call("broadcast", whole, f"from member {source}")
@@ -266,6 +270,8 @@ class Axis:
     def send_async(self, tensor: Tensor, to: int) -> Pending[None]:
         """Starts :meth:`send`; it does not wait for the receiver."""
         whole = tensor.detach().contiguous()
+        if whole.numel() == 0:
+            return done(None)
         return self.channel.send(self._call("send", whole, f"to member {to}"), whole, to)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
@@ -275,6 +281,8 @@ class Axis:
     def receive_async(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Pending[Tensor]:
         """Starts :meth:`receive`: posted early, the message lands while the rank computes."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        if tensor.numel() == 0:
+            return done(tensor)
         return self.channel.receive(self._call("receive", tensor, f"from member {source}"), tensor, source)
 
     # --- inside --------------------------------------------------------------------------------------------

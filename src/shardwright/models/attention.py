@@ -219,7 +219,7 @@ class Attention(nn.Module):
         k_BNTD, v_BNTD = k_BMTD.repeat_interleave(shared, dim=1), v_BMTD.repeat_interleave(shared, dim=1)
         scores_BNTT = q_BNTD @ k_BNTD.mT * self.scale
         if self.causal:
-            hidden_TT = torch.ones_like(scores_BNTT[0, 0], dtype=torch.bool).triu(1)
+            hidden_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
             scores_BNTT = scores_BNTT.masked_fill(hidden_TT, -torch.inf)
         dropped_BNTT: Tensor = self.attention_dropout(scores_BNTT.softmax(dim=-1))
         return dropped_BNTT @ v_BNTD

@@ -132,10 +132,11 @@ def expected_traffic(
     whole = hollow(job.model)
     on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
     samples = local_samples(plan, coord, num_rows(inputs))
-    shares = [s for s in microbatch_samples(samples, plan.layout.num_microbatches) if s]
+    shares = microbatch_samples(samples, plan.layout.num_microbatches)
     visits = tuple(observe(whole, rows(on_meta, s.start, s.stop)) for s in shares)
     element_bytes = next(whole.parameters()).element_size()
-    return {s.name: s.traffic(plan, Batch(visits, element_bytes), coord) for s in strategies}
+    batch = Batch(visits, element_bytes)
+    return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in strategies}
 
 
 def on_device(tree: Any, device: torch.device) -> Any:

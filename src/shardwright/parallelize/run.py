@@ -107,9 +107,8 @@ class Run:
         was_training = self.model.training
         self.model.eval()
         try:
-            if batch.samples:
-                loss_sum, count = self.loss(call_model(self.model, batch.inputs), batch.targets)
-                sums.append(torch.stack([loss_sum.double(), torch.as_tensor(count).double()]))
+            loss_sum, count = self.loss(call_model(self.model, batch.inputs), batch.targets)
+            sums.append(torch.stack([loss_sum.double(), torch.as_tensor(count).double()]))
         finally:
             self.model.train(was_training)
         return self._mean(sums)[0]

@@ -26,7 +26,7 @@ from shardwright.pipeline.actions import Action
 
 
 class Unit(NamedTuple):
-    """A block: the modules it is made of, in forward order, and the parameters that are theirs alone."""
+    """A block: its parameters, and the modules that use them, in forward order."""
 
     name: str
     modules: tuple[str, ...]
@@ -135,7 +135,8 @@ def held_units(units: Sequence[Unit], held: Collection[str]) -> tuple[Unit, ...]
 class Executor:
     """Runs the actions of one step on this rank's part of the model.
 
-    A microbatch without samples is passed over: its sum, its count and its gradients are zero.
+    A microbatch without samples runs like any other, on tensors of no rows: another rank's may have some, and the
+    two meet in the same calls.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], events: Iterable[Events], draws: Draws) -> None:
@@ -154,20 +155,19 @@ class Executor:
         for action in actions:
             number, microbatch = action.microbatch, microbatches[action.microbatch]
             self.draws.samples = microbatch.samples
-            if action.kind == "F" and microbatch.samples:
+            if action.kind == "F":
                 output = call_model(self.model, first.take(number, microbatch))
                 starts[number] = last.give(number, microbatch, output)
             elif action.kind == "B":
-                self._backward(number, starts.pop(number, None), first, last)
+                self._backward(number, starts.pop(number), first, last)
             for events in self.events:
                 events.after_action(action)
 
-    def _backward(self, number: int, start: Tensor | None, first: End, last: Ends) -> None:
+    def _backward(self, number: int, start: Tensor, first: End, last: Ends) -> None:
         self._microbatch, self._fired = number, set()
         self._missing = {unit.name: set(unit.parameters) for unit in self.units}
-        if start is not None:
-            start.backward(last.take_gradient(number))
-            first.give_gradient(number)
+        start.backward(last.take_gradient(number))
+        first.give_gradient(number)
         for unit in reversed(self.units):  # what autograd did not reach has no gradient to wait for
             self._fire_gradients(unit)
 
@@ -182,7 +182,7 @@ class Executor:
             if any(e.before_forward is not _nothing or e.before_backward is not _nothing for e in self.events):
                 for module in edges:
                     module.register_forward_pre_hook(self._on_forward(unit))
-                    module.register_forward_hook(self._on_output(unit, module is edges[-1]))
+                    module.register_forward_hook(self._on_output(unit))
 
     def _on_gradient(self, unit: Unit, name: str) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -206,13 +206,12 @@ class Executor:
 
         return hook
 
-    def _on_output(self, unit: Unit, is_last: bool) -> Callable[..., None]:
+    def _on_output(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda _: self._fire_backward(unit))
-            if is_last:
-                for events in self.events:
-                    events.after_forward(unit)
+            for events in self.events:
+                events.after_forward(unit)
 
         return hook
 

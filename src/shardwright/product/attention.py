@@ -33,7 +33,7 @@ def attend_inside(attention: Attention, tp: Axis, q_BNTd: Tensor, k_BNTd: Tensor
     """
     scores_BNTT = partial_to_whole(q_BNTd @ k_BNTd.mT * attention.scale, tp)
     if attention.causal:
-        hidden_TT = torch.ones_like(scores_BNTT[0, 0], dtype=torch.bool).triu(1)
+        hidden_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
         scores_BNTT = scores_BNTT.masked_fill(hidden_TT, -torch.inf)
     weights_BNTT = attention.attention_dropout(scores_BNTT.softmax(dim=-1))
     return sum_gradient(weights_BNTT, tp) @ v_BNTd

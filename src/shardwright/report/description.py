@@ -62,7 +62,7 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
 
 
 class _Held(NamedTuple):
-    """What a rank holds, and of each parameter how many elements: in compute, and at rest of each of the three states."""
+    """What a rank holds; and the elements of each parameter, in compute and at rest of each of the three states."""
 
     entry: Mapping[str, int]
     counts: tuple[tuple[int, ...], ...]
@@ -151,14 +151,15 @@ def _cut(lies: Lies) -> str:
     """How a tensor lies, in words."""
     words = []
     for step in lies.steps:
-        if hasattr(step, "ranges"):
-            held = sum(b - a for ranges in step.ranges for a, b in ranges)
-            overlap = " (parts overlap)" if held > lies.shape[step.dim] else ""
-            words.append(f"dim {step.dim} over {step.axis}{overlap}")
-        elif hasattr(step, "parts"):
+        made = step._asdict()  # a cut, flat slices, or held at some indices only
+        if "ranges" in made:
+            held = sum(b - a for ranges in made["ranges"] for a, b in ranges)
+            overlap = " (parts overlap)" if held > lies.shape[made["dim"]] else ""
+            words.append(f"dim {made['dim']} over {step.axis}{overlap}")
+        elif "parts" in made:
             words.append(f"flat slices over {step.axis}")
         else:
-            words.append(f"only at {step.axis} {numbers(step.indices)}")
+            words.append(f"only at {step.axis} {numbers(made['indices'])}")
     return ", ".join(words) or "copied"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 from shardwright.report.description import STATES, Description, numbers
@@ -32,7 +33,8 @@ def rank_grids(description: Description) -> tuple[Grid, ...]:
     ('pp 1', 'dp', 'tp', [[4, 5], [6, 7]])
     """
     mesh, ranks = description["mesh"], description["ranks"]
-    *outer, rows, columns = ["", "", *mesh]
+    axes: list[str] = ["", "", *mesh]
+    *outer, rows, columns = axes
     width, height = mesh.get(columns, 1), mesh.get(rows, 1)
     grids = []
     for start in range(0, len(ranks), width * height):
@@ -64,31 +66,53 @@ def shortened(count: int, most: int) -> list[int | None]:
     return list(range(count)) if count <= most else [*range(most - 2), None, count - 1]
 
 
-def rank_groups(description: Description) -> list[tuple[str, list[Rank]]]:
-    """The ranks to list, each group under its name: one by one, or of many those that are alike together.
+class RankGroup(NamedTuple):
+    """Ranks that hold and send the same, and a name for them."""
+
+    name: str
+    ranks: tuple[Rank, ...]
+
+
+def rank_groups(description: Description, many: int = MANY_RANKS) -> list[RankGroup]:
+    """The ranks to list: one by one, or of more than ``many`` those that are alike together.
 
     >>> alike = {"parameter_bytes": 8, "gradient_bytes": 8, "optimizer_bytes": 16}
-    >>> [name for name, _ in rank_groups({"ranks": [{"rank": r, "coord": {}, **alike} for r in range(2)]})]
-    ['0', '1']
-    >>> [name for name, _ in rank_groups({"ranks": [{"rank": r, "coord": {}, **alike} for r in range(20)]})]
-    ['0..19']
+    >>> ranks = [{"rank": r, "coord": {"dp": r // 2, "tp": r % 2}, **alike, "samples": r % 2} for r in range(20)]
+    >>> description = {"mesh": {"dp": 10, "tp": 2}, "ranks": ranks}
+    >>> [group.name for group in rank_groups(description)]
+    ['tp 0 (10 ranks)', 'tp 1 (10 ranks)']
+    >>> [group.name for group in rank_groups(description, many=20)][:2]
+    ['rank 0', 'rank 1']
     """
     ranks = description["ranks"]
-    if len(ranks) <= MANY_RANKS:
-        return [(str(rank["rank"]), [rank]) for rank in ranks]
+    if len(ranks) <= many:
+        return [RankGroup(f"rank {rank['rank']}", (rank,)) for rank in ranks]
     groups: dict[object, list[Rank]] = {}
     for rank in ranks:
         sent = tuple(rank.get("sent_bytes", {}).items())
         key = (*(rank[state] for state in STATES), rank.get("samples"), sent)
         groups.setdefault(key, []).append(rank)
-    return [(numbers([rank["rank"] for rank in group]), group) for group in groups.values()]
+    return [RankGroup(_group_name(group, description["mesh"]), tuple(group)) for group in groups.values()]
+
+
+def _group_name(ranks: Sequence[Rank], mesh: Mapping[str, int]) -> str:
+    """By the axes where they are a block of the mesh, else by their numbers."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]['rank']}"
+    indices = {axis: sorted({rank["coord"][axis] for rank in ranks}) for axis in mesh}
+    if len(ranks) == prod(mesh.values()):
+        return f"all {len(ranks):,} ranks"
+    some = [f"{axis} {numbers(found)}" for axis, found in indices.items() if len(found) < mesh[axis]]
+    if len(ranks) == prod(map(len, indices.values())):
+        return f"{', '.join(some)} ({len(ranks):,} ranks)"
+    return f"{len(ranks):,} ranks: {numbers([rank['rank'] for rank in ranks])}"
 
 
 class LayerRow(NamedTuple):
     """One line of the table of layers; several blocks with the same content share one."""
 
     module: str
-    count: int
+    num_layers: int
     kind: str
     role: str
     why: str
@@ -101,8 +125,8 @@ def layer_rows(description: Description) -> list[LayerRow]:
     >>> layers = [
     ...     {"module": f"blocks.{n}.up", "kind": "Linear", "role": "column", "why": f"before 'blocks.{n}.down'",
     ...      "parameters": []} for n in range(4)]
-    >>> layer_rows({"layers": layers, "parameters": []})
-    [LayerRow(module='blocks.*.up', count=4, kind='Linear', role='column', why="before 'blocks.*.down'", shapes=())]
+    >>> layer_rows({"layers": layers, "parameters": []})[0][:-1]
+    ('blocks.*.up', 4, 'Linear', 'column', "before 'blocks.*.down'")
     """
     parameters = {parameter["name"]: parameter for parameter in description["parameters"]}
     groups: dict[object, list[Layer]] = {}

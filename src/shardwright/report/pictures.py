@@ -6,13 +6,22 @@ Colours are Okabe and Ito's, which stay apart for the colour-blind; a letter or 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwright.report.description import STATES, Description
-from shardwright.report.outline import Grid, Rank, rank_grids, rank_groups, shortened, slice_letter
+from shardwright.report.outline import (
+    MANY_RANKS,
+    Grid,
+    Rank,
+    RankGroup,
+    rank_grids,
+    rank_groups,
+    shortened,
+    slice_letter,
+)
 from shardwright.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, so only who draws waits for it
@@ -24,9 +33,11 @@ Rows = Sequence[Mapping[str, Any]]
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7f2e", "#5b5b9f")
 _INK, _MUTED, _RULE = "#1f2933", "#6b7780", "#dfe3e8"
-_STATE_COLOURS = dict(zip(STATES, ("#0072b2", "#56b4e9", "#e69f00"), strict=True))
+_STATE_COLOURS = dict(zip(STATES, ("#08519c", "#4a98c9", "#b3d3e8"), strict=True))
 _STATE_NAMES = dict(zip(STATES, ("parameters", "gradients", "optimizer (AdamW)"), strict=True))
 _WIDTH, _DPI = 10.0, 150  # inches, and pixels in each
+_LEFT, _TOP, _HEAD, _CELL = 0.35, 0.95, 0.34, 0.66  # inches: margins, the names over a grid, a row of it
+_MOST_GRIDS, _MOST_CELLS = 4, 8
 
 
 # ---- a layout
@@ -55,101 +66,114 @@ def layout_figure(description: Description) -> Figure:
     ...           "optimizer_bytes": 16} for r in range(3)]
     >>> figure = layout_figure({"layout": "dp3", "world_size": 3, "mesh": {"dp": 3}, "num_parameters": 2,
     ...                         "ranks": ranks})
-    >>> [cell.get_gid() for cell in figure.axes[0].patches]
+    >>> [patch.get_gid() for patch in figure.axes[0].patches if patch.get_gid()]
     ['rank 0', 'rank 1', 'rank 2']
     """
     grids = rank_grids(description)
-    shown = shortened(len(grids), 4)
-    tall, wide = len(shortened(len(grids[0].cells), 8)), len(shortened(len(grids[0].cells[0]), 8))
-    across = 2 if len(shown) > 1 and wide <= 4 else 1
-    down = -(-len(shown) // across)
-    grid_height = 0.62 * tall + 0.75
-    groups = _few(rank_groups(description))
-    bars_height = 0.34 * len(groups) + 1.15
-    height = 0.95 + down * grid_height + bars_height
+    shown = shortened(len(grids), _MOST_GRIDS)
+    columns, rows = shortened(len(grids[0].cells[0]), _MOST_CELLS), shortened(len(grids[0].cells), _MOST_CELLS)
+    across = 2 if len(shown) > 1 and len(columns) <= 4 else 1
+    grid_height = _HEAD * bool(grids[0].columns) + _CELL * len(rows) + 0.28
+    groups = _few(rank_groups(description, many=1))
+    bars_top = _TOP + grid_height * -(-len(shown) // across) + 0.45
+    height = bars_top + 0.36 * len(groups) + 0.35
     figure = _figure(height)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, _WIDTH), ylim=(height, 0))  # in inches, from the top left
+    axes.set_axis_off()
     ranks = f"{description['world_size']:,} rank{'s' * (description['world_size'] > 1)}"
     _title(figure, description["layout"], f"{ranks}, {format_count(description['num_parameters'])} parameters")
+    width = (_WIDTH - 2 * _LEFT - 0.3 * (across - 1)) / across
     for place, index in enumerate(shown):
-        column, row = place % across, place // across
-        top = height - 0.95 - row * grid_height
-        left, width = 0.03 + column * 0.97 / across, 0.94 / across
-        axes = figure.add_axes((left, (top - grid_height) / height, width, grid_height / height))
+        left, top = _LEFT + place % across * (width + 0.3), _TOP + place // across * grid_height
         if index is None:
-            _note(axes, f"{len(grids) - 3:,} more like these")
+            more = f"{len(grids) - _MOST_GRIDS + 1:,} more like these"
+            axes.text(left + width / 2, top + grid_height / 2, more, ha="center", fontsize=12, color=_MUTED)
         else:
-            _draw_grid(axes, grids[index], wide)
-    axes = figure.add_axes((0.2, 0.55 / height, 0.68, (bars_height - 1.1) / height))
-    _draw_memory(axes, groups)
+            _draw_grid(axes, grids[index], _Area(left, top, width), columns, rows)
+    _draw_memory(axes, groups, bars_top)
     return figure
 
 
-def _few(groups: list[tuple[str, list[Rank]]]) -> list[tuple[str, list[Rank]]]:
-    """Some of many groups: those that hold most and least come first of all a person asks for."""
-    if len(groups) <= 16:
-        return groups
-    return sorted(groups, key=lambda group: -sum(group[1][0][state] for state in STATES))[:15] + [
-        min(groups, key=lambda group: sum(group[1][0][state] for state in STATES))
-    ]
+class _Area(NamedTuple):
+    left: float
+    top: float
+    width: float
 
 
-def _draw_grid(axes: Axes, grid: Grid, wide: int) -> None:
-    from matplotlib.patches import FancyBboxPatch
+def _few(groups: list[RankGroup]) -> list[RankGroup]:
+    """All groups, or of many those that hold most, and the one that holds least."""
+    ordered = sorted(groups, key=lambda group: -_state_bytes(group.ranks[0]))
+    return groups if len(groups) <= MANY_RANKS else [*ordered[: MANY_RANKS - 1], ordered[-1]]
 
-    axes.set_axis_off()
-    columns, rows = shortened(len(grid.cells[0]), 8), shortened(len(grid.cells), 8)
-    axes.set_xlim(-0.75, max(wide, 2))
-    axes.set_ylim(len(rows) + 0.1, -0.75)
-    if grid.title:
-        axes.text(-0.08, -0.28, grid.title, ha="right", va="center", fontsize=11, color=_INK, weight="bold")
-    for x, column in enumerate(columns):
-        if column is not None and grid.columns:
-            axes.text(x + 0.5, -0.28, f"{grid.columns} {column}", ha="center", va="center", color=_MUTED, fontsize=11)
+
+def _state_bytes(rank: Rank) -> int:
+    return sum(rank[state] for state in STATES)
+
+
+def _draw_grid(axes: Axes, grid: Grid, area: _Area, columns: Sequence[int | None], rows: Sequence[int | None]) -> None:
+    gutter = 0.75 if grid.rows else 0.0
+    left, top, pitch = area.left + gutter, area.top, (area.width - gutter) / max(len(columns), 2)
+    if grid.columns:
+        axes.text(area.left, top + 0.13, grid.title, va="center", fontsize=11, color=_INK, weight="bold")
+        for x, column in enumerate(columns):
+            name = "" if column is None else f"{grid.columns} {column}"
+            axes.text(left + x * pitch + 0.12, top + 0.13, name, va="center", color=_MUTED, fontsize=11)
+        top += _HEAD
     for y, row in enumerate(rows):
         if row is not None and grid.rows:
-            axes.text(-0.08, y + 0.5, f"{grid.rows} {row}", ha="right", va="center", color=_MUTED, fontsize=11)
+            name = f"{grid.rows} {row}"
+            axes.text(area.left, top + (y + 0.45) * _CELL, name, va="center", color=_MUTED, fontsize=11)
         for x, column in enumerate(columns):
+            place = _Area(left + x * pitch, top + y * _CELL, pitch - 0.1)
             if row is None or column is None:
                 gap = "\N{VERTICAL ELLIPSIS}" if row is None else "\N{MIDLINE HORIZONTAL ELLIPSIS}"
-                axes.text(x + 0.5, y + 0.5, gap, ha="center", va="center", color=_MUTED, fontsize=14)
-                continue
-            rank = grid.cells[row][column]
-            colour = slice_colour(rank["slice"])
-            cell = FancyBboxPatch(
-                (x + 0.06, y + 0.08), 0.88, 0.84, boxstyle="round,pad=0,rounding_size=0.06",
-                facecolor=_tint(colour), edgecolor=colour, linewidth=1.2, gid=f"rank {rank['rank']}",
-            )  # fmt: skip
-            axes.add_patch(cell)
-            text = f"rank {rank['rank']}  {slice_letter(rank['slice'])}"
-            axes.text(x + 0.5, y + 0.36, text, ha="center", va="center", fontsize=10.5, color=_INK, weight="bold")
-            held = format_bytes(rank["parameter_bytes"])
-            axes.text(x + 0.5, y + 0.68, held, ha="center", va="center", fontsize=9.5, color=_MUTED)
+                middle = place.left + place.width / 2, place.top + 0.45 * _CELL
+                axes.text(*middle, gap, ha="center", va="center", color=_MUTED, fontsize=14)
+            else:
+                _draw_rank(axes, grid.cells[row][column], place, "rank " if len(columns) <= 6 else "")
 
 
-def _draw_memory(axes: Axes, groups: Sequence[tuple[str, list[Rank]]]) -> None:
-    most = max(sum(group[0][state] for state in STATES) for _, group in groups) or 1
-    for y, (_, group) in enumerate(groups):
-        left = 0
-        for state in STATES:
-            axes.barh(y, group[0][state], left=left, height=0.66, color=_STATE_COLOURS[state], linewidth=0)
-            left += group[0][state]
-        axes.text(left + most * 0.012, y, format_bytes(left), va="center", fontsize=10, color=_INK)
-    names = [f"rank {name}" if len(group) == 1 else f"{len(group):,} ranks: {name}" for name, group in groups]
-    axes.set_yticks(range(len(groups)), names)
-    axes.set_ylim(len(groups) - 0.4, -0.6)
-    axes.set_xlim(0, most * 1.0)
-    axes.set_xticks([])
-    axes.tick_params(length=0, labelsize=10, labelcolor=_INK)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    axes.set_title("state on each rank", loc="left", fontsize=12, color=_INK, weight="bold", pad=12)
-    from matplotlib.patches import Patch
+def _draw_rank(axes: Axes, rank: Rank, place: _Area, word: str) -> None:
+    from matplotlib.patches import FancyBboxPatch
 
-    keys = [Patch(color=_STATE_COLOURS[state], label=_STATE_NAMES[state]) for state in STATES]
-    axes.legend(
-        handles=keys, loc="upper center", bbox_to_anchor=(0.4, 0.0), ncols=3, frameon=False, fontsize=10,
-        labelcolor=_INK, handlelength=1.0, handleheight=1.0,
+    left, top, width = place
+    colour, right = slice_colour(rank["slice"]), left + width - 0.12
+    cell = FancyBboxPatch(
+        (left, top), width, _CELL - 0.1, boxstyle="round,pad=0,rounding_size=0.07",
+        facecolor=_tint(colour), edgecolor=colour, linewidth=1.2, gid=f"rank {rank['rank']}",
     )  # fmt: skip
+    axes.add_patch(cell)
+    first, second = top + 0.19, top + 0.4
+    axes.text(left + 0.12, first, f"{word}{rank['rank']}", va="center", fontsize=10.5, color=_INK, weight="bold")
+    letter = slice_letter(rank["slice"])
+    axes.text(right, first, letter, ha="right", va="center", fontsize=10.5, color=colour, weight="bold")
+    held = format_bytes(rank["parameter_bytes"])
+    axes.text(left + 0.12, second, held, va="center", fontsize=9.5, color=_MUTED)
+
+
+def _draw_memory(axes: Axes, groups: Sequence[RankGroup], top: float) -> None:
+    from matplotlib.patches import Rectangle
+
+    start, length = 2.45, _WIDTH - 2.45 - 1.15
+    most = max(_state_bytes(group.ranks[0]) for group in groups) or 1
+    axes.text(_LEFT, top - 0.25, "State on each rank", fontsize=12, color=_INK, weight="bold", va="center")
+    right = _WIDTH - _LEFT
+    for state in reversed(STATES):
+        axes.text(right, top - 0.25, _STATE_NAMES[state], fontsize=10.5, color=_INK, ha="right", va="center")
+        right -= 0.085 * len(_STATE_NAMES[state]) + 0.22
+        axes.add_patch(Rectangle((right, top - 0.32), 0.14, 0.14, color=_STATE_COLOURS[state], linewidth=0))
+        right -= 0.25
+    for y, group in enumerate(groups):
+        left, at = start, top + 0.36 * y + 0.05
+        for state in STATES:
+            width = length * group.ranks[0][state] / most
+            axes.add_patch(
+                Rectangle((left, at), width, 0.25, facecolor=_STATE_COLOURS[state], edgecolor="white", linewidth=0.8)
+            )
+            left += width
+        total = format_bytes(_state_bytes(group.ranks[0]))
+        axes.text(left + 0.1, at + 0.13, total, va="center", fontsize=10.5, color=_INK)
+        axes.text(_LEFT, at + 0.13, group.name, va="center", fontsize=10.5, color=_INK)
 
 
 # ---- a run
@@ -179,22 +203,23 @@ def losses_figure(runs: Mapping[str, Rows]) -> Figure:
     ['single', 'dp2']
     """
     figure = _figure(5.2)
-    axes = figure.add_axes((0.085, 0.13, 0.885, 0.72))
+    axes = figure.add_axes((0.075, 0.13, 0.89, 0.7))
     _style(axes)
     several = len(runs) > 1
     for n, (label, rows) in enumerate(runs.items()):
-        colour, name = COLOURS[n % len(COLOURS)], label or "training"
+        colour = COLOURS[n % len(COLOURS)]
         train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
         evaluated = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
-        width = 2.0 + 2.6 * (len(runs) - 1 - n) / max(1, len(runs) - 1) * several  # the first lies broad below the rest
+        below = len(runs) - 1 - n  # the first run lies broad below the rest
         axes.plot(
-            *_columns(train), color=colour, linewidth=width, label=name, marker="o" if len(train) == 1 else "",
-            solid_capstyle="round", linestyle=("-", "-", (0, (5, 2)), (0, (1, 1.5)))[n % 4],
+            *_columns(train), color=_tint(colour, 0.45) if below else colour, linewidth=1.8 + 4 * below,
+            marker="o" if len(train) == 1 else "", label=label or "training", solid_capstyle="round",
         )  # fmt: skip
         if evaluated:
             axes.plot(
-                *_columns(evaluated), color=colour if several else COLOURS[5], linewidth=1.3, marker="o", markersize=5,
-                markerfacecolor="white", label=f"{label}, evaluation" if several else "evaluation", linestyle=":",
+                *_columns(evaluated), color=colour if several else COLOURS[5], linewidth=0 if several else 1.3,
+                marker="o", markersize=5 + 3 * below, markerfacecolor="white", label=f"{label} evaluation".strip(),
+                zorder=3, clip_on=False,
             )  # fmt: skip
     _title(figure, "Loss", _loss_words(runs))
     axes.set_xlabel("step", fontsize=11, color=_MUTED)
@@ -206,12 +231,13 @@ def losses_figure(runs: Mapping[str, Rows]) -> Figure:
 
 
 def _loss_words(runs: Mapping[str, Rows]) -> str:
-    losses = {name: [row["loss"] for row in rows if "loss" in row] for name, rows in runs.items()}
-    found = [values for values in losses.values() if values]
-    if len(runs) == 1 and found:
-        return f"{found[0][0]:.3f} at first, {found[0][-1]:.3f} at last"
-    shared = [max(at) - min(at) for at in zip(*found, strict=False)]
-    return f"largest difference between the runs: {max(shared):.1e}" if len(found) > 1 else ""
+    found = [{row["step"]: row["loss"] for row in rows if "loss" in row} for rows in runs.values()]
+    if len(found) == 1 and found[0]:
+        first, *_, last = [*found[0].values()] * 2
+        return f"{first:.3f} at first, {last:.3f} at last"
+    shared = set[int]().union(*found).intersection(*found)
+    apart = [max(losses[step] for losses in found) - min(losses[step] for losses in found) for step in shared]
+    return f"the runs differ by {max(apart):.1e} at most" if apart else ""
 
 
 def draw_speed(rows: Rows, path: Path) -> Path:
@@ -230,7 +256,7 @@ def speed_figure(rows: Rows) -> Figure:
     _title(figure, "Speed", f"{len(rows):,} step{'s' * (len(rows) != 1)}")
     panels = (
         (0.51, "tokens_per_s", "tokens/s", format_count, COLOURS[0]),
-        (0.115, "step_ms", "time of a step", lambda ms: format_duration(ms / 1000), COLOURS[5]),
+        (0.115, "step_ms", "time of a step", _milliseconds, COLOURS[5]),
     )
     for bottom, key, name, spell, colour in panels:
         axes = figure.add_axes((0.105, bottom, 0.865, 0.285))
@@ -245,9 +271,18 @@ def speed_figure(rows: Rows) -> Figure:
         if points:
             axes.axhline(middle, color=_MUTED, linewidth=1, linestyle=(0, (4, 3)))
         axes.set_ylim(0, 1.15 * max((value for _, value in points), default=1) or 1)
-        axes.yaxis.set_major_formatter(lambda value, _, spell=spell: spell(value) if value else "0")
+        axes.yaxis.set_major_formatter(_spelled(spell))
     axes.set_xlabel("step", fontsize=11, color=_MUTED)
     return figure
+
+
+def _spelled(spell: Callable[[float], str]) -> Callable[[float, float], str]:
+    """The labels of an axis's ticks."""
+    return lambda value, _: spell(value) if value else "0"
+
+
+def _milliseconds(number: float) -> str:
+    return format_duration(number / 1000)
 
 
 # ---- style
@@ -278,8 +313,8 @@ def _figure(height: float) -> Figure:
 
 def _title(figure: Figure, title: str, words: str) -> None:
     top = 1 - 0.42 / figure.get_figheight()
-    figure.text(0.03, top, title, fontsize=16, weight="bold", color=_INK, va="center")
-    figure.text(0.97, top, words, fontsize=11.5, color=_MUTED, va="center", ha="right")
+    figure.text(_LEFT / _WIDTH, top, title, fontsize=16, weight="bold", color=_INK, va="center")
+    figure.text(1 - _LEFT / _WIDTH, top, words, fontsize=11.5, color=_MUTED, va="center", ha="right")
 
 
 def _style(axes: Axes) -> None:

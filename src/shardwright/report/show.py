@@ -28,6 +28,8 @@ def show_text(description: Description, width: int = 100) -> str:
     """A layout drawn for a terminal: the ranks, the layers with what was done and why, and what each rank holds.
 
     >>> from torch import nn
+    >>> from shardwright.layout import Layout
+    >>> from shardwright.strategy import Job
     >>> job = Job(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.Identity())
     >>> print(show_text(describe(job, Layout.parse("dp2 tp2")), width=72).partition("layers")[0])
     dp2 tp2: 4 ranks, 76 parameters
@@ -73,7 +75,7 @@ def _cell(rank: Rank) -> str:
 def _layer_table(description: Description) -> Table:
     table = _table("layers", "what was done", "why", "parameters, whole -> on each rank")
     for row in layer_rows(description):
-        count = f" x{row.count}" if row.count > 1 else ""
+        count = f" x{row.num_layers}" if row.num_layers > 1 else ""
         table.add_row(*map(Text, (row.module + count, row.role, row.why, "\n".join(row.shapes))))
     return table
 
@@ -86,10 +88,9 @@ def _rank_table(description: Description) -> Table:
         table.add_column(name, justify="right")
     for column in table.columns[1:]:
         column.justify = "right"
-    for label, group in rank_groups(description):
+    for name, group in rank_groups(description):
         rank, states = group[0], [group[0][state] for state in STATES]
-        together = f" ({len(group):,} ranks)" if len(group) > 1 else ""
-        cells = [label + together, format_count(rank["num_parameters"])]
+        cells = [name, format_count(rank["num_parameters"])]
         cells += [format_bytes(num_bytes) for num_bytes in (*states, sum(states))]
         if with_batch:
             cells += [str(rank["samples"]), *(format_bytes(rank["sent_bytes"][name]) for name in names)]
