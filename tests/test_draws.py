@@ -40,10 +40,10 @@ def expected_mask(seed, step, samples, layer, shape, p):
     found = np.zeros((len(samples), *shape), dtype=bool)
     for row, sample in enumerate(samples):
         word = mix64((key + sample * 0x9E3779B97F4A7C15) % 2**64)
-        place = np.arange(np.prod(shape, dtype=np.int64)).astype(np.uint32).reshape(shape)
+        place = np.arange(np.prod(shape, dtype=np.int64)).astype(np.uint32)
         words = mix32(place ^ np.uint32(word & 0xFFFFFFFF))
         words = mix32(words + np.uint32(word >> 32))
-        found[row] = (words & np.uint32(2**24 - 1)) >= round(p * 2**24)
+        found[row] = ((words & np.uint32(2**24 - 1)) >= round(p * 2**24)).reshape(shape)
     return torch.from_numpy(found)
 
 
@@ -109,7 +109,7 @@ def test_the_same_key_gives_the_same_mask():
 @pytest.mark.parametrize("change", [{"seed": 1}, {"step": 1}, {"layer": "drop2"}, {"samples": range(3, 6)}])
 def test_masks_depend_on_seed_step_layer_and_sample(change):
     agree = (mask((4096,)) == mask((4096,), **change)).double().mean().item()
-    assert abs(agree - 0.5) < 0.02  # 110 thousandths are 22 standard deviations: no trace of the other
+    assert abs(agree - 0.5) < 0.02  # 4 standard deviations of 12288 coins
 
 
 def test_seed_and_step_are_not_mixed_up():
@@ -185,11 +185,26 @@ def test_keyed_dropout_scales_what_it_keeps_and_its_gradient_alike():
     torch.testing.assert_close(x.grad, kept / torch.tensor(0.75, dtype=torch.float64), rtol=1e-15, atol=0)
 
 
+def test_keyed_dropout_of_probability_1_gives_zeros_as_torch_does():
+    model = nn.Sequential(nn.Dropout(1.0))
+    key_dropout(model, Draws(samples=range(2)))
+    x = torch.ones(2, 3, requires_grad=True)
+    model(x).sum().backward()
+    assert model(x).eq(0).all()
+    assert x.grad.eq(0).all()
+
+
 def test_keyed_dropout_keeps_everything_when_it_evaluates():
     model = nn.Sequential(nn.Dropout(0.9))
     key_dropout(model, Draws())
     x = torch.randn(3, 5)
     assert torch.equal(model.eval()(x), x)
+
+
+def test_keyed_dropout_takes_its_input_by_torchs_name():
+    model, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(2, 50)
+    key_dropout(model, Draws(samples=range(2)))
+    assert torch.equal(model[0](input=x), model[0](x))
 
 
 def test_every_layer_draws_its_own_mask_and_a_later_step_another():

@@ -90,20 +90,21 @@ def keep_mask(draws: Draws, layer: str, shape: Sequence[int], cuts: Sequence[Sli
     return words.bitwise_and_(0xFFFFFF) >= round(p * 2**24)
 
 
-def _dropout(module: nn.Dropout, draws: Draws, layer: str, cuts: tuple[SliceOfDim, ...], x: Tensor) -> Tensor:
+def _dropout(module: nn.Dropout, draws: Draws, layer: str, cuts: tuple[SliceOfDim, ...], input: Tensor) -> Tensor:
     if not module.training or module.p == 0:
-        return x
-    if x.shape[0] != len(draws.samples):
+        return input
+    if input.shape[0] != len(draws.samples):
         raise PlanError(
             explain(
                 f"dropout '{layer}' does not see one row for each sample",
-                given=f"a tensor of shape {list(x.shape)} for {len(draws.samples)} samples",
+                given=f"a tensor of shape {list(input.shape)} for {len(draws.samples)} samples",
                 allowed="activations whose dim 0 is the samples",
                 fix="apply dropout after the samples are in dim 0",
             )
         )
-    keep = keep_mask(draws, layer, x.shape, cuts, module.p).to(x.device)
-    return x * (keep.to(x.dtype) * (1 / (1 - module.p)))
+    keep = keep_mask(draws, layer, input.shape, cuts, module.p).to(input.device)
+    scale = 1 / (1 - module.p) if module.p < 1 else 0.0
+    return input * (keep.to(input.dtype) * scale)
 
 
 def key_dropout(model: nn.Module, draws: Draws, cuts: dict[str, tuple[SliceOfDim, ...]] | None = None) -> None:

@@ -371,7 +371,8 @@ def blocks(model: nn.Module, *, least_bytes: int = 2**20) -> tuple[Unit, ...]:
             num_bytes = 0
     last = len(modules) - 1
     if last > 0 and num_bytes < least_bytes:  # what is left is small: it goes with its neighbour
-        modules[-2] += modules.pop()
+        tail = modules.pop()
+        modules[-1] += tail
         home = {name: min(number, last - 1) for name, number in home.items()}
         users = {number: [u for u in paths if u not in modules[number]] for number, paths in users.items()}
     units = []

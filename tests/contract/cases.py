@@ -193,7 +193,8 @@ class Found:
     """What one rank holds and sends."""
 
     shapes: dict[str, tuple[int, ...]]
-    gradient_shapes: dict[str, tuple[int, ...]]
+    resting: dict[str, tuple[int, ...]]
+    gradients: dict[str, tuple[int, ...]]
     names: frozenset[str]
     recorded: Counter
     expected: Counter
@@ -215,10 +216,10 @@ def _step(world, line: str, case: Case, model: nn.Module, strategies: Sequence |
     for source, said in expected_traffic(job, plan, chosen, batches[0][0], run.coord).items():
         for traffic in said:
             expected[source, traffic.kind, traffic.axis, traffic.num_bytes] += traffic.times
-    named = dict(run.model.named_parameters())
     return Found(
-        shapes={name: tuple(p.shape) for name, p in named.items()},
-        gradient_shapes={name: tuple(p.grad.shape) for name, p in named.items() if p.grad is not None},
+        shapes={name: tuple(p.shape) for name, p in run.model.named_parameters()},
+        resting={name: tuple(p.shape) for name, p in run.parameters.items()},
+        gradients={name: tuple(p.grad.shape) for name, p in run.parameters.items() if p.grad is not None},
         names=frozenset(run.model.state_dict()),
         recorded=Counter((r.source, r.kind, r.axis, r.num_bytes) for r in records if r.source not in ASIDE),
         expected=expected,
@@ -271,31 +272,35 @@ def _divided(plan: Plan, axis: str) -> set[tuple[str, str]]:
 
 
 def check_divides(line: str, case: Case, strategies: Sequence | None = None) -> None:
-    """Promise 2: every strategy divides, over each axis it names, something that was whole before it."""
+    """Promise 2: every axis divides something, and every strategy something that was whole before it."""
     layout = Layout.parse(line)
     job = Job(case.model, case.loss)
-    final, chosen = make_plan(job, layout, strategies)
-    plan = Plan.of(job, layout)
+    plan, (_, chosen) = Plan.of(job, layout), make_plan(job, layout, strategies)
+    idle = {axis for axis in plan.mesh.axes if plan.mesh[axis] > 1}
     for strategy in chosen:
         before, plan = plan, strategy.place(job, plan)
         factor = layout.factor(strategy.axis)
         assert factor is not None
-        for axis in factor.mesh_axes:
-            if plan.mesh[axis] > 1:
-                more = _divided(plan, axis) - _divided(before, axis)
-                assert more, f"{strategy.name} divides nothing over '{axis}' under {line}"
-    assert plan.compute == final.compute
+        axes = [axis for axis in factor.mesh_axes if plan.mesh[axis] > 1]
+        busy = {axis for axis in axes if _divided(plan, axis) - _divided(before, axis)}
+        assert busy or not axes, f"{strategy.name} divides nothing over {axes} under {line}"
+        idle -= busy
+    assert not idle, f"nothing is divided over {sorted(idle)} under {line}"
 
 
 def check_shapes(line: str, case: Case, strategies: Sequence | None = None) -> None:
-    """Promise 3: each rank holds the shapes that the plan says, and gradients of the same."""
+    """Promise 3: each rank holds the shapes that the plan says, in compute and at rest."""
     layout = Layout.parse(line)
     plan, _ = make_plan(Job(case.model, case.loss), layout, strategies)
+    trained = {name for name, p in case.model.named_parameters() if p.requires_grad}
     for rank, found in enumerate(_found(line, case, strategies)):
         coord = plan.mesh.coord(rank)
-        said = {name: lies.local_shape(coord) for name, lies in plan.compute.items()}
-        assert found.shapes == said, f"rank {rank} under {line}"
-        assert found.gradient_shapes.items() <= said.items(), f"rank {rank} under {line}"
+        said = {name: lies.local_shape(coord) for name, lies in plan.compute.items() if lies.pieces(coord)}
+        assert found.shapes == said, f"rank {rank} under {line} computes with other shapes"
+        said = {name: plan.rest[name].parameter.local_shape(coord) for name in said}
+        assert found.resting == said, f"rank {rank} under {line} keeps other shapes"
+        said = {name: plan.rest[name].gradient.local_shape(coord) for name in said if name in trained}
+        assert found.gradients == said, f"rank {rank} under {line} has gradients of other shapes"
 
 
 def check_traffic(line: str, case: Case, strategies: Sequence | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The promises that every strategy makes, on 1, 2, 3, 4 and 8 ranks: whatever lies in ``strategies/`` is held to them."""
+"""The promises that every strategy makes, on 1, 2, 3, 4 and 8 ranks: a file in ``strategies/`` is held to all."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from contract.cases import (
     spellings,
 )
 from shardwright.errors import LayoutError
+from shardwright.layout import Layout
 from shardwright.models import Attention, CrossEntropy, MeanSquaredError, MLPConfig, build_mlp
+from shardwright.parallelize import make_plan
 from shardwright.strategies import STRATEGIES
+from shardwright.strategy import Job
 from shardwright.verify import verify
 
 EVERY = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
@@ -166,16 +169,47 @@ class TwoTables(nn.Module):
         return self.one(tokens) + self.two((tokens + 1) % 9) ** 2
 
 
-class Twisted(nn.Module):
-    def __init__(self):
+class Written(nn.Module):
+    """Two layers, joined as ``body(module, x)`` says."""
+
+    def __init__(self, body, **extra):
         super().__init__()
         self.up, self.down = nn.Linear(3, 8), nn.Linear(8, 3)
+        for name, value in extra.items():
+            setattr(self, name, value)
+        self.body = body
 
     def forward(self, x):
-        if x.sum() > 1e9:  # so that it cannot be traced
-            return x
-        hidden = self.up(x)
-        return self.down(hidden.relu()) + hidden[..., :3]  # so that the chain is seen from outside
+        return self.body(self, x)
+
+
+def scaled(m, x):
+    return m.down(m.up(x).relu() * m.scale)
+
+
+def masked(m, x):
+    return m.down(m.up(x).relu() * torch.linspace(0.1, 1, 8, dtype=x.dtype, device=x.device))
+
+
+def looked_at(m, x):
+    return m.down(m.up(x).relu()) + nn.functional.linear(x, m.up.weight)[..., :3]
+
+
+def weighed(m, x):
+    return m.down(m.up(x).relu()) * m.up.weight.sum()
+
+
+def seen_from_outside(m, x):
+    hidden = m.up(x)
+    return m.down(hidden.relu()) + hidden[..., :3]
+
+
+def branching(m, x):
+    return m.down(m.up(x).relu()) if x.sum() < 1e9 else x
+
+
+def named(m, x):
+    return m.down(input=m.up(input=x).relu())
 
 
 HOSTILE = {  # each with whether it takes tokens
@@ -185,7 +219,14 @@ HOSTILE = {  # each with whether it takes tokens
     "the same layer twice": (lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2, nn.ReLU(), nn.Linear(3, 3)), False),
     "a chain twice": (lambda: nn.Sequential(*[nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))] * 2), False),
     "a batch norm": (lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), False),
-    "not to be traced": (Twisted, False),
+    "not to be traced": (lambda: Written(branching), False),
+    "a chain seen from outside": (lambda: Written(seen_from_outside), False),
+    "a weight for each feature of a chain": (lambda: Written(scaled, scale=nn.Parameter(torch.rand(8))), False),
+    "one weight for all features of a chain": (lambda: Written(scaled, scale=nn.Parameter(torch.rand(()))), False),
+    "a constant for each feature of a chain": (lambda: Written(masked), False),
+    "a weight that is used by itself": (lambda: Written(looked_at), False),
+    "a weight that is summed": (lambda: Written(weighed), False),
+    "named arguments": (lambda: Written(named), False),
     "a table": (lambda: nn.Embedding(9, 3), True),
     "a table with padding": (lambda: nn.Sequential(nn.Embedding(9, 3, padding_idx=2), nn.Linear(3, 9)), True),
     "a tied head before its table": (HeadFirst, True),
@@ -204,11 +245,12 @@ def test_a_model_that_is_hard_to_lay_out_is_refused_everywhere_or_comes_out_righ
     inputs = tokens if takes_tokens else torch.randn(5, 3, dtype=torch.float64)
     line = spelling(strategy, size)
     try:
-        verdict = verify(model, line, [(inputs, tokens)])
-    except LayoutError as refusal:
-        assert check_refused(line, model) == str(refusal)
-    else:
-        assert verdict.equal, str(verdict)
+        make_plan(Job(model, CrossEntropy()), Layout.parse(line))
+    except LayoutError:
+        check_refused(line, model)
+        return
+    verdict = verify(model, line, [(inputs, tokens)])
+    assert verdict.equal, str(verdict)
 
 
 @EVERY

@@ -50,7 +50,7 @@ def test_a_strategy_that_does_nothing_comes_out_equal_and_is_caught_for_dividing
     idle = Wrong(DATA, {"place": lambda job, plan: plan})
     for check in (check_equal, check_shapes, check_traffic, check_names):
         check("dp2", MLP, strategies=[idle])
-    with pytest.raises(AssertionError, match="data_parallel divides nothing over 'dp'"):
+    with pytest.raises(AssertionError, match=r"data_parallel divides nothing over \['dp'\]"):
         check_divides("dp2", MLP, strategies=[idle])
 
 
@@ -60,10 +60,15 @@ def test_a_second_strategy_that_does_nothing_is_caught_beside_a_first_that_does(
         check_divides("dp2", MLP, strategies=[DATA, idle])
 
 
+def test_an_axis_over_which_nothing_is_divided_is_caught():
+    with pytest.raises(AssertionError, match=r"nothing is divided over \['tp'\]"):
+        check_divides("dp2 tp2", MLP, strategies=[DATA])
+
+
 def test_gradients_that_are_not_summed_are_caught():
     forgetful = Wrong(DATA, {"place": lambda job, plan: replace(plan, inputs={"dp": 0})})
     check_divides("dp2", MLP, strategies=[forgetful])
-    with pytest.raises(AssertionError, match="NOT equal to one device: first at linear1.weight"):
+    with pytest.raises(AssertionError, match=r"NOT equal to one device: first at linear1\.weight"):
         check_equal("dp2", MLP, strategies=[forgetful])
 
 
@@ -73,9 +78,9 @@ def test_gradients_that_are_not_summed_backward_are_caught():
         job.model.linear1._forward_pre_hooks.clear()
         job.model.linear3._forward_pre_hooks.clear()
 
-    with pytest.raises(AssertionError, match="NOT equal to one device: first at linear1.weight"):
+    with pytest.raises(AssertionError, match=r"NOT equal to one device: first at linear1\.weight"):
         check_equal("tp2", MLP, strategies=[Wrong(TENSOR, {"apply": forgetful})])
-    with pytest.raises(AssertionError, match="does not make .*all_reduce"):
+    with pytest.raises(AssertionError, match=r"does not make .*all_reduce"):
         check_traffic("tp2", MLP, strategies=[Wrong(TENSOR, {"apply": forgetful})])
 
 
@@ -153,7 +158,7 @@ def test_a_shape_that_the_plan_does_not_say_is_caught():
     def apply(job, axes, plan):
         job.model.linear4.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
-    with pytest.raises(AssertionError, match="rank 0 under dp1"):
+    with pytest.raises(AssertionError, match="rank 0 under dp1 computes with other shapes"):
         check_shapes("dp1", MLP, strategies=[Wrong(DATA, {"apply": apply})])
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from prototypes import pipeline, zero3
 
+from prototypes import pipeline, zero3
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy, GPTConfig
 from shardwright.models.gpt import GPT

@@ -11,13 +11,17 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
+import socket
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +31,7 @@ from shardwright.comm import failures
 from shardwright.comm.axis import Call, Channel, Pending
 from shardwright.comm.failures import LostPartnerError
 from shardwright.comm.recorder import Record, Recorder
+from shardwright.comm.shared import Exchange, SharedChannel
 from shardwright.comm.witness import Witness
 from shardwright.comm.world import World
 from shardwright.errors import CommunicationError, PlanError, explain
@@ -35,6 +40,9 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 600.0
 
+Links = Literal["auto", "sockets"]
+"""How ranks of one machine talk: through shared memory where they can, or always through torch's process groups."""
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -42,13 +50,22 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class ProcessTransport:
-    """The transport of one rank of a process world. Groups of the same ranks share one process group."""
+    """The transport of one rank of a process world.
+
+    Groups whose members share a machine go through its memory; the others through torch's process groups, of which
+    there is one for each set of ranks.
+    """
 
     kind = "processes"
 
-    def __init__(self, rank: int, size: int, recorder: Recorder, timeout: timedelta, witness: Witness | None) -> None:
+    def __init__(
+        self, rank: int, size: int, recorder: Recorder, timeout: timedelta, witness: Witness | None, links: Links
+    ) -> None:
         self.rank, self.recorder, self.timeout, self.witness = rank, recorder, timeout, witness
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(size)): dist.group.WORLD}
+        self._num_channels: dict[tuple[int, ...], int] = {}
+        self._hosts = _tell_hosts(rank, size) if links == "auto" and size > 1 and not _is_nccl() else {}
+        self._exchange = _exchange(rank, self._hosts, timeout) if self._hosts else None
 
     def group(self, ranks: tuple[int, ...]) -> Any:
         """The process group of these ranks, made by its members at its first use."""
@@ -59,31 +76,89 @@ class ProcessTransport:
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
         """See :class:`~shardwright.comm.world.Transport`."""
-        return {
-            place: ProcessChannel(self, ranks)
-            for place, ranks in enumerate(groups)
-            if self.rank in ranks and (len(ranks) == 1 or self.group(ranks) is not None)
-        }
+        return {place: self.channel_of(ranks) for place, ranks in enumerate(groups) if self.rank in ranks}
+
+    def channel_of(self, ranks: tuple[int, ...]) -> Channel:
+        """A channel of this rank's; its members ask for their shared channels in the same order."""
+        number = self._num_channels.get(ranks, 0)
+        self._num_channels[ranks] = number + 1
+        key = zlib.crc32(f"{ranks}/{number}".encode())
+        if self._exchange is None or len({self._hosts[rank] for rank in ranks}) > 1 or len(ranks) == 1:
+            return ProcessChannel(self, ranks, key)
+        calls = 0
+
+        def begin(call: Call, num_bytes: int, meets: bool) -> None:
+            nonlocal calls
+            calls += meets
+            self.note(call, num_bytes)
+            if meets and self.witness is not None:
+                self.witness.check(call, ranks, f"{key}/{calls}")
+
+        return SharedChannel(self._exchange, ranks, key, begin, self.channel_of)
+
+    def note(self, call: Call, num_bytes: int) -> None:
+        """Records a call."""
+        self.recorder.add(Record(call.kind, call.axis, num_bytes, call.source))
 
     def close(self) -> None:
         """Tells the witness, if there is one, that this rank makes no more calls."""
         if self.witness is not None:
             self.witness.leave()
 
+    def hang_up(self) -> None:
+        """Ends the connections to the other ranks."""
+        if self._exchange is not None:
+            self._exchange.close()
+
+
+def _is_nccl() -> bool:
+    return dist.get_backend() == "nccl"
+
+
+def _tell_hosts(rank: int, size: int) -> dict[int, str]:
+    """Which machine each rank runs on."""
+    store = dist.distributed_c10d._get_default_store()
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    here = boot.read_text().strip() if boot.exists() else ""
+    store.set(f"host/{rank}", f"{socket.gethostname()}/{here}/{os.getuid()}")
+    return {other: store.get(f"host/{other}").decode() for other in range(size)}
+
+
+def _exchange(rank: int, hosts: dict[int, str], timeout: timedelta) -> Exchange:
+    """This rank's side of its machine's shared memory; the lowest rank of a machine makes the folder to meet in."""
+    store = dist.distributed_c10d._get_default_store()
+    first = min(other for other, host in hosts.items() if host == hosts[rank])
+    if rank == first:
+        folder = tempfile.mkdtemp(prefix="shardwright-")
+        store.set(f"folder/{first}", folder)
+    folder = Path(store.get(f"folder/{first}").decode())
+    exchange = Exchange(rank, folder, timeout.total_seconds())
+    here = [other for other, host in hosts.items() if host == hosts[rank]]
+    store.set(f"listens/{rank}", "yes")
+    store.wait([f"listens/{other}" for other in here])
+    exchange.connect(here)
+    if rank == first:
+        for other in here:
+            store.wait([f"connected/{other}"] if other != rank else [f"listens/{rank}"])
+        shutil.rmtree(folder)  # connections outlive the names they were made under
+    else:
+        store.set(f"connected/{rank}", "yes")
+    return exchange
+
 
 class ProcessChannel:
     """One group's calls, seen from one member."""
 
-    def __init__(self, transport: ProcessTransport, ranks: tuple[int, ...]) -> None:
-        self.transport, self.ranks = transport, ranks
+    def __init__(self, transport: ProcessTransport, ranks: tuple[int, ...], key: int) -> None:
+        self.transport, self.ranks, self.key = transport, ranks, key
         self.index = ranks.index(transport.rank)
         self.group = transport.group(ranks) if len(ranks) > 1 else None
         self.native = self.group is not None and dist.get_backend(self.group) == "nccl"
         self._num_calls = 0
 
-    def subset(self, indices: tuple[int, ...]) -> ProcessChannel:
+    def subset(self, indices: tuple[int, ...]) -> Channel:
         """See :class:`~shardwright.comm.axis.Channel`."""
-        return ProcessChannel(self.transport, tuple(self.ranks[i] for i in indices))
+        return self.transport.channel_of(tuple(self.ranks[i] for i in indices))
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> Pending[Tensor]:
         """See :class:`~shardwright.comm.axis.Channel`."""
@@ -170,10 +245,10 @@ class ProcessChannel:
         return sorted(self.ranks).index(self.ranks[index])
 
     def _begin(self, call: Call, num_bytes: int, *, meets: bool = True) -> None:
-        self.transport.recorder.add(Record(call.kind, call.axis, num_bytes, call.source))
+        self.transport.note(call, num_bytes)
         self._num_calls += meets
         if meets and self.transport.witness is not None:
-            self.transport.witness.check(call, self.ranks, self._num_calls)
+            self.transport.witness.check(call, self.ranks, f"{self.key}/{self._num_calls}")
 
     def _pending(self, call: Call, works: Sequence[Any], result: Callable[[], T], keep: Any = None) -> Pending[T]:
         def finish() -> T:
@@ -194,7 +269,7 @@ class ProcessChannel:
 
 def run_here(
     work: Callable[..., T], args: Sequence[Any], *, debug: bool = False, timeout_s: float = DEFAULT_TIMEOUT_S,
-    device: str = "auto",
+    device: str = "auto", links: Links = "auto",
 ) -> T:  # fmt: skip
     """Runs ``work`` in this process as the rank that the environment says (``RANK``, ``WORLD_SIZE``, ...)."""
     rank, size, local = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -203,13 +278,15 @@ def run_here(
     dist.init_process_group(backend, timeout=timeout, device_id=place if backend == "nccl" else None)
     recorder = Recorder()
     witness = Witness(rank, timeout_s) if debug else None
-    transport = ProcessTransport(rank, size, recorder, timeout, witness)
+    transport = ProcessTransport(rank, size, recorder, timeout, witness, links)
     try:
         result = work(World(rank, size, place, transport, recorder), *args)
     except CommunicationError:
         time.sleep(failures.GRACE_S)  # the rank that failed first is the one to be heard
         raise
     transport.close()
+    dist.barrier()  # nobody hangs up while another still reads
+    transport.hang_up()
     dist.destroy_process_group()
     return result
 
@@ -229,7 +306,7 @@ def _device(wanted: str, local_rank: int, num_local: int) -> tuple[torch.device,
 
 def run_processes(
     work: Callable[..., T], num_ranks: int, args: Sequence[Any], *, debug: bool = False,
-    timeout_s: float = DEFAULT_TIMEOUT_S, device: str = "auto",
+    timeout_s: float = DEFAULT_TIMEOUT_S, device: str = "auto", links: Links = "auto",
 ) -> list[T]:  # fmt: skip
     """Starts the ranks on this machine through torch's elastic launcher, as ``torchrun`` does.
 
@@ -256,7 +333,7 @@ def run_processes(
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
         start_method="forkserver",
     )  # fmt: skip
-    options = {"debug": debug, "timeout_s": timeout_s, "device": device}
+    options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links}
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder, _quiet():
         try:
             found = elastic_launch(config, _rank_main)(pickle.dumps((work, tuple(args), options)), folder)

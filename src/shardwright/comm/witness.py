@@ -23,7 +23,7 @@ class Witness:
         self.store = dist.distributed_c10d._get_default_store()
         self._num_calls = 0
 
-    def check(self, call: Call, ranks: tuple[int, ...], number: int) -> None:
+    def check(self, call: Call, ranks: tuple[int, ...], number: str) -> None:
         """Returns once every member is about to make the same call.
 
         Raises: CommunicationError: two ranks make different calls, wait for each other in different groups, or

@@ -70,6 +70,9 @@ def trace(module: nn.Module) -> fx.Graph | None:
     copied = copy.deepcopy(module, memo)
     for path, child in _leaves(copied):
         child.forward = partial(_call, tracer, path)
+        for layer in child.modules():
+            if isinstance(layer, nn.Linear | nn.Embedding):
+                layer._parameters = {}  # who looks at a weight from outside would not see it cut
     try:
         inputs = [
             tracer.proxy(graph.placeholder(parameter.name))
@@ -122,6 +125,9 @@ def _module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
 
 
 def _is_elementwise(node: fx.Node, root: nn.Module) -> bool:
+    tensors = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Tensor)]
+    if any(tensor.dim() or tensor.requires_grad for tensor in tensors):
+        return False  # one number per feature would have to be cut, and a trained one summed
     if node.op == "call_module":
         return isinstance(_module_of(node, root), ELEMENTWISE_MODULES)
     if node.op == "call_function":
@@ -207,8 +213,8 @@ def observe(model: nn.Module, inputs: Any) -> Visits:
     seen: dict[str, list[Visit]] = {}
 
     def note(path: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            x = next((a for a in args if isinstance(a, Tensor)), None)
+        def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            x = next((a for a in (*args, *named.values()) if isinstance(a, Tensor)), None)
             y = output if isinstance(output, Tensor) else None
             if x is not None and y is not None:
                 visit = Visit(tuple(x.shape), tuple(y.shape), y.element_size(), x.requires_grad)
@@ -216,7 +222,7 @@ def observe(model: nn.Module, inputs: Any) -> Visits:
 
         return hook
 
-    handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
+    handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in model.named_modules()]
     try:
         with torch.enable_grad():
             call_model(model, inputs)

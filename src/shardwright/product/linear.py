@@ -50,7 +50,10 @@ def enter(module: nn.Module, tp: Axis) -> None:
     Traffic: backward, one all-reduce of the input, however many cut layers share it.
     """
 
-    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (sum_gradient(args[0], tp, overwrite=True), *args[1:])
+    def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (sum_gradient(args[0], tp, overwrite=True), *args[1:]), named
+        name, x = next(iter(named.items()))
+        return args, {**named, name: sum_gradient(x, tp, overwrite=True)}
 
-    module.register_forward_pre_hook(hook)
+    module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -140,15 +140,21 @@ def _parameter(plan: Plan, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "shape": list(lies.shape),
-        "cut": _cut(lies),
+        "cut": cut_words(lies),
         "local_shapes": [list(shape) for shape in dict.fromkeys(map(lies.local_shape, plan.mesh.coords(lies.axes)))],
         "sync": [] if name in plan.frozen else list(partial_axes(plan, name)),
-        "rest": {state: _cut(getattr(rest, state)) for state in ("parameter", "gradient", "optimizer")},
+        "rest": {state: cut_words(getattr(rest, state)) for state in ("parameter", "gradient", "optimizer")},
     }
 
 
-def _cut(lies: Lies) -> str:
-    """How a tensor lies, in words."""
+def cut_words(lies: Lies) -> str:
+    """How a tensor lies, in words.
+
+    >>> cut_words(Lies.whole((4, 6))), cut_words(Lies.whole((4, 6)).flat("dp", 3).only("pp", [1]))
+    ('copied', 'only at pp 1, flat slices over dp')
+    >>> cut_words(Lies.whole((3,)).cut("tp", 0, (((0, 2),), ((1, 3),))))
+    'dim 0 over tp (parts overlap)'
+    """
     words = []
     for step in lies.steps:
         made = step._asdict()  # a cut, flat slices, or held at some indices only

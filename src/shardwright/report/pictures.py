@@ -36,7 +36,7 @@ _INK, _MUTED, _RULE = "#1f2933", "#6b7780", "#dfe3e8"
 _STATE_COLOURS = dict(zip(STATES, ("#08519c", "#4a98c9", "#b3d3e8"), strict=True))
 _STATE_NAMES = dict(zip(STATES, ("parameters", "gradients", "optimizer (AdamW)"), strict=True))
 _WIDTH, _DPI = 10.0, 150  # inches, and pixels in each
-_LEFT, _TOP, _HEAD, _CELL = 0.35, 0.95, 0.34, 0.66  # inches: margins, the names over a grid, a row of it
+_LEFT, _TOP, _HEAD, _CELL = 0.35, 0.85, 0.34, 0.66  # inches: margins, the names over a grid, a row of it
 _MOST_GRIDS, _MOST_CELLS = 4, 8
 
 
@@ -112,7 +112,7 @@ def _state_bytes(rank: Rank) -> int:
 
 def _draw_grid(axes: Axes, grid: Grid, area: _Area, columns: Sequence[int | None], rows: Sequence[int | None]) -> None:
     gutter = 0.75 if grid.rows else 0.0
-    left, top, pitch = area.left + gutter, area.top, (area.width - gutter) / max(len(columns), 2)
+    left, top, pitch = area.left + gutter, area.top, (area.width - gutter + 0.1) / max(len(columns), 2)
     if grid.columns:
         axes.text(area.left, top + 0.13, grid.title, va="center", fontsize=11, color=_INK, weight="bold")
         for x, column in enumerate(columns):
@@ -140,13 +140,13 @@ def _draw_rank(axes: Axes, rank: Rank, place: _Area, word: str) -> None:
     colour, right = slice_colour(rank["slice"]), left + width - 0.12
     cell = FancyBboxPatch(
         (left, top), width, _CELL - 0.1, boxstyle="round,pad=0,rounding_size=0.07",
-        facecolor=_tint(colour), edgecolor=colour, linewidth=1.2, gid=f"rank {rank['rank']}",
+        facecolor=_mixed(colour, 0.16), edgecolor=colour, linewidth=1.2, gid=f"rank {rank['rank']}",
     )  # fmt: skip
     axes.add_patch(cell)
     first, second = top + 0.19, top + 0.4
     axes.text(left + 0.12, first, f"{word}{rank['rank']}", va="center", fontsize=10.5, color=_INK, weight="bold")
     letter = slice_letter(rank["slice"])
-    axes.text(right, first, letter, ha="right", va="center", fontsize=10.5, color=colour, weight="bold")
+    axes.text(right, first, letter, ha="right", va="center", fontsize=10.5, color=_mixed(colour, 0.7, 0), weight="bold")
     held = format_bytes(rank["parameter_bytes"])
     axes.text(left + 0.12, second, held, va="center", fontsize=9.5, color=_MUTED)
 
@@ -159,8 +159,8 @@ def _draw_memory(axes: Axes, groups: Sequence[RankGroup], top: float) -> None:
     axes.text(_LEFT, top - 0.25, "State on each rank", fontsize=12, color=_INK, weight="bold", va="center")
     right = _WIDTH - _LEFT
     for state in reversed(STATES):
-        axes.text(right, top - 0.25, _STATE_NAMES[state], fontsize=10.5, color=_INK, ha="right", va="center")
-        right -= 0.085 * len(_STATE_NAMES[state]) + 0.22
+        key = axes.text(right, top - 0.25, _STATE_NAMES[state], fontsize=10.5, color=_INK, ha="right", va="center")
+        right -= key.get_window_extent().width / _DPI + 0.24
         axes.add_patch(Rectangle((right, top - 0.32), 0.14, 0.14, color=_STATE_COLOURS[state], linewidth=0))
         right -= 0.25
     for y, group in enumerate(groups):
@@ -203,39 +203,37 @@ def losses_figure(runs: Mapping[str, Rows]) -> Figure:
     ['single', 'dp2']
     """
     figure = _figure(5.2)
-    axes = figure.add_axes((0.075, 0.13, 0.89, 0.7))
+    axes = figure.add_axes((0.075, 0.13, 0.89, 0.72))
     _style(axes)
     several = len(runs) > 1
     for n, (label, rows) in enumerate(runs.items()):
         colour = COLOURS[n % len(COLOURS)]
-        train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-        evaluated = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
-        below = len(runs) - 1 - n  # the first run lies broad below the rest
+        train, evaluated = _points(rows, "loss"), _points(rows, "eval_loss")
+        below = (len(runs) - 1 - n) * min(1, 3 / len(runs))  # the first run lies broad below the rest
         axes.plot(
-            *_columns(train), color=_tint(colour, 0.45) if below else colour, linewidth=1.8 + 4 * below,
+            *_columns(train), color=_mixed(colour, 0.45) if below else colour, linewidth=1.8 + 4 * below,
             marker="o" if len(train) == 1 else "", label=label or "training", solid_capstyle="round",
         )  # fmt: skip
         if evaluated:
             axes.plot(
                 *_columns(evaluated), color=colour if several else COLOURS[5], linewidth=0 if several else 1.3,
-                marker="o", markersize=5 + 3 * below, markerfacecolor="white", label=f"{label} evaluation".strip(),
+                marker="o", markersize=5 + 3 * below, markerfacecolor="white", label="" if below else "evaluation",
                 zorder=3, clip_on=False,
             )  # fmt: skip
     _title(figure, "Loss", _loss_words(runs))
     axes.set_xlabel("step", fontsize=11, color=_MUTED)
-    if not any(math.isfinite(row.get("loss", math.nan)) for rows in runs.values() for row in rows):
-        _note(axes, "no finite loss yet")
+    _show_steps(axes, [step for rows in runs.values() for step, _ in _points(rows, "loss")], "no finite loss yet")
     if len(axes.lines) > 1:
-        axes.legend(frameon=False, fontsize=11, labelcolor=_INK, loc="upper right")
+        axes.legend(framealpha=0.9, edgecolor="none", fontsize=11, labelcolor=_INK, loc="upper right")
     return figure
 
 
 def _loss_words(runs: Mapping[str, Rows]) -> str:
-    found = [{row["step"]: row["loss"] for row in rows if "loss" in row} for rows in runs.values()]
+    found = [dict(_points(rows, "loss")) for rows in runs.values()]
     if len(found) == 1 and found[0]:
         first, *_, last = [*found[0].values()] * 2
         return f"{first:.3f} at first, {last:.3f} at last"
-    shared = set[int]().union(*found).intersection(*found)
+    shared = set[float]().union(*found).intersection(*found)
     apart = [max(losses[step] for losses in found) - min(losses[step] for losses in found) for step in shared]
     return f"the runs differ by {max(apart):.1e} at most" if apart else ""
 
@@ -261,13 +259,14 @@ def speed_figure(rows: Rows) -> Figure:
     for bottom, key, name, spell, colour in panels:
         axes = figure.add_axes((0.105, bottom, 0.865, 0.285))
         _style(axes)
-        points = [(row["step"], row[key]) for row in rows if key in row]
+        points = _points(rows, key)
         axes.plot(*_columns(points), color=colour, linewidth=1.6, marker="o" if len(points) == 1 else "")
         middle = median(value for _, value in points) if points else 0.0
         axes.set_title(
             f"{name}: median {spell(middle)}" if points else f"{name}: not measured yet",
             loc="left", fontsize=11.5, color=_INK, pad=8,
         )  # fmt: skip
+        _show_steps(axes, [step for step, _ in points], "")
         if points:
             axes.axhline(middle, color=_MUTED, linewidth=1, linestyle=(0, (4, 3)))
         axes.set_ylim(0, 1.15 * max((value for _, value in points), default=1) or 1)
@@ -293,9 +292,15 @@ def slice_colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _tint(colour: str, part: float = 0.16) -> tuple[float, ...]:
-    """A colour thinned with white."""
-    return tuple(1 - part * (1 - int(colour[a : a + 2], 16) / 255) for a in (1, 3, 5))
+def _mixed(colour: str, part: float, other: float = 1) -> tuple[float, ...]:
+    """This part of a colour, the rest white (1) or black (0)."""
+    return tuple(part * int(colour[a : a + 2], 16) / 255 + (1 - part) * other for a in (1, 3, 5))
+
+
+def _points(rows: Rows, key: str) -> list[tuple[float, float]]:
+    """Step and value wherever the value was measured and is finite."""
+    found = ((row["step"], row.get(key)) for row in rows)
+    return [(step, value) for step, value in found if value is not None and math.isfinite(value)]
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -327,13 +332,17 @@ def _style(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelsize=10.5, labelcolor=_MUTED)
     axes.margins(x=0.02, y=0.08)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
 
 
-def _note(axes: Axes, text: str) -> None:
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=12, color=_MUTED)
+def _show_steps(axes: Axes, steps: Sequence[float], nothing: str) -> None:
+    """Ends the axis of steps half a step beyond a single one; without any, a note takes its place."""
+    if not steps:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, nothing, transform=axes.transAxes, ha="center", va="center", fontsize=12, color=_MUTED)
+    elif min(steps) == max(steps):
+        axes.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
 
 
 def _save(figure: Figure, path: Path) -> Path:

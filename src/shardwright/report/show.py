@@ -31,24 +31,23 @@ def show_text(description: Description, width: int = 100) -> str:
     >>> from shardwright.layout import Layout
     >>> from shardwright.strategy import Job
     >>> job = Job(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.Identity())
-    >>> print(show_text(describe(job, Layout.parse("dp2 tp2")), width=72).partition("layers")[0])
+    >>> print(show_text(describe(job, Layout.parse("dp2 tp2")), width=72).partition("slice of")[0])
     dp2 tp2: 4 ranks, 76 parameters
     <BLANKLINE>
-            tp 0   tp 1
-      dp 0  0 A    1 B
-      dp 1  2 A    3 B
-    Ranks with the same letter hold the same slice of the parameters.
-    <BLANKLINE>
+             tp 0   tp 1
+      dp 0   0 A    1 B
+      dp 1   2 A    3 B
+    The same letter: the same
     """
     ranks = f"{description['world_size']:,} rank{'s' * (description['world_size'] > 1)}"
     title = f"{description['layout']}: {ranks}, {format_count(description['num_parameters'])} parameters"
-    parts = [title, *_grid_texts(description)]
-    return "\n".join(
-        [*parts, _table_text(_layer_table(description), width), _table_text(_rank_table(description), width)]
-    )
+    tables = [_layer_table(description), _memory_table(description)]
+    if "samples" in description["ranks"][0]:
+        tables.append(_traffic_table(description))
+    return "\n".join([title, *_grid_texts(description, width), *(_table_text(table, width) for table in tables)])
 
 
-def _grid_texts(description: Description) -> Iterable[str]:
+def _grid_texts(description: Description, width: int) -> Iterable[str]:
     grids = rank_grids(description)
     for index in shortened(len(grids), 4):
         yield ""
@@ -56,7 +55,7 @@ def _grid_texts(description: Description) -> Iterable[str]:
             yield f"  ... {len(grids) - 3:,} more grids ..."
             continue
         grid = grids[index]
-        columns, rows = shortened(len(grid.cells[0]), 10), shortened(len(grid.cells), 8)
+        columns, rows = shortened(len(grid.cells[0]), max(3, min(10, width // 10))), shortened(len(grid.cells), 8)
         lines = [[grid.title, *("" if c is None else f"{grid.columns} {c}" for c in columns)]] if grid.columns else []
         for r in rows:
             label = "" if r is None or not grid.rows else f"{grid.rows} {r}"
@@ -65,7 +64,7 @@ def _grid_texts(description: Description) -> Iterable[str]:
         for line in lines:
             cells = [f"{text:{w}}" for text, w in zip(line, widths, strict=True) if w]
             yield "  " + "   ".join(cells).rstrip()
-    yield "Ranks with the same letter hold the same slice of the parameters.\n" if description["mesh"] else ""
+    yield "The same letter: the same slice of the parameters.\n" if description["mesh"] else ""
 
 
 def _cell(rank: Rank) -> str:
@@ -80,28 +79,30 @@ def _layer_table(description: Description) -> Table:
     return table
 
 
-def _rank_table(description: Description) -> Table:
-    with_batch = "samples" in description["ranks"][0]
-    names = [strategy["name"] for strategy in description["strategies"]] if with_batch else []
-    table = _table("ranks", "parameters", "bytes", "gradients", "AdamW", "sum")
-    for name in ["samples", *(f"sent: {name.replace('_', ' ')}" for name in names)] if with_batch else []:
-        table.add_column(name, justify="right")
-    for column in table.columns[1:]:
-        column.justify = "right"
+def _memory_table(description: Description) -> Table:
+    table = _table("memory", "parameters", "their bytes", "gradients", "AdamW", "sum", numbers=True)
     for name, group in rank_groups(description):
-        rank, states = group[0], [group[0][state] for state in STATES]
-        cells = [name, format_count(rank["num_parameters"])]
-        cells += [format_bytes(num_bytes) for num_bytes in (*states, sum(states))]
-        if with_batch:
-            cells += [str(rank["samples"]), *(format_bytes(rank["sent_bytes"][name]) for name in names)]
-        table.add_row(*cells)
+        states = [group[0][state] for state in STATES]
+        count = format_count(group[0]["num_parameters"])
+        table.add_row(name, count, *(format_bytes(num_bytes) for num_bytes in (*states, sum(states))))
     return table
 
 
-def _table(*heads: str) -> Table:
+def _traffic_table(description: Description) -> Table:
+    names = [strategy["name"] for strategy in description["strategies"]]
+    table = _table("sent in a step", "samples", *(name.replace("_", " ") for name in names), numbers=True)
+    for name, group in rank_groups(description):
+        sent = group[0]["sent_bytes"]
+        table.add_row(name, str(group[0]["samples"]), *(format_bytes(sent[strategy]) for strategy in names))
+    return table
+
+
+def _table(*heads: str, numbers: bool = False) -> Table:
+    """A table that keeps its first column whole; with ``numbers`` the others stand to the right."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for head in heads:
-        table.add_column(head, overflow="fold")
+    for position, head in enumerate(heads):
+        right = numbers and position > 0
+        table.add_column(head, overflow="fold", justify="right" if right else "left")
     return table
 
 

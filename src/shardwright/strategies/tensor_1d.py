@@ -300,12 +300,12 @@ def _start(plan: Plan, name: str, tp: Axis) -> int:
     return plan.compute[name].pieces({"tp": tp.index})[0].whole.start[0]
 
 
-def _row_forward(module: nn.Linear, tp: Axis, x: Tensor) -> Tensor:
-    return row_linear(x, module.weight, module.bias, tp)
+def _row_forward(module: nn.Linear, tp: Axis, input: Tensor) -> Tensor:
+    return row_linear(input, module.weight, module.bias, tp)
 
 
-def _embedding_forward(module: nn.Embedding, start: int, tp: Axis, tokens: Tensor) -> Tensor:
-    return cut_embedding(tokens, module.weight, start, tp)
+def _embedding_forward(module: nn.Embedding, start: int, tp: Axis, input: Tensor) -> Tensor:
+    return cut_embedding(input, module.weight, start, tp)
 
 
 def _apply_loss(job: Job, plan: Plan, tp: Axis) -> None:

@@ -1,0 +1,1 @@
+"""The committed benchmarks: each folder asks one question."""

@@ -1,0 +1,81 @@
+"""Gradient sync, derived from how each use of a parameter lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.comm import cut_to_whole, launch, whole_to_cut
+from shardwright.parallelize import parallelize
+from shardwright.strategy import Shard, Spec
+from shardwright.verify import verify
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, each with a bias of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+ROWS = [3, 2]
+BATCH = (torch.randn(5, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 1, 4, 2]))
+
+
+@dataclass(frozen=True)
+class SomeRowsEach:
+    """Each of two ranks takes some rows of what goes into the modules named; all rows go on."""
+
+    modules: tuple[str, ...]
+    said: Mapping[str, Spec] = field(default_factory=lambda: {"x": {"tp": Shard(0)}, "dy": {"tp": Shard(0)}})
+    name = "some_rows_each"
+    axis = "tp"
+
+    def place(self, job, plan):
+        for module in self.modules:
+            plan = plan.use(module, **self.said)
+        return plan
+
+    def apply(self, job, axes, plan):
+        for name in self.modules:
+            module = job.model.get_submodule(name)
+            module.register_forward_pre_hook(lambda _, args: (whole_to_cut(args[0], axes["tp"], 0, ROWS),))
+            module.register_forward_hook(lambda _, args, y: cut_to_whole(y, axes["tp"], 0, ROWS))
+
+
+@pytest.mark.parametrize("modules", [("one",), ("two",), ("one", "two")])
+def test_uses_that_disagree_about_one_parameter_are_summed_once(modules):
+    """Where one use gives a term and the other the whole, one rank alone contributes the whole."""
+    verdict = verify(Tied(), "tp2", [BATCH], strategies=[SomeRowsEach(modules)])
+    assert verdict.equal, str(verdict)
+
+
+def test_a_use_that_does_not_say_it_is_cut_is_caught():
+    assert not verify(Tied(), "tp2", [BATCH], strategies=[SomeRowsEach(("one",), said={})]).equal
+
+
+def test_a_use_that_says_it_is_cut_and_is_not_is_caught():
+    class AllRows(SomeRowsEach):
+        def apply(self, job, axes, plan):
+            return None
+
+    assert not verify(Tied(), "tp2", [BATCH], strategies=[AllRows(("two",))]).equal
+
+
+def test_only_what_is_partial_is_summed():
+    def work(world):
+        run = parallelize(Tied(), "tp2", world, strategies=[SomeRowsEach(("one",))])
+        with world.recorder.recording() as records:
+            run.step(next(run.shard([BATCH])))
+        return [(r.kind, r.num_bytes) for r in records if r.kind == "all_reduce"]
+
+    assert launch(work, 2, ranks="threads") == [[("all_reduce", 4 * (25 + 5))]] * 2  # the other bias is whole

@@ -1,0 +1,401 @@
+"""A run: shares of batches, steps, clipping, optimizers, evaluation, prediction, traffic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shardwright.boxes import cut
+from shardwright.comm import launch
+from shardwright.draws import Draws, key_dropout
+from shardwright.errors import LayoutError, PlanError
+from shardwright.layout import Layout
+from shardwright.models import GPT, CrossEntropy, GPTConfig, MLPConfig, build_mlp
+from shardwright.models.structure import call_model
+from shardwright.parallelize import make_plan, parallelize, place_parameters, twin
+from shardwright.parallelize.planning import local_samples, microbatch_samples
+from shardwright.parallelize.run import is_elementwise
+from shardwright.strategy import Job
+
+ONE_KV_HEAD = GPTConfig(
+    style="llama", vocabulary=19, num_layers=2, num_heads=3, num_kv_heads=1, width=12, hidden=7, dropout=0.1
+)
+LINES = ("dp2", "dp3", "tp2", "tp3", "dp2 tp2", "dp2 tp3 mb2", "tp5")
+
+
+def gpt(**changes):
+    torch.manual_seed(0)
+    settings = {field: getattr(ONE_KV_HEAD, field) for field in ONE_KV_HEAD.__dataclass_fields__}
+    return GPT(GPTConfig(**{**settings, **changes})).double()
+
+
+def tokens(num_samples, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(19, (num_samples, 6), generator=generator)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def on_ranks(model, line, work, **options):
+    """``work(run)`` on every rank."""
+    return launch(lambda world: work(parallelize(model, line, world, **options)), Layout.parse(line), ranks="threads")
+
+
+def one_device(model, batch, loss=None, seed=0):
+    """The model with the gradients of one step's mean, by plain torch."""
+    model, draws, loss = twin(model), Draws(seed), loss or CrossEntropy()
+    place_parameters(model, {}, {}, seed, torch.device("cpu"))
+    key_dropout(model, draws)
+    draws.samples = range(len(batch[1]))
+    loss_sum, count = loss(call_model(model, batch[0]), batch[1])
+    (loss_sum / count).backward()
+    return model, (loss_sum / count).item()
+
+
+def assert_parts(run_plan, rank, found, whole):
+    """Every named tensor of a rank is its part of the whole."""
+    coord = run_plan.mesh.coord(rank)
+    for name, part in found.items():
+        lies = run_plan.compute[name]
+        expected = cut(whole[name], lies.pieces(coord), lies.local_shape(coord))
+        torch.testing.assert_close(part, expected, rtol=1e-10, atol=1e-13)
+
+
+# ---- shares
+
+
+@given(st.integers(0, 40), st.sampled_from(["single", "dp1", "dp2", "dp3", "dp7", "dp2 tp2", "tp3"]))
+@settings(max_examples=60)
+def test_shares_cover_every_sample_once_and_in_order(num_samples, line):
+    plan, _ = make_plan(Job(build_mlp(MLPConfig()), CrossEntropy()), Layout.parse(line))
+    for tp in range(plan.mesh["tp"]):
+        shares = [local_samples(plan, {"dp": dp, "tp": tp}, num_samples) for dp in range(plan.mesh["dp"])]
+        assert [sample for share in shares for sample in share] == list(range(num_samples))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 9))
+def test_microbatches_cover_a_share_once_and_in_order(start, size, num_microbatches):
+    found = microbatch_samples(range(start, start + size), num_microbatches)
+    assert len(found) == num_microbatches
+    assert [sample for part in found for sample in part] == list(range(start, start + size))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_rank_gets_its_own_rows_of_every_tensor_of_a_batch(line):
+    inputs, targets = {"tokens_BT": torch.arange(35).view(7, 5) % 19}, torch.arange(35).view(7, 5) % 19
+
+    def work(run):
+        (part,) = run.shard([(inputs, targets)])
+        assert part.samples == run.share(7)
+        assert torch.equal(part.inputs["tokens_BT"], inputs["tokens_BT"][part.samples.start : part.samples.stop])
+        assert torch.equal(part.targets, targets[part.samples.start : part.samples.stop])
+        return run.coord.get("dp", 0), list(part.samples), run.step(part).item()
+
+    found = on_ranks(gpt(), line, work)
+    by_share = {dp: samples for dp, samples, _ in found}
+    assert sorted(sample for samples in by_share.values() for sample in samples) == list(range(7))
+    _, loss = one_device(gpt(), (inputs, targets))
+    assert [each for _, _, each in found] == pytest.approx([loss] * len(found), rel=1e-10)
+
+
+def test_a_rank_may_load_no_samples_but_its_own():
+    batch = tokens(7)
+
+    def work(run):
+        mine = run.share(7)
+        part = run.part(batch[0][mine.start : mine.stop], batch[1][mine.start : mine.stop], mine)
+        return run.step(part).item()
+
+    _, loss = one_device(gpt(), batch)
+    assert on_ranks(gpt(), "dp3", work) == pytest.approx([loss] * 3, rel=1e-10)
+
+
+def test_a_batch_whose_tensors_have_different_numbers_of_samples_is_refused():
+    def work(run):
+        with pytest.raises(LayoutError, match="different numbers of samples"):
+            next(run.shard([(torch.zeros(4, 5), torch.zeros(3))]))
+
+    on_ranks(gpt(), "dp2", work)
+
+
+# ---- steps
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_step_starts_from_zero_gradients(line):
+    batch = tokens(7)
+    model = gpt(dropout=0.0)
+
+    def work(run):
+        (part,) = run.shard([batch])
+        run.step(part)
+        first = [p.grad.clone() for p in run.model.parameters()]
+        run.step(part)
+        return all(torch.equal(a, p.grad) for a, p in zip(first, run.model.parameters(), strict=True))
+
+    assert all(on_ranks(model, line, work))
+
+
+def test_dropout_changes_from_step_to_step_and_not_from_run_to_run():
+    (batch,) = [tokens(6)]
+
+    def work(run):
+        (part,) = run.shard([batch])
+        return [run.step(part).item() for _ in range(3)]
+
+    one, again = on_ranks(gpt(dropout=0.5), "dp2", work), on_ranks(gpt(dropout=0.5), "dp2", work)
+    assert one == again
+    assert len(set(one[0])) == 3
+    assert one[0] != on_ranks(gpt(dropout=0.5), "dp2", work, seed=1)[0]
+
+
+def test_a_batch_where_every_target_is_ignored_has_a_loss_and_gradients_of_0():
+    inputs, targets = tokens(5)
+
+    def work(run):
+        loss = run.step(next(run.shard([(inputs, torch.full_like(targets, -100))])))
+        return loss.item(), sum(p.grad.abs().sum().item() for p in run.model.parameters())
+
+    for line in ("single", "dp2", "tp2", "dp2 tp2"):
+        assert set(on_ranks(gpt(), line, work)) == {(0.0, 0.0)}
+
+
+def test_a_loss_that_is_no_pair_is_refused():
+    class Mean(nn.Module):
+        def forward(self, output, targets):
+            return output.mean()
+
+    def work(run):
+        with pytest.raises(PlanError, match=r"given:   Tensor\n  allowed: a pair \(sum, count\)"):
+            run.step(next(run.shard([tokens(4)])))
+
+    on_ranks(gpt(), "dp2", work, loss=Mean())
+
+
+# ---- the norm
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_clipping_is_that_of_torch_on_the_whole_model(line, max_norm):
+    batch = tokens(7)
+    whole, _ = one_device(gpt(), batch)
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+
+    def work(run):
+        run.step(next(run.shard([batch])))
+        with run.world.recorder.recording() as records:
+            norm = run.clip_grad_norm_(max_norm)
+        return run.plan, norm.item(), {n: p.grad for n, p in run.model.named_parameters()}, records
+
+    for rank, (plan, norm, found, records) in enumerate(on_ranks(gpt(), line, work)):
+        assert norm == pytest.approx(expected.item(), rel=1e-10)
+        assert_parts(plan, rank, found, gradients)
+        assert [(r.kind, r.axis, r.num_bytes, r.source) for r in records] == [("all_reduce", "world", 8, "clip")]
+
+
+def test_the_norm_without_gradients_is_0():
+    assert on_ranks(gpt(), "tp2", lambda run: run.clip_grad_norm_(1.0).item()) == [0.0, 0.0]
+
+
+# ---- the optimizer
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused_where_some_are_cut(kind):
+    def work(run):
+        with pytest.raises(PlanError, match=rf"given:   {kind.__name__} under tp2\n  allowed: optimizers that update"):
+            run.optimizer(kind, lr=0.1)
+
+    on_ranks(gpt(), "tp2", work)
+
+
+def test_such_an_optimizer_may_be_used_where_every_rank_holds_whole_tensors():
+    batch = tokens(7)
+
+    def work(run):
+        optimizer = run.optimizer(torch.optim.Adafactor, lr=0.1)
+        run.step(next(run.shard([batch])))
+        optimizer.step()
+        return run.plan, {name: p.detach() for name, p in run.model.named_parameters()}
+
+    model = gpt()
+    found = on_ranks(twin(gpt()), "dp2", work)
+    whole, _ = one_device(model, batch)
+    torch.optim.Adafactor(whole.parameters(), lr=0.1).step()
+    for rank, (plan, parameters) in enumerate(found):
+        assert_parts(plan, rank, parameters, {name: p.detach() for name, p in whole.named_parameters()})
+
+
+ELEMENTWISE = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adam, {"lr": 0.1}),
+    (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.1}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE, ids=[kind.__name__ for kind, _ in ELEMENTWISE])
+def test_steps_of_elementwise_optimizers_are_those_of_one_device(kind, options):
+    assert is_elementwise(kind, options)
+    batch = tokens(7)
+    whole, _ = one_device(gpt(), batch)
+    for p in whole.parameters():
+        p.data = p.data.clone()
+    kind(whole.parameters(), **options).step()
+    expected = {name: p.detach() for name, p in whole.named_parameters()}
+
+    def work(run):
+        for p in run.model.parameters():
+            p.data = p.data.clone()
+        optimizer = run.optimizer(kind, **options)
+        run.step(next(run.shard([batch])))
+        optimizer.step()
+        return run.plan, {name: p.detach() for name, p in run.model.named_parameters()}
+
+    for rank, (plan, found) in enumerate(on_ranks(gpt(), "dp2 tp2", work)):
+        coord = plan.mesh.coord(rank)
+        for name, part in found.items():
+            lies = plan.compute[name]
+            theirs = cut(expected[name], lies.pieces(coord), lies.local_shape(coord))
+            torch.testing.assert_close(part, theirs, rtol=1e-6, atol=1e-6)  # of gradients near 0 they keep the sign
+
+
+def test_groups_of_parameters_and_schedulers_work_as_torch_has_them():
+    def work(run):
+        named = dict(run.model.named_parameters())
+        groups = [
+            {"params": [p for n, p in named.items() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for n, p in named.items() if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        optimizer = run.optimizer(torch.optim.AdamW, groups, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        run.step(next(run.shard([tokens(4)])))
+        optimizer.step()
+        scheduler.step()
+        return [group["lr"] for group in optimizer.param_groups], len(optimizer.param_groups)
+
+    assert on_ranks(gpt(), "dp2 tp2", work) == [([0.05, 0.05], 2)] * 4
+
+
+# ---- parameters that are not trained
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_frozen_parameter_stays_and_is_not_sent(line):
+    frozen = ("token.weight", "blocks.0.mlp.up.weight", "blocks.1.attention.k.weight", "norm.weight")
+    batch = tokens(7)
+    model = gpt()
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    whole, _ = one_device(model, batch)
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def work(run):
+        for p in run.model.parameters():
+            p.data = p.data.clone()
+        optimizer = run.optimizer(torch.optim.SGD, lr=1.0)
+        assert len(optimizer.param_groups[0]["params"]) == len(values) - len(frozen)
+        run.step(next(run.shard([batch])))
+        optimizer.step()
+        named = dict(run.model.named_parameters())
+        return run.plan, {n: p.grad for n, p in named.items()}, {n: p.detach() for n, p in named.items()}
+
+    for rank, (plan, found, after) in enumerate(on_ranks(model, line, work)):
+        assert {name for name, gradient in found.items() if gradient is None} == set(frozen)
+        assert_parts(plan, rank, {n: g for n, g in found.items() if g is not None}, gradients)
+        assert_parts(plan, rank, {name: after[name] for name in frozen}, values)
+
+
+# ---- evaluation and prediction
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_evaluation_is_that_of_one_device_and_keeps_no_gradients(line):
+    batch = tokens(7)
+    model = gpt(dropout=0.5)
+    loss_sum, count = CrossEntropy()(model.eval()(batch[0]), batch[1])
+    model.train()
+
+    def work(run):
+        loss = run.evaluate(next(run.shard([batch])))
+        assert run.model.training
+        assert all(p.grad is None for p in run.model.parameters())
+        assert not loss.requires_grad
+        return loss.item()
+
+    expected = (loss_sum / count).item()
+    assert on_ranks(model, line, work) == pytest.approx([expected] * Layout.parse(line).num_ranks, rel=1e-10)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_rank_predicts_the_whole_output(line):
+    inputs, _ = tokens(3)
+    model = gpt(dropout=0.5)
+    expected = model.eval()(inputs).detach()
+    model.train()
+    for found in on_ranks(model, line, lambda run: run.predict(inputs)):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_evaluation_between_steps_changes_no_step():
+    batches = [tokens(5, 0), tokens(5, 1)]
+
+    def work(run, between):
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.5)
+        for p in run.model.parameters():
+            p.data = p.data.clone()
+        losses = []
+        for part in run.shard(batches):
+            if between:
+                run.evaluate(part)
+                run.predict(batches[0][0])
+            losses.append(run.step(part).item())
+            optimizer.step()
+        return losses
+
+    with_it, without = (on_ranks(gpt(), "dp2 tp2", lambda run, b=b: work(run, b)) for b in (True, False))
+    assert with_it == without
+
+
+# ---- gradients of shared and of unused parameters
+
+
+def test_a_parameter_that_some_step_does_not_use_has_a_gradient_of_0():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 4), nn.Linear(3, 4)
+
+        def forward(self, x):
+            return self.used(x)
+
+    def work(run):
+        run.step(next(run.shard([(torch.ones(5, 3), torch.zeros(5, dtype=torch.int64))])))
+        return [p.grad.abs().sum().item() > 0 for p in run.model.parameters()]
+
+    assert on_ranks(Half(), "dp2", work) == [[True, True, False, False]] * 2
+    assert on_ranks(Half(), "dp2/bucket:0", work) == [[True, True, False, False]] * 2
+
+
+def test_units_are_summed_while_backward_goes_on_and_once_each():
+    model = build_mlp(MLPConfig(widths=(4, 6, 6, 3)))
+    batch = (torch.ones(6, 4), torch.zeros(6, dtype=torch.int64))
+
+    def work(run):
+        with run.world.recorder.recording() as records:
+            run.step(next(run.shard([batch])))
+        return [(r.source, r.num_bytes) for r in records]
+
+    sizes = [4 * (6 * 3 + 3), 4 * (6 * 6 + 6), 4 * (6 * 4 + 6)]  # from the last layer to the first
+    expected = [("data_parallel", num_bytes) for num_bytes in sizes] + [("loss", 16)]
+    for mb in ("", " mb3"):
+        assert on_ranks(model, f"dp2/bucket:0{mb}", work) == [expected] * 2
+    assert on_ranks(model, "dp2", work) == [[("data_parallel", sum(sizes)), ("loss", 16)]] * 2

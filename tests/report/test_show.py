@@ -1,0 +1,202 @@
+"""What ``describe`` says of a layout, against the plan and against arithmetic."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis.strategies import integers, sampled_from
+from torch import nn
+
+from shardwright.boxes import Lies
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout
+from shardwright.models import MODELS
+from shardwright.parallelize.planning import expected_traffic, make_plan
+from shardwright.report import describe, description, show_text
+from shardwright.report.outline import layer_rows, rank_grids, rank_groups, shortened
+from shardwright.strategy import Job, Rest
+
+CASES = [
+    ("single", "mlp", {}),
+    ("dp3", "convnet", {}),
+    ("dp2 tp4", "gpt", {"num_layers": 3}),
+    ("tp3", "gpt", {"style": "llama", "width": 48, "num_heads": 6, "num_kv_heads": 2, "hidden": 50, "num_layers": 2}),
+    ("mb2 dp2 tp2", "gpt", {"num_layers": 2, "tied": False}),
+    ("dp5 tp4", "mlp", {}),
+]
+EVERY_CASE = pytest.mark.parametrize(("line", "model", "settings"), CASES, ids=[case[0] for case in CASES])
+
+
+def job_and_inputs(model, settings, num_samples=7):
+    entry = MODELS[model]
+    config = entry.config(**settings)
+    with torch.device("meta"):
+        job = Job(entry.factory(config), entry.loss())
+    return job, entry.example_batch(config, num_samples, 8, torch.Generator().manual_seed(0))[0]
+
+
+@EVERY_CASE
+def test_every_element_is_owned_by_one_rank_and_held_by_at_least_one(line, model, settings):
+    job, _ = job_and_inputs(model, settings)
+    found = describe(job, Layout.parse(line))
+    size = sum(parameter.numel() for parameter in job.model.parameters())
+    assert found["num_parameters"] == size
+    assert sum(rank["num_owned"] for rank in found["ranks"]) == size
+    assert sum(rank["num_parameters"] for rank in found["ranks"]) >= size
+
+
+@EVERY_CASE
+def test_shapes_sizes_and_coordinates_are_those_of_the_plan(line, model, settings):
+    job, _ = job_and_inputs(model, settings)
+    found, (plan, _) = describe(job, Layout.parse(line)), make_plan(job, Layout.parse(line))
+    assert found["mesh"] == dict(plan.mesh.sizes)
+    assert len(found["ranks"]) == found["world_size"] == plan.mesh.size
+    for number, rank in enumerate(found["ranks"]):
+        coord = plan.mesh.coord(number)
+        held = sum(rest.parameter.num_elements(coord) for rest in plan.rest.values())
+        assert (rank["rank"], rank["coord"], rank["num_parameters"]) == (number, coord, held)
+        states = [rank[f"{state}_bytes"] for state in ("parameter", "gradient", "optimizer")]
+        assert states == [4 * held, 4 * held, 8 * held]  # float32; AdamW keeps two moments
+    for parameter in found["parameters"]:
+        shapes = {plan.compute[parameter["name"]].local_shape(coord) for coord in plan.mesh.coords()}
+        assert {tuple(shape) for shape in parameter["local_shapes"]} == shapes
+        assert len(parameter["local_shapes"]) == len(shapes)
+
+
+@EVERY_CASE
+def test_a_rank_sends_what_the_strategies_say_for_its_own_coordinate(line, model, settings):
+    job, inputs = job_and_inputs(model, settings)
+    plan, strategies = make_plan(job, Layout.parse(line))
+    found = describe(job, Layout.parse(line), inputs=inputs)
+    for rank in found["ranks"]:
+        traffic = expected_traffic(job, plan, strategies, inputs, rank["coord"])
+        assert rank["sent_bytes"] == {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
+    samples_of_a_copy = {tuple(r["coord"][a] for a in plan.inputs): r["samples"] for r in found["ranks"]}
+    assert sum(samples_of_a_copy.values()) == 7
+
+
+@EVERY_CASE
+def test_a_description_survives_json_and_names_every_module_with_parameters_and_every_role(line, model, settings):
+    job, inputs = job_and_inputs(model, settings)
+    found = describe(job, Layout.parse(line), inputs=inputs)
+    assert json.loads(json.dumps(found)) == found
+    plan, _ = make_plan(job, Layout.parse(line))
+    named = [layer["module"] for layer in found["layers"]]
+    own = {path for path, m in job.model.named_modules() if next(m.parameters(recurse=False), None) is not None}
+    assert set(named) == own | set(plan.roles)
+    assert len(named) == len(set(named))
+    assert all(layer["why"] for layer in found["layers"])
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("width", [60, 100, 200])
+def test_the_text_names_every_distinct_layer_and_no_line_is_too_wide(line, model, settings, width):
+    job, inputs = job_and_inputs(model, settings)
+    found = describe(job, Layout.parse(line), inputs=inputs)
+    text = show_text(found, width)
+    rows = layer_rows(found)
+    assert sum(row.num_layers for row in rows) == len(found["layers"])
+    assert max(map(len, text.splitlines())) <= width
+    if width == 200:
+        for row in rows:
+            assert row.module in text
+            assert row.why in text
+            assert all(shape in text for shape in row.shapes)
+
+
+def test_three_equal_blocks_share_rows_and_a_block_that_differs_has_its_own():
+    blocks = [nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8)) for width in (16, 16, 16, 24)]
+    model = nn.Sequential()
+    model.blocks = nn.ModuleList(blocks)
+    found = describe(Job(model, nn.Identity()), Layout.parse("tp2"))
+    assert [(row.module, row.num_layers) for row in layer_rows(found)] == [
+        ("blocks.{0..2}.0", 3), ("blocks.{0..2}.2", 3), ("blocks.3.0", 1), ("blocks.3.2", 1),
+    ]  # fmt: skip
+
+
+def test_ranks_have_the_same_slice_exactly_where_they_hold_the_same_pieces():
+    job, _ = job_and_inputs("gpt", {"num_layers": 1})
+    found, (plan, _) = describe(job, Layout.parse("dp3 tp2")), make_plan(job, Layout.parse("dp3 tp2"))
+    held = [tuple(rest.parameter.pieces(rank["coord"]) for rest in plan.rest.values()) for rank in found["ranks"]]
+    for a, one in enumerate(found["ranks"]):
+        for b, other in enumerate(found["ranks"]):
+            assert (one["slice"] == other["slice"]) == (held[a] == held[b])
+
+
+def test_state_that_rests_in_flat_slices_is_counted_where_it_rests(monkeypatch):
+    job = Job(nn.Linear(5, 3), nn.Identity())
+
+    def sliced(job, layout):
+        plan, strategies = make_plan(job, layout)
+        rest = {}
+        for name, whole in plan.compute.items():
+            rest[name] = Rest(whole, whole, Lies.whole(whole.shape).flat("dp", 4))
+        return replace(plan, rest=rest), strategies
+
+    monkeypatch.setattr(description, "make_plan", sliced)
+    found = describe(job, Layout.parse("dp4"), inputs=torch.zeros(4, 5))
+    assert [rank["gradient_bytes"] for rank in found["ranks"]] == [72] * 4
+    assert sum(rank["optimizer_bytes"] for rank in found["ranks"]) == 2 * 4 * 18
+    assert found["parameters"][0]["rest"]["optimizer"] == "flat slices over dp"
+    assert [rank["slice"] for rank in found["ranks"]] == [0, 0, 0, 0]
+
+
+def test_frozen_parameters_have_no_gradient_no_moments_and_no_sync():
+    job = Job(nn.Linear(4, 4, bias=False).requires_grad_(False), nn.Identity())
+    found = describe(job, Layout.parse("dp2"))
+    assert found["ranks"][0] | {"coord": {}} == {
+        "rank": 0, "coord": {}, "slice": 0, "num_parameters": 16, "num_owned": 16,
+        "parameter_bytes": 64, "gradient_bytes": 0, "optimizer_bytes": 0,
+    }  # fmt: skip
+    assert found["parameters"][0]["sync"] == []
+
+
+def test_a_layout_that_cannot_be_is_refused():
+    with pytest.raises(LayoutError):
+        describe(Job(nn.LayerNorm(4), nn.Identity()), Layout.parse("tp2"))
+
+
+def test_three_thousand_ranks_are_described_and_shown_within_ten_seconds():
+    job, inputs = job_and_inputs("gpt", {"num_layers": 12, "num_heads": 8}, num_samples=400)
+    start = time.perf_counter()
+    found = describe(job, Layout.parse("dp384 tp8"), inputs=inputs)
+    text = show_text(found)
+    assert time.perf_counter() - start < 10
+    assert found["world_size"] == len(found["ranks"]) == 3072
+    assert sum(rank["num_owned"] for rank in found["ranks"]) == found["num_parameters"]
+    assert len(text.splitlines()) < 100
+    assert "3071" in text
+
+
+@given(integers(1, 4), integers(1, 4), integers(1, 4), integers(1, 70))
+def test_grids_show_every_rank_once_at_its_coordinate(pp, dp, tp, many):
+    mesh = {"pp": pp, "dp": dp, "tp": tp}
+    ranks = [
+        {"rank": r, "coord": {"pp": r // (dp * tp), "dp": r // tp % dp, "tp": r % tp}, "samples": r % 3}
+        | {"parameter_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+        for r in range(pp * dp * tp)
+    ]
+    grids = rank_grids({"mesh": mesh, "ranks": ranks})
+    assert [cell["rank"] for grid in grids for row in grid.cells for cell in row] == list(range(len(ranks)))
+    for grid in grids:
+        for y, row in enumerate(grid.cells):
+            for x, cell in enumerate(row):
+                assert (cell["coord"][grid.rows], cell["coord"][grid.columns]) == (y, x)
+    groups = rank_groups({"mesh": mesh, "ranks": ranks}, many)
+    assert sorted(rank["rank"] for group in groups for rank in group.ranks) == list(range(len(ranks)))
+    assert all(len({rank["samples"] for rank in group.ranks}) == 1 for group in groups)
+    assert len({group.name for group in groups}) == len(groups)
+
+
+@given(integers(1, 30), sampled_from([3, 4, 8]))
+def test_what_is_left_out_lies_between_the_first_ones_and_the_last(count, most):
+    shown = shortened(count, most)
+    assert len(shown) == min(count, most)
+    assert shown[0] == 0
+    assert shown[-1] == count - 1
+    assert (None in shown) == (count > most)

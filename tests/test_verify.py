@@ -1,0 +1,204 @@
+"""``verify`` itself: it says equal where it is, and where not, what differs first."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.errors import LayoutError, PlanError
+from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError, MLPConfig, build_mlp
+from shardwright.verify import verify
+
+CONFIG = GPTConfig(vocabulary=19, max_tokens=6, num_layers=2, num_heads=2, width=8, hidden=11, dropout=0.1)
+
+
+def gpt(**changes):
+    settings = {name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__}
+    with torch.device("meta"):
+        return GPT(GPTConfig(**{**settings, **changes}))
+
+
+def batches(num_samples=5, steps=1):
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(19, (num_samples, 6), generator=generator) for _ in range(steps)]
+    return [(each[:, :-1], each[:, 1:]) for each in drawn]
+
+
+NAMES = [name for name, _ in gpt().named_parameters()]
+
+
+# ---- equal
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", "tp2", "dp2 tp2 mb2"])
+def test_float32_is_equal_within_1e_5(line):
+    verdict = verify(gpt(), line, batches(), dtype=torch.float32)
+    assert verdict.equal, str(verdict)
+    assert verdict.tolerance == 1e-5
+    assert verdict.max_relative_error < 1e-5
+
+
+def test_float64_is_equal_within_1e_10_after_several_steps():
+    verdict = verify(gpt(), "dp2 tp2", batches(steps=4))
+    assert verdict.equal, str(verdict)
+    assert (verdict.tolerance, verdict.steps, verdict.world_size, verdict.parameters) == (1e-10, 4, 4, len(NAMES))
+    assert verdict.parameters_error < 1e-10
+
+
+def test_sixty_four_ranks_of_a_small_model_are_equal():
+    start = time.monotonic()
+    verdict = verify(gpt(), "dp16 tp4 mb2", batches(20))
+    assert verdict.equal, str(verdict)
+    assert verdict.world_size == 64
+    assert time.monotonic() - start < 30
+
+
+def test_a_model_with_values_of_its_own_is_compared_as_it_is_and_left_alone():
+    model = build_mlp(MLPConfig(widths=(5, 9, 4)))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    batch = (torch.randn(6, 5), torch.arange(6) % 4)
+    assert verify(model, "dp2 tp2", [batch] * 3).equal
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_losses_of_ones_own_are_compared_too():
+    model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))
+    verdict = verify(model, "dp2 tp3", [(torch.randn(5, 4), torch.randn(5, 3))], loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+def test_a_gradient_that_is_truly_zero_is_no_difference():
+    model = gpt(dropout=0.0)
+    verdict = verify(model, "tp2", batches())  # the keys' biases move no softmax
+    assert verdict.equal, str(verdict)
+
+
+# ---- not equal
+
+
+def scaled(name, factor):
+    """An alteration: one gradient is scaled on the first rank."""
+
+    def alter(run):
+        if run.world.rank == 0:
+            run.model.get_parameter(name).register_hook(lambda gradient: gradient * factor)
+
+    return alter
+
+
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[5], NAMES[-1], "blocks.1.mlp.down.weight"])
+def test_the_first_parameter_that_differs_is_named(name):
+    verdict = verify(gpt(), "dp2", batches(), alter=scaled(name, 1.001))
+    assert not verdict.equal
+    assert verdict.first_difference == verdict.worst_parameter == name
+    assert f"NOT equal to one device: first at {name}" in str(verdict)
+
+
+def test_of_several_parameters_that_differ_the_first_in_forward_order_is_named():
+    def alter(run):
+        scaled("blocks.1.mlp.up.weight", 1.5)(run)
+        scaled("blocks.0.attention.o.bias", 1.01)(run)
+
+    verdict = verify(gpt(), "dp2", batches(), alter=alter)
+    assert verdict.first_difference == "blocks.0.attention.o.bias"
+    assert verdict.worst_parameter == "blocks.1.mlp.up.weight"
+
+
+def test_one_element_on_one_of_many_ranks_is_seen():
+    def alter(run):
+        if run.world.rank == 3:
+            run.model.get_parameter("blocks.0.mlp.up.weight").data[0, 0] += 1e-6
+
+    assert not verify(gpt(), "dp2 tp2", batches(), alter=alter).equal
+
+
+def test_one_element_of_a_gradient_on_the_last_rank_alone_is_seen():
+    def alter(run):
+        step = run.step
+
+        def wrong(batch):
+            loss = step(batch)
+            if run.world.rank == run.world.size - 1:
+                run.model.norm.bias.grad[-1] *= 1.001
+            return loss
+
+        run.step = wrong
+
+    verdict = verify(gpt(), "dp2 tp2", batches(), alter=alter)
+    assert not verdict.equal
+    assert verdict.first_difference == "norm.bias"
+
+
+def test_a_gradient_that_is_not_a_number_is_seen():
+    verdict = verify(gpt(), "dp2", batches(), alter=scaled("position.weight", float("nan")))
+    assert not verdict.equal
+    assert verdict.max_relative_error == float("inf")
+    assert verdict.first_difference == "position.weight"
+
+
+def test_a_loss_that_is_off_is_seen_where_every_gradient_is_right():
+    def alter(run):
+        plain = run.loss.forward
+        run.loss.forward = lambda output, targets: (lambda total, count: (total + total.detach() * 1e-6, count))(
+            *plain(output, targets)
+        )
+
+    verdict = verify(gpt(), "dp2", batches(), alter=alter)
+    assert not verdict.equal
+    assert verdict.max_relative_error < verdict.tolerance
+    assert verdict.loss_error == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_a_second_step_that_goes_wrong_is_seen_in_the_parameters():
+    def alter(run):
+        step = run.step
+
+        def wrong(batch):
+            loss = step(batch)
+            if run.num_steps == 2:
+                run.model.token.weight.grad.mul_(-1)
+            return loss
+
+        run.step = wrong
+
+    verdict = verify(gpt(), "dp2", batches(steps=2), alter=alter)
+    assert verdict.max_relative_error < verdict.tolerance
+    assert verdict.parameters_error > 1e-6
+    assert not verdict.equal
+    assert verdict.first_difference == "token.weight"
+
+
+def test_float32_still_sees_a_difference_of_a_thousandth():
+    assert not verify(gpt(), "dp2", batches(), dtype=torch.float32, alter=scaled("token.weight", 1.001)).equal
+
+
+# ---- the verdict, and what is refused
+
+
+def test_a_verdict_is_json():
+    found = json.loads(json.dumps(verify(gpt(), "dp2", batches()).to_dict()))
+    keys = {"equal", "max_relative_error", "worst_parameter", "parameters", "world_size"}
+    assert keys <= found.keys()
+    assert found["equal"] is True
+
+
+def test_half_precision_is_refused():
+    with pytest.raises(PlanError, match="float64, float32"):
+        verify(gpt(), "dp2", batches(), dtype=torch.bfloat16)
+
+
+def test_a_layout_that_cannot_be_is_refused_before_anything_runs():
+    with pytest.raises(LayoutError, match="no layer of the model can be cut"):
+        verify(nn.Linear(2, 2), "tp2", [])
+
+
+def test_smoothing_and_ignored_targets_are_compared_as_the_loss_has_them():
+    inputs, targets = batches()[0]
+    targets = targets.clone()
+    targets[:3] = 7
+    loss = CrossEntropy(ignore_index=7, label_smoothing=0.3)
+    assert verify(gpt(), "dp3 tp2", [(inputs, targets)], loss=loss).equal
