@@ -363,39 +363,3 @@ def test_evaluation_between_steps_changes_no_step():
 
     with_it, without = (on_ranks(gpt(), "dp2 tp2", lambda run, b=b: work(run, b)) for b in (True, False))
     assert with_it == without
-
-
-# ---- gradients of shared and of unused parameters
-
-
-def test_a_parameter_that_some_step_does_not_use_has_a_gradient_of_0():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(3, 4), nn.Linear(3, 4)
-
-        def forward(self, x):
-            return self.used(x)
-
-    def work(run):
-        run.step(next(run.shard([(torch.ones(5, 3), torch.zeros(5, dtype=torch.int64))])))
-        return [p.grad.abs().sum().item() > 0 for p in run.model.parameters()]
-
-    assert on_ranks(Half(), "dp2", work) == [[True, True, False, False]] * 2
-    assert on_ranks(Half(), "dp2/bucket:0", work) == [[True, True, False, False]] * 2
-
-
-def test_units_are_summed_while_backward_goes_on_and_once_each():
-    model = build_mlp(MLPConfig(widths=(4, 6, 6, 3)))
-    batch = (torch.ones(6, 4), torch.zeros(6, dtype=torch.int64))
-
-    def work(run):
-        with run.world.recorder.recording() as records:
-            run.step(next(run.shard([batch])))
-        return [(r.source, r.num_bytes) for r in records]
-
-    sizes = [4 * (6 * 3 + 3), 4 * (6 * 6 + 6), 4 * (6 * 4 + 6)]  # from the last layer to the first
-    expected = [("data_parallel", num_bytes) for num_bytes in sizes] + [("loss", 16)]
-    for mb in ("", " mb3"):
-        assert on_ranks(model, f"dp2/bucket:0{mb}", work) == [expected] * 2
-    assert on_ranks(model, "dp2", work) == [[("data_parallel", sum(sizes)), ("loss", 16)]] * 2

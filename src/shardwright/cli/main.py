@@ -60,6 +60,7 @@ def train(
     batch: Batch = None,
     seq: Seq = None,
     steps: Annotated[int | None, typer.Option(help="Steps in all.", show_default="100")] = None,
+    stop_at: Annotated[int | None, typer.Option(help="End after this step, to resume later; 0: after all.")] = None,
     seed: Seed = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate.", show_default="0.001")] = None,
     schedule: Annotated[str | None, typer.Option(help="cosine, linear or constant.", show_default="cosine")] = None,
@@ -90,7 +91,7 @@ def train(
     opt.check_ranks(ranks)
     whole = _config(
         config, read_run(out) if resume else None, set_=set_, layout=layout, model=model, data=data, batch=batch,
-        seq=seq, steps=steps, seed=seed, lr=lr, schedule=schedule, warmup=warmup, weight_decay=weight_decay,
+        seq=seq, steps=steps, stop_at=stop_at, seed=seed, lr=lr, schedule=schedule, warmup=warmup, weight_decay=weight_decay,
         clip=clip, save_every=save_every, keep=keep, eval_every=eval_every, tensorboard=tensorboard,
         deterministic=deterministic, debug=debug, timeout_s=timeout_s,
     )  # fmt: skip

@@ -24,6 +24,8 @@ RUN_FILE = "run.json"
 class TrainConfig:
     """A training run; every field is an option of ``shardwright train`` and a key of its TOML file.
 
+    ``steps`` fixes the learning-rate schedule; ``stop_at`` > 0 ends the run earlier, to be resumed.
+
     >>> TrainConfig(steps=10, lr=1e-3).learning_rate(0) == 1e-3 / 10  # the first of ten warm-up steps
     True
     """
@@ -35,6 +37,7 @@ class TrainConfig:
     batch: int = 8
     seq: int = 128
     steps: int = 100
+    stop_at: int = 0
     seed: int = 0
     lr: float = 1e-3
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -52,13 +55,18 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_sizes(self, 1, "batch", "seq", "steps")
-        check_sizes(self, 0, "warmup", "clip", "save_every", "keep", "eval_every", "lr", "weight_decay")
+        check_sizes(self, 0, "stop_at", "warmup", "clip", "save_every", "keep", "eval_every", "lr", "weight_decay")
         check_fraction("weight_decay", self.weight_decay)
         if self.schedule not in ("cosine", "linear", "constant"):
             raise PlanError(
                 explain("no such schedule", given=self.schedule, allowed="cosine, linear, constant", fix="cosine")
             )
         object.__setattr__(self, "layout", str(Layout.parse(self.layout)))
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this run ends."""
+        return min(self.stop_at or self.steps, self.steps)
 
     def learning_rate(self, step: int) -> float:
         """The rate of a step: a linear warm-up, then down to a tenth along a cosine or a line, or constant."""
@@ -120,7 +128,8 @@ def read_run(out: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads((out / RUN_FILE).read_text())
-        return read_options(found["options"], given_in=RUN_FILE)
+        options = read_options(found["options"], given_in=RUN_FILE)
+        return {key: value for key, value in options.items() if key != "stop_at"}
     except (OSError, ValueError, KeyError) as failure:
         raise CheckpointError(
             explain(

@@ -174,14 +174,14 @@ class _Training:
         config, rows = self.config, []
         stopped = False
         first = self.world.rank == 0
-        with Log(self.out, config.steps, self.first_step, writes=first, tensorboard=config.tensorboard) as log:
-            while self.run.num_steps < config.steps and not stopped:
+        with Log(self.out, config.last_step, self.first_step, writes=first, tensorboard=config.tensorboard) as log:
+            while self.run.num_steps < config.last_step and not stopped:
                 row = self._step()
                 log.add(row)
                 rows.append(row)
                 stopped = self._anyone_stops()
                 done = self.run.num_steps
-                if config.save_every and done % config.save_every == 0 and done < config.steps and not stopped:
+                if config.save_every and done % config.save_every == 0 and done < config.last_step and not stopped:
                     self._save()
             if rows or self.saved is None:
                 self._save()
@@ -211,7 +211,7 @@ class _Training:
             "memory_bytes": self._memory(),
             "time_s": time.time() - self.start_s,
         }
-        if config.eval_every and (run.num_steps % config.eval_every == 0 or run.num_steps == config.steps):
+        if config.eval_every and (run.num_steps % config.eval_every == 0 or run.num_steps == config.last_step):
             row["eval_loss"] = self._evaluate()
         return row
 
