@@ -22,7 +22,7 @@ import shardwright as sw
 from shardwright.models.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, ratio_rows, write  # noqa: E402
+from benchmarks.common import machine, ratio_rows, write
 
 CONFIG = {"num_layers": 4, "width": 256, "num_heads": 4, "vocabulary": 1024, "max_tokens": 128}
 BATCH, SEQ = 8, 128
@@ -58,7 +58,9 @@ def ours(world, layout):
         model = GPT(GPTConfig(**CONFIG))
     run = sw.parallelize(model, layout, world)
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-4)
-    batches = [batch_of(0)] if layout == "tp2" else [tuple(torch.cat(t) for t in zip(batch_of(0), batch_of(1), strict=True))]
+    batches = (
+        [batch_of(0)] if layout == "tp2" else [tuple(torch.cat(t) for t in zip(batch_of(0), batch_of(1), strict=True))]
+    )
     part = next(run.shard(batches))
 
     def step():
@@ -73,7 +75,10 @@ def torch_tp(world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
-        ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module,
+        ColwiseParallel,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
     )  # fmt: skip
 
     mesh = init_device_mesh("cpu", (2,))

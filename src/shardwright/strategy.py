@@ -7,7 +7,7 @@ and shares no code with what records the calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple, Protocol
 

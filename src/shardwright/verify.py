@@ -61,8 +61,9 @@ class Verdict:
     def __str__(self) -> str:
         if self.equal:
             return (
-                f"equal to one device: loss, {self.parameters} gradients and {self.steps} steps "
-                f"on {self.world_size} ranks, largest error {self.max_relative_error:.1e} ({self.worst_parameter}), allowed {self.tolerance:.0e}"
+                f"equal to one device: loss, {self.parameters} gradients and {self.steps} steps on "
+                f"{self.world_size} ranks, largest error {self.max_relative_error:.1e} "
+                f"({self.worst_parameter}), allowed {self.tolerance:.0e}"
             )
         return (
             f"NOT equal to one device: first at {self.first_difference}, worst at {self.worst_parameter} with error "

@@ -4,6 +4,7 @@ The blocks of a ``ModuleList`` are dealt to the stages; what is before them live
 last, and a tied parameter on both. 1F1B; activations carry a header, so shapes may change.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from types import MethodType
 
@@ -72,7 +73,7 @@ def _fields(rest):
 
 def stages_of(model, size):
     cuts = balanced(len(model.blocks), size)
-    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
 
 def stage_of(stages, module):

@@ -4,6 +4,7 @@ A parameter rests as one flat slice per data rank. Its unit is gathered before i
 dropped after; its gradient, summed by nobody else, is reduce-scattered into the slice's.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,7 +61,7 @@ class _State:
         self.slices, self.cuts = {}, {}
         for name, parameter in self.whole.items():
             cuts = balanced(parameter.numel(), dp.size)
-            self.cuts[name] = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+            self.cuts[name] = [b - a for a, b in itertools.pairwise(cuts)]
             mine = parameter.detach().reshape(-1)[cuts[dp.index] : cuts[dp.index + 1]].clone()
             self.slices[name] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
         self.present = set(self.whole)

@@ -91,8 +91,9 @@ def train(
     opt.check_ranks(ranks)
     whole = _config(
         config, read_run(out) if resume else None, set_=set_, layout=layout, model=model, data=data, batch=batch,
-        seq=seq, steps=steps, stop_at=stop_at, seed=seed, lr=lr, schedule=schedule, warmup=warmup, weight_decay=weight_decay,
-        clip=clip, save_every=save_every, keep=keep, eval_every=eval_every, tensorboard=tensorboard,
+        seq=seq, steps=steps, stop_at=stop_at, seed=seed, lr=lr, schedule=schedule, warmup=warmup,
+        weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
+        tensorboard=tensorboard,
         deterministic=deterministic, debug=debug, timeout_s=timeout_s,
     )  # fmt: skip
     try:
@@ -120,14 +121,16 @@ def _summary_text(summary: dict[str, Any], out: Path) -> str:
     from shardwright.units import format_bytes, format_count
 
     loss = "no steps" if summary["first_loss"] is None else f"{summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
-    speed = "" if summary["step_ms_median"] is None else (
-        f"\n  step        {summary['step_ms_median']:.0f} ms median, {format_count(summary['tokens_per_s_median'])} tokens/s"
-    )  # fmt: skip
+    speed = ""
+    if summary["step_ms_median"] is not None:
+        tokens = format_count(summary["tokens_per_s_median"])
+        speed = f"\n  step        {summary['step_ms_median']:.0f} ms median, {tokens} tokens/s"
     return (
         f"trained {summary['layout']} on {summary['world_size']} ranks: {summary['steps']} steps, "
         f"{format_count(summary['parameters'])} parameters\n  loss        {loss}{speed}\n"
         f"  memory      {format_bytes(max(summary['peak_memory_bytes']))} peak a rank\n"
-        f"  checkpoint  {summary['checkpoint']}\n  report      {summary['report']}\n  metrics     {out / 'metrics.jsonl'}"
+        f"  checkpoint  {summary['checkpoint']}\n  report      {summary['report']}\n"
+        f"  metrics     {out / 'metrics.jsonl'}"
     )
 
 
@@ -303,7 +306,8 @@ def inspect(
     }  # fmt: skip
     model = {name: shape for name, shape in tensors.items() if not name.startswith("optimizer/")}
     lines = [
-        f"{folder}: step {manifest.step}, written under {manifest.layout}, {format_bytes(num_bytes)} in {len(manifest.files)} files"
+        f"{folder}: step {manifest.step}, written under {manifest.layout}, "
+        f"{format_bytes(num_bytes)} in {len(manifest.files)} files"
     ]
     lines += [f"  {name:40} {shape}" for name, shape in model.items()]
     lines.append(f"  and the state of {manifest.optimizer or 'no optimizer'}: {len(tensors) - len(model)} tensors")

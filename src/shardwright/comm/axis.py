@@ -74,8 +74,8 @@ class Channel(Protocol):
     Tensors are contiguous and detached.
     """
 
-    def all_reduce(self, call: Call, tensor: Tensor, op: str) -> Pending[Tensor]:
-        """Overwrites ``tensor`` with the sum or maximum over the group."""
+    def all_reduce(self, call: Call, tensors: list[Tensor], op: str) -> Pending[None]:
+        """Overwrites each of ``tensors``, of one dtype, with the sum or maximum over the group: one message."""
         ...
 
     def all_gather(self, call: Call, parts: list[Tensor], index: int) -> Pending[None]:
@@ -167,10 +167,26 @@ class Axis:
         if op not in ("sum", "max"):
             raise CommunicationError(explain("no such reduction", given=op, allowed="sum, max", fix="use sum"))
         whole = tensor.detach()
-        pending = self.channel.all_reduce(self._call("all_reduce", whole, op), whole.contiguous(), op)
-        if whole.is_contiguous():
-            return Pending(lambda: (pending.wait(), tensor)[1])
-        return Pending(lambda: (whole.copy_(pending.wait()), tensor)[1])
+        message = whole.contiguous()
+        pending = self.channel.all_reduce(self._call("all_reduce", whole, op), [message], op)
+
+        def finish() -> Tensor:
+            pending.wait()
+            if message is not whole:
+                whole.copy_(message)
+            return tensor
+
+        return Pending(finish)
+
+    def all_reduce_together_async(self, tensors: Sequence[Tensor]) -> Pending[None]:
+        """Starts the sum of several contiguous tensors of one dtype, each overwritten, as one message."""
+        given = [tensor.detach() for tensor in tensors if tensor.numel()]
+        assert all(tensor.is_contiguous() for tensor in given), "a tensor with gaps cannot be overwritten in place"
+        if self.size == 1 or not given:
+            return done(None)
+        shape = (sum(tensor.numel() for tensor in given),)
+        call = Call("all_reduce", self.name, self.source, shape, given[0].dtype, "sum")
+        return self.channel.all_reduce(call, given, "sum")
 
     def all_gather(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         """Joins the members' tensors along ``dim``; ``sizes`` gives each member's size there when they differ."""
@@ -259,7 +275,7 @@ class Axis:
         """Returns once every member has called it."""
         if self.size > 1:
             call = Call("barrier", self.name, self.source, (1,), torch.uint8)
-            self.channel.all_reduce(call, torch.zeros(1, dtype=torch.uint8, device=self.device), "max").wait()
+            self.channel.all_reduce(call, [torch.zeros(1, dtype=torch.uint8, device=self.device)], "max").wait()
 
     # --- messages ------------------------------------------------------------------------------------------
 

@@ -105,13 +105,13 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
             thread.join(timeout=5)
         raise
     if hub.failure is not None:
-        _raise_failure(hub, texts)
+        _raise_failure(hub, texts, num_ranks)
     return [results[rank] for rank in range(num_ranks)]
 
 
-def _raise_failure(hub: Hub, texts: dict[int, str]) -> None:
+def _raise_failure(hub: Hub, texts: dict[int, str], num_ranks: int) -> None:
     failure = hub.failure
-    if (isinstance(failure, ValueError) and len(texts) > 1) or isinstance(failure, (LayoutError, CommunicationError)):
+    if isinstance(failure, CommunicationError) or (isinstance(failure, ValueError) and len(texts) == num_ranks):
         raise failure  # the same words on every rank: a person's mistake, not one rank's
     rank = hub.failed_rank
     assert failure is not None

@@ -129,8 +129,7 @@ def _exchange(rank: int, hosts: dict[int, str], timeout: timedelta) -> Exchange:
     store = dist.distributed_c10d._get_default_store()
     first = min(other for other, host in hosts.items() if host == hosts[rank])
     if rank == first:
-        folder = tempfile.mkdtemp(prefix="shardwright-")
-        store.set(f"folder/{first}", folder)
+        store.set(f"folder/{first}", tempfile.mkdtemp(prefix="shardwright-"))
     folder = Path(store.get(f"folder/{first}").decode())
     exchange = Exchange(rank, folder, timeout.total_seconds())
     here = [other for other, host in hosts.items() if host == hosts[rank]]
@@ -160,11 +159,18 @@ class ProcessChannel:
         """See :class:`~shardwright.comm.axis.Channel`."""
         return self.transport.channel_of(tuple(self.ranks[i] for i in indices))
 
-    def all_reduce(self, call: Call, tensor: Tensor, op: str) -> Pending[Tensor]:
+    def all_reduce(self, call: Call, tensors: list[Tensor], op: str) -> Pending[None]:
         """See :class:`~shardwright.comm.axis.Channel`."""
-        self._begin(call, tensor.nbytes)
-        work = dist.all_reduce(tensor, _OPS[op], self.group, async_op=True)
-        return self._pending(call, [work], lambda: tensor)
+        self._begin(call, sum(tensor.nbytes for tensor in tensors))
+        message = tensors[0] if len(tensors) == 1 else torch.cat([tensor.view(-1) for tensor in tensors])
+        work = dist.all_reduce(message, _OPS[op], self.group, async_op=True)
+
+        def finish() -> None:
+            if len(tensors) > 1:
+                for tensor, part in zip(tensors, message.split([t.numel() for t in tensors]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+        return self._pending(call, [work], finish)
 
     def all_gather(self, call: Call, parts: list[Tensor], index: int) -> Pending[None]:
         """See :class:`~shardwright.comm.axis.Channel`."""

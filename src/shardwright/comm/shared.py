@@ -68,10 +68,6 @@ class _Block:
         os.ftruncate(handle, num_bytes)
         return _Block(handle, num_bytes)
 
-    def as_tensor(self, like: Tensor) -> Tensor:
-        """Its first bytes, as a tensor of this type and shape."""
-        return self.bytes[: like.nbytes].view(like.dtype).view(like.shape)
-
 
 class Exchange:
     """One rank's connections to the other ranks of its machine, its blocks, and what was said to it."""
@@ -258,24 +254,26 @@ class SharedChannel:
         """See :class:`~shardwright.comm.axis.Channel`."""
         return self._subset(tuple(self.ranks[i] for i in indices))
 
-    def all_reduce(self, call: Call, tensor: Tensor, op: str) -> Pending[Tensor]:
+    def all_reduce(self, call: Call, tensors: list[Tensor], op: str) -> Pending[None]:
         """See :class:`~shardwright.comm.axis.Channel`."""
-        number = self._begin(call, tensor.nbytes)
-        place = self.exchange.post(self.number, number, [tensor], self.others)
-        if len(self.ranks) > 2 and place >= 0:
-            return self._pending(call, lambda: self._sum_in_parts(number, tensor, place, op))
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        number = self._begin(call, num_bytes)
+        if len(self.ranks) > 2 and num_bytes > INLINE_BYTES:
+            place = self.exchange.post(self.number, number, tensors, self.others)
+            return self._pending(call, lambda: self._sum_in_parts(number, tensors, place, op))
+        # two members: a + b is b + a, to the last bit; more: each adds all terms in the order of the members
+        mine = torch.cat([tensor.view(-1) for tensor in tensors]) if len(self.ranks) > 2 else None
+        self.exchange.post(self.number, number, tensors, self.others)
 
-        def finish() -> Tensor:
-            if len(self.ranks) == 2:  # a + b is b + a, to the last bit
-                return _combine(tensor, self._read(self.others[0], number, tensor), op, self._give_back)
-            mine = tensor.clone()
+        def finish() -> None:
+            if mine is None:
+                self._combine_with(self.others[0], number, tensors, op)
+                return
+            total = torch.empty_like(mine)
             for position, rank in enumerate(self.ranks):
-                term = mine if position == self.index else self._read(rank, number, tensor)[0]
-                if position:
-                    _combine(tensor, (term, None), op, None)
-                else:
-                    tensor.copy_(term)
-            return tensor
+                term = mine if position == self.index else self._read(rank, number, mine)[0]
+                total.copy_(term) if position == 0 else _combine(total, term, op)
+            _scatter_back(total, tensors)
 
         return self._pending(call, finish)
 
@@ -353,27 +351,42 @@ class SharedChannel:
 
     # ---- inside
 
-    def _sum_in_parts(self, number: int, tensor: Tensor, place: int, op: str) -> Tensor:
-        """Each member sums one part over all blocks, into its own block; then each copies all parts."""
-        flat, own = tensor.view(-1), self.exchange.blocks[place].as_tensor(tensor).view(-1)
-        cuts = balanced(tensor.numel(), len(self.ranks))
+    def _combine_with(self, rank: int, number: int, tensors: list[Tensor], op: str) -> None:
+        """Adds what the only other member posted."""
+        posted = self.exchange.hear(rank, _POST, self.number, number)
+        theirs = self.exchange.their_block(rank, posted).view(tensors[0].dtype)
+        parts = [p.view_as(t) for t, p in zip(tensors, theirs.split([t.numel() for t in tensors]), strict=True)]
+        if op == "sum" and not tensors[0].is_cuda:
+            torch._foreach_add_(tensors, parts)
+        else:
+            for tensor, part in zip(tensors, parts, strict=True):
+                _combine(tensor, part, op)
+        self.exchange.done_reading(rank, posted)
+
+    def _sum_in_parts(self, number: int, tensors: list[Tensor], place: int, op: str) -> None:
+        """Each member sums one part over all blocks, into its own block; then each takes all parts from them."""
+        size = sum(tensor.numel() for tensor in tensors)
+        dtype, own_rank = tensors[0].dtype, self.exchange.rank
         posted = {rank: self.exchange.hear(rank, _POST, self.number, number) for rank in self.others}
-        blocks = {rank: self.exchange.their_block(rank, said).view(tensor.dtype) for rank, said in posted.items()}
-        blocks[self.exchange.rank] = own
-        start, stop = cuts[self.index], cuts[self.index + 1]
-        total = blocks[self.ranks[0]][start:stop].clone()
+        blocks = {rank: self.exchange.their_block(rank, said).view(dtype) for rank, said in posted.items()}
+        own = self.exchange.blocks[place].bytes[: size * tensors[0].element_size()].view(dtype)
+        blocks[own_rank] = own
+        cuts = balanced(size, len(self.ranks))
+        parts = {rank: slice(cuts[i], cuts[i + 1]) for i, rank in enumerate(self.ranks)}
+        mine = parts[own_rank]
+        total = blocks[self.ranks[0]][mine].clone()
         for rank in self.ranks[1:]:
-            _combine(total, (blocks[rank][start:stop], None), op, None)
-        own[start:stop].copy_(total)
+            _combine(total, blocks[rank][mine], op)
+        own[mine].copy_(total)
         for rank in self.others:
             self.exchange.tell(rank, _SUMMED, self.number, number)
-        for position, rank in enumerate(self.ranks):
-            if rank != self.exchange.rank:
-                self.exchange.hear(rank, _SUMMED, self.number, number)
-            flat[cuts[position] : cuts[position + 1]].copy_(blocks[rank][cuts[position] : cuts[position + 1]])
+        for rank in self.others:
+            self.exchange.hear(rank, _SUMMED, self.number, number)
+            # everyone has read its part of the own block, but for the one that all will read
+            own[parts[rank]].copy_(blocks[rank][parts[rank]])
+        _scatter_back(own, tensors)
         for rank, said in posted.items():
             self.exchange.done_reading(rank, said)
-        return tensor
 
     def _read(self, rank: int, number: int, like: Tensor, offset: int = 0) -> tuple[Tensor, Any]:
         """What a member posted, as a tensor like this one, and what to give back once it is read."""
@@ -415,9 +428,12 @@ class SharedChannel:
         )
 
 
-def _combine(total: Tensor, term: tuple[Tensor, Any], op: str, give_back: Callable[[Any], None] | None) -> Tensor:
-    value = term[0].to(total.device)
-    total.add_(value) if op == "sum" else torch.maximum(total, value, out=total)
-    if give_back is not None:
-        give_back(term[1])
-    return total
+def _combine(total: Tensor, term: Tensor, op: str) -> None:
+    term = term.to(total.device)
+    total.add_(term) if op == "sum" else torch.maximum(total, term, out=total)
+
+
+def _scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Copies a flat tensor into several."""
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

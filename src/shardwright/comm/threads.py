@@ -187,18 +187,18 @@ class ThreadChannel:
         ranks = tuple(self.ranks[i] for i in indices)
         return ThreadChannel(self.transport, ranks, (self.key, "subset", indices, number))
 
-    def all_reduce(self, call: Call, tensor: Tensor, op: str) -> Pending[Tensor]:
+    def all_reduce(self, call: Call, tensors: list[Tensor], op: str) -> Pending[None]:
         """See :class:`~shardwright.comm.axis.Channel`."""
 
         def work(brought: list[Contribution]) -> None:
-            tensors = [each["tensor"] for each in brought]
-            total = tensors[0].clone()
-            for other in tensors[1:]:
-                total.add_(other) if op == "sum" else torch.maximum(total, other, out=total)
-            for each in tensors:
-                each.copy_(total)
+            for each in zip(*(one["tensors"] for one in brought), strict=True):
+                total = each[0].clone()
+                for other in each[1:]:
+                    total.add_(other) if op == "sum" else torch.maximum(total, other, out=total)
+                for tensor in each:
+                    tensor.copy_(total)
 
-        return self._meet(call, tensor.nbytes, {"tensor": tensor}, work, tensor)
+        return self._meet(call, sum(t.nbytes for t in tensors), {"tensors": tensors}, work, None)
 
     def all_gather(self, call: Call, parts: list[Tensor], index: int) -> Pending[None]:
         """See :class:`~shardwright.comm.axis.Channel`."""

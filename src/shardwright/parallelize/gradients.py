@@ -1,8 +1,7 @@
 """Gradient sync, derived from the plan: each unit's partial gradients become whole while backward goes on.
 
-A unit is sent as soon as its gradients are there, in the same order on every rank. Where the whole of each
-gradient is shared by the same ranks, as in data parallel, the gradients are views of one flat buffer, and the
-buffer is the message.
+A unit is sent as soon as its gradients are there, in the same order on every rank: one message for the gradients that
+the same ranks share whole, one for the boxes of those that they share in part.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.boxes import Box, Piece, read
-from shardwright.comm import Axis, Pending
+from shardwright.comm import Axis
 from shardwright.mesh import Coord
 from shardwright.pipeline.executor import Events, Unit, held_units
 from shardwright.strategy import Plan, sync_groups, whole_uses
@@ -23,46 +22,46 @@ from shardwright.strategy import Plan, sync_groups, whole_uses
 
 @dataclass
 class _Group:
-    """What one unit sums over one axis: whole local gradients, or boxes of them."""
+    """What one unit sums over one axis, in one message: whole local gradients, or boxes of them."""
 
     axis: Axis
     parameters: list[nn.Parameter]
     boxes: list[tuple[nn.Parameter, Piece, Box]]
-    flat: Tensor | None = None
-    views: tuple[Tensor, ...] = ()
 
-    def start(self) -> Pending[Tensor]:
-        """Fills the message and sends it."""
-        if self.parameters:
-            if self.flat is None:
-                self.flat = torch.empty(sum(p.numel() for p in self.parameters), dtype=self.parameters[0].dtype,
-                                        device=self.parameters[0].device)  # fmt: skip
-                parts = self.flat.split([p.numel() for p in self.parameters])
-                self.views = tuple(part.view_as(p) for part, p in zip(parts, self.parameters, strict=True))
-            found = [(p.grad, view) for p, view in zip(self.parameters, self.views, strict=True)]
-            if any(gradient is not None for gradient, _ in found):
-                torch._foreach_copy_([v for g, v in found if g is not None], [g for g, _ in found if g is not None])
-            for parameter, (gradient, view) in zip(self.parameters, found, strict=True):
-                if gradient is None:
-                    view.zero_()
-                parameter.grad = view
-            return self.axis.all_reduce_async(self.flat)
-        message = torch.cat([read(_gradient(p), piece, box).reshape(-1) for p, piece, box in self.boxes])
-        return self.axis.all_reduce_async(message)
+    def start(self) -> Callable[[], None]:
+        """Sends the message; returns what waits for the sum and puts it where it belongs."""
+        if not self.parameters:
+            return self._start_boxes()
+        unreached = [parameter for parameter in self.parameters if parameter.grad is None]
+        gradients = [_contiguous_gradient(parameter) for parameter in self.parameters]
+        pending = self.axis.all_reduce_together_async(gradients)
 
-    def finish(self, pending: Pending[Tensor]) -> None:
-        """Waits for the sum and puts it where it belongs."""
-        summed = pending.wait()
-        if self.boxes:
-            for (p, piece, box), part in zip(
-                self.boxes, summed.split([box.size for _, _, box in self.boxes]), strict=True
-            ):
-                read(_gradient(p), piece, box).copy_(part.view(box.shape))
+        def finish() -> None:
+            pending.wait()
+            for parameter in unreached:
+                if parameter.grad is not None and not parameter.grad.any():
+                    parameter.grad = None  # no rank's forward reached it: as on one device
+
+        return finish
+
+    def _start_boxes(self) -> Callable[[], None]:
+        parts = [read(_contiguous_gradient(p), piece, box) for p, piece, box in self.boxes]
+        message = torch.cat([part.reshape(-1) for part in parts])
+        pending = self.axis.all_reduce_async(message)
+
+        def finish() -> None:
+            for part, summed in zip(parts, pending.wait().split([p.numel() for p in parts]), strict=True):
+                part.copy_(summed.view_as(part))
+
+        return finish
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
+    """The parameter's gradient, to be overwritten with a sum; zeros where backward did not reach it."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    elif not parameter.grad.is_contiguous():
+        parameter.grad = parameter.grad.contiguous()
     return parameter.grad
 
 
@@ -77,7 +76,7 @@ class GradientSync:
         self.groups = {unit.name: self._groups(plan, unit, coord, joined) for unit in self.units}
         self.last_microbatch = 0
         self._ready: set[str] = set()
-        self._sent: list[tuple[_Group, Pending[Tensor]]] = []
+        self._sent: list[Callable[[], None]] = []
         self._waiting: list[Unit] = []
         _contribute_once(model, plan, coord)
 
@@ -118,19 +117,15 @@ class GradientSync:
         self._ready.add(unit.name)
         while self._waiting and self._waiting[0].name in self._ready:
             for group in self.groups[self._waiting.pop(0).name]:
-                self._sent.append((group, group.start()))
+                self._sent.append(group.start())
 
     def finish(self, count: float) -> None:
         """Waits for every sum and divides by the global count."""
-        scaled: set[int] = set()
-        for group, pending in self._sent:
-            group.finish(pending)
-            if group.flat is not None:
-                group.flat.mul_(1 / count)
-                scaled.update(id(p) for p in group.parameters)
-        rest: list[Any] = [_gradient(p) for p in self.parameters.values() if id(p) not in scaled]
-        if rest:
-            torch._foreach_mul_(rest, 1 / count)
+        for finish in self._sent:
+            finish()
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, 1 / count)
 
 
 def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:

@@ -5,13 +5,32 @@ B batch, T tokens, H width, F feed-forward width; f this rank's part of F
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional
 
 from shardwright.comm import Axis, partial_to_whole, sum_gradient
 from shardwright.errors import PlanError, explain
+
+
+class _RowLinear(Function):
+    """One member's term carries the bias, so that no pass over the output adds it; its gradient is everyone's."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTf: Tensor, w_Hf: Tensor, bias_H: Tensor, tp: Axis) -> Tensor:
+        ctx.save_for_backward(x_BTf, w_Hf)
+        return tp.all_reduce(functional.linear(x_BTf, w_Hf, bias_H if tp.index == 0 else None))
+
+    @staticmethod
+    def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x_BTf, w_Hf = ctx.saved_tensors
+        dy_NH = dy_BTH.reshape(-1, dy_BTH.shape[-1])
+        needs_x, needs_w, needs_bias, _ = ctx.needs_input_grad
+        dx = (dy_NH @ w_Hf).view(x_BTf.shape) if needs_x else None
+        dw = dy_NH.T @ x_BTf.reshape(-1, x_BTf.shape[-1]) if needs_w else None
+        return dx, dw, dy_NH.sum(0) if needs_bias else None, None
 
 
 def row_linear(x_BTf: Tensor, w_Hf: Tensor, bias_H: Tensor | None, tp: Axis) -> Tensor:
@@ -40,8 +59,9 @@ def row_linear(x_BTf: Tensor, w_Hf: Tensor, bias_H: Tensor | None, tp: Axis) -> 
                 fix="cut both over the same axis by the same ranges",
             )
         )
-    y_BTH = partial_to_whole(functional.linear(x_BTf, w_Hf), tp)
-    return y_BTH if bias_H is None else y_BTH + bias_H  # after the sum, so that the bias is added once
+    if bias_H is None:
+        return partial_to_whole(functional.linear(x_BTf, w_Hf), tp)
+    return cast(Tensor, _RowLinear.apply(x_BTf, w_Hf, bias_H, tp))  # type: ignore[no-untyped-call]
 
 
 def enter(module: nn.Module, tp: Axis) -> None:
