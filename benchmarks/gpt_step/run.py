@@ -87,8 +87,9 @@ def torch_tp(world):
     model = GPT(config)
     for block in model.blocks:
         split_qkv(block.attention)
-        plan = {"attention.q": ColwiseParallel(), "attention.k": ColwiseParallel(), "attention.v": ColwiseParallel(),
-                "attention.o": RowwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}  # fmt: skip
+        columns = ("attention.q", "attention.k", "attention.v", "mlp.up")
+        plan = {name: ColwiseParallel() for name in columns}
+        plan |= {"attention.o": RowwiseParallel(), "mlp.down": RowwiseParallel()}
         parallelize_module(block, mesh, plan)
         block.attention.num_heads //= 2
         block.attention.num_kv_heads //= 2

@@ -2,6 +2,7 @@
 
 from shardwright.checkpoint import load, save
 from shardwright.comm import Axis, World, launch, run_on_threads
+from shardwright.draws import without_values
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
@@ -25,4 +26,5 @@ __all__ = [
     "run_on_threads",
     "save",
     "verify",
+    "without_values",
 ]

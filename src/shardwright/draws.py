@@ -8,12 +8,15 @@ hashing each element's place in the whole tensor; a rank that holds a slice comp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardwright.errors import PlanError, explain
 
@@ -129,3 +132,32 @@ def key_dropout(model: nn.Module, draws: Draws, cuts: dict[str, tuple[SliceOfDim
             )
         if isinstance(module, KEYED):
             module.forward = partial(_dropout, module, draws, name, (cuts or {}).get(name, ()))  # type: ignore[method-assign]
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Leaves tensors on the meta device alone where they would be filled with first values."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        fills = getattr(function, "__module__", "") == "torch.nn.init" or function in (Tensor.normal_, Tensor.uniform_)
+        target = args[0] if args else (named or {}).get("tensor")
+        if fills and isinstance(target, Tensor) and target.is_meta:
+            return target
+        return function(*args, **(named or {}))
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Models built inside have shapes and no values: ``torch.device("meta")``, and nothing is drawn.
+
+    Drawing into nothing would be harmless, but the first draw on the meta device makes torch import its compiler,
+    which takes longer than importing torch.
+
+    >>> with without_values():
+    ...     layer = nn.Embedding(10**9, 4096)
+    >>> layer.weight.device.type
+    'meta'
+    """
+    with torch.device("meta"), _WithoutDraws():
+        yield

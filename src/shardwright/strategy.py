@@ -7,7 +7,7 @@ and shares no code with what records the calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
@@ -268,6 +268,14 @@ def sync_groups(plan: Plan, unit: Unit, coord: Coord) -> dict[Sharers, dict[str,
     return dict(sorted(groups.items()))
 
 
+def is_shared_whole(plan: Plan, name: str, axes: Collection[str]) -> bool:
+    """Whether ranks that differ only on ``axes`` hold the same part of a parameter, all of it shared.
+
+    Asked of the plan and not of one rank's shares, so that all members give the same answer.
+    """
+    return not set(axes) & set(plan.compute[name].axes)
+
+
 def sync_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tuple[Traffic, ...]:
     """The all-reduces of gradients whose slowest axis is ``axis``.
 
@@ -280,10 +288,8 @@ def sync_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tuple[Tra
                 continue
             whole = part = 0
             for name, boxes in shares.items():
-                size = sum(box.size for box in boxes)
-                if name in plan.frozen:
-                    continue
-                if size == plan.compute[name].num_elements(coord):
+                size = sum(box.size for box in boxes) if name not in plan.frozen else 0
+                if is_shared_whole(plan, name, axes):
                     whole += size
                 else:
                     part += size

@@ -138,14 +138,13 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
     """The page of a run, with its pictures."""
     import json
 
-    import torch
-
+    from shardwright.draws import without_values
     from shardwright.layout import Layout as LayoutLine
     from shardwright.report import describe, draw_layout, draw_loss, write_page
     from shardwright.strategy import Job
     from shardwright.train.progress import read_metrics
 
-    with torch.device("meta"):
+    with without_values():
         model, loss, _ = config.build()
     description = describe(Job(model, loss), LayoutLine.parse(config.layout))
     rows = read_metrics(out)
@@ -183,6 +182,7 @@ def verify(
     """Proves a layout equal to one device: the loss, every gradient, the parameters after some steps."""
     import torch
 
+    from shardwright.draws import without_values
     from shardwright.errors import PlanError, explain
     from shardwright.train.data import Order, global_batch, open_data
     from shardwright.verify import verify as compare
@@ -202,7 +202,7 @@ def verify(
         seed=seed,
         steps=steps,
     )
-    with torch.device("meta"):
+    with without_values():
         plain, loss, model_config = whole.build()
     dropped = False
     for module in plain.modules():
@@ -237,13 +237,14 @@ def show(
 
     import torch
 
+    from shardwright.draws import without_values
     from shardwright.layout import Layout as LayoutLine
     from shardwright.models import MODELS
     from shardwright.report import describe, draw_layout, show_text
     from shardwright.strategy import Job
 
     whole = _config(config, set_=set_, layout=layout, model=model, batch=batch, seq=seq)
-    with torch.device("meta"):
+    with without_values():
         plain, loss, model_config = whole.build()
     inputs = None
     if model_config is not None:

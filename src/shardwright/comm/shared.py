@@ -380,11 +380,15 @@ class SharedChannel:
         own[mine].copy_(total)
         for rank in self.others:
             self.exchange.tell(rank, _SUMMED, self.number, number)
-        for rank in self.others:
-            self.exchange.hear(rank, _SUMMED, self.number, number)
-            # everyone has read its part of the own block, but for the one that all will read
-            own[parts[rank]].copy_(blocks[rank][parts[rank]])
-        _scatter_back(own, tensors)
+        # one tensor takes the parts where they lie; several are filled from the own block, once it has all of them
+        target = tensors[0].view(-1) if len(tensors) == 1 else own
+        for rank in self.ranks:
+            if rank != own_rank:
+                self.exchange.hear(rank, _SUMMED, self.number, number)
+            if rank != own_rank or target is not own:
+                target[parts[rank]].copy_(blocks[rank][parts[rank]])
+        if target is own:
+            _scatter_back(own, tensors)
         for rank, said in posted.items():
             self.exchange.done_reading(rank, said)
 

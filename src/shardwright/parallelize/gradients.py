@@ -17,7 +17,7 @@ from shardwright.boxes import Box, Piece, read
 from shardwright.comm import Axis
 from shardwright.mesh import Coord
 from shardwright.pipeline.executor import Events, Unit, held_units
-from shardwright.strategy import Plan, sync_groups, whole_uses
+from shardwright.strategy import Plan, is_shared_whole, sync_groups, whole_uses
 
 
 @dataclass
@@ -91,7 +91,7 @@ class GradientSync:
                 if name not in self.parameters:
                     continue  # frozen
                 parameter, pieces = self.parameters[name], plan.compute[name].pieces(coord)
-                if sum(box.size for box in boxes) == parameter.numel():
+                if is_shared_whole(plan, name, axes):
                     whole.parameters.append(parameter)
                     continue
                 for box in boxes:

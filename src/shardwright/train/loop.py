@@ -23,6 +23,7 @@ import shardwright
 from shardwright.checkpoint import find, gather_json, load, save
 from shardwright.comm import World, launch
 from shardwright.comm.launch import Ranks
+from shardwright.draws import without_values
 from shardwright.errors import PlanError, explain
 from shardwright.layout import Layout
 from shardwright.parallelize import Run, parallelize
@@ -92,7 +93,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     from shardwright.parallelize import make_plan
     from shardwright.strategy import Job
 
-    with torch.device("meta"):
+    with without_values():
         model, loss, model_config = config.build()
     make_plan(Job(model, loss), Layout.parse(config.layout))
     for split in ("train", "eval"):
@@ -150,7 +151,7 @@ class _Training:
         self.world, self.config, self.out, self.stop = world, config, out, stop
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        with torch.device("meta"):
+        with without_values():
             plain, loss, model_config = config.build()
         self.data = open_data(config.data, seq=config.seq, model=model_config, split="train")
         self.eval_data = open_data(config.data, seq=config.seq, model=model_config, split="eval")

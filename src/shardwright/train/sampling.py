@@ -10,6 +10,7 @@ from torch import Tensor
 from shardwright.checkpoint import load
 from shardwright.comm import World, launch
 from shardwright.comm.launch import Ranks
+from shardwright.draws import without_values
 from shardwright.errors import PlanError, explain
 from shardwright.layout import Layout
 from shardwright.models import GPTConfig
@@ -33,7 +34,7 @@ def sample(
 def _rank(
     world: World, config: TrainConfig, run_folder: Path, prompt: str, num: int, temperature: float, seed: int
 ) -> str:
-    with torch.device("meta"):
+    with without_values():
         plain, loss, model_config = config.build()
     run = parallelize(plain, config.layout, world, loss=loss, seed=config.seed)
     load(run_folder / CHECKPOINTS, run)

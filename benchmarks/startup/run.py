@@ -1,0 +1,65 @@
+"""Start to first step on 4 ranks: a training run of one step against a bare torchrun script, in turn."""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.common import machine, write
+
+HERE = Path(__file__).parent
+BARE = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(HERE / "bare.py")]
+SETTINGS = ["--set", "num_layers=1", "--set", "width=32", "--seq", "32", "--batch", "4"]
+
+
+def seconds_of(command):
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def first_step_of(out):
+    """From the start of the command until the first row of metrics is on disk."""
+    command = [sys.executable, "-m", "shardwright.cli", "train", "--layout", "dp2 tp2", "--steps", "1", "--out", out]
+    start = time.perf_counter()
+    process = subprocess.Popen([*command, *SETTINGS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = Path(out) / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+        time.sleep(0.005)
+    found = time.perf_counter() - start
+    assert process.wait() == 0
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    facts, rows = machine(), []
+    for number in range(options.rounds + 1):
+        folder = tempfile.mkdtemp()
+        row = {"bare torchrun": seconds_of(BARE), "first step": first_step_of(folder)}
+        shutil.rmtree(folder)
+        if number:
+            rows.append(row)
+    table = []
+    for name in ("bare torchrun", "first step"):
+        found = [row[name] for row in rows]
+        ratios = [row[name] / row["bare torchrun"] for row in rows]
+        table.append({"name": name, "s_median": statistics.median(found), "s_min": min(found), "s_max": max(found),
+                      "ratio": statistics.median(ratios)})  # fmt: skip
+        print(f"{name:15} {statistics.median(found):.2f} s  {statistics.median(ratios):.2f} x bare")
+    if options.write:
+        write(HERE, {"machine": facts, "table": table, "rounds": rows})
+
+
+if __name__ == "__main__":
+    main()
