@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 600.0
 
+PRELOADED = ("shardwright", "shardwright.comm.processes", "torch._dynamo", "torch.optim")
+
 Links = Literal["auto", "sockets"]
 """How ranks of one machine talk: through shared memory where they can, or always through torch's process groups."""
 
@@ -332,8 +334,8 @@ def run_processes(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # torch is imported once, by the server, and every rank is a fork of it
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["shardwright", "shardwright.comm.processes"])
+    # imported once, by the server, and every rank is a fork of it; any optimizer loads torch._dynamo
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED])
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=f"shardwright-{os.getpid()}",
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
