@@ -47,6 +47,7 @@ class Verdict:
     max_relative_error: float
     worst_parameter: str
     first_difference: str
+    first_error: float
     loss_error: float
     parameters_error: float
     tolerance: float
@@ -66,8 +67,9 @@ class Verdict:
                 f"({self.worst_parameter}), allowed {self.tolerance:.0e}"
             )
         return (
-            f"NOT equal to one device: first at {self.first_difference}, worst at {self.worst_parameter} with error "
-            f"{self.max_relative_error:.1e}, allowed {self.tolerance:.0e}; loss off by {self.loss_error:.1e}, "
+            f"NOT equal to one device: first at {self.first_difference or 'the loss'} by {self.first_error:.1e}, worst "
+            f"at {self.worst_parameter} by {self.max_relative_error:.1e}, allowed {self.tolerance:.0e}; "
+            f"loss off by {self.loss_error:.1e}, "
             f"parameters after {self.steps} steps by {self.parameters_error:.1e}"
         )
 
@@ -220,6 +222,7 @@ def _compare(
         max_relative_error=gradients[worst],
         worst_parameter=worst,
         first_difference=beyond[0] if beyond else "",
+        first_error=max(gradients.get(beyond[0], 0.0), parameters.get(beyond[0], 0.0)) if beyond else loss_error,
         loss_error=loss_error,
         parameters_error=max(parameters.values(), default=0.0),
         tolerance=tolerance,

@@ -229,6 +229,9 @@ def _tell_all(everyone: Axis, value: str) -> str:
 
 
 def _flush(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    if path.is_dir() and os.name != "posix":
+        return  # folders cannot be opened there
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import statistics
 import sys
@@ -13,7 +12,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy
 import psutil
@@ -120,17 +119,13 @@ def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop
 @contextlib.contextmanager
 def _alone(world: World, out: Path) -> Iterator[None]:
     """Holds the folder: a second run in it is refused on every rank; the system lets go when the run ends."""
-    import fcntl
-
     everyone = world.everyone()
     with contextlib.ExitStack() as stack:
         problem = ""
         if world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((out / ".lock").open("w"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _lock(file):
                 problem = "another run writes to it"
         if any(gather_json(everyone, problem)):
             raise PlanError(
@@ -142,6 +137,31 @@ def _alone(world: World, out: Path) -> Iterator[None]:
                 )
             )
         yield
+
+
+def _lock(file: IO[str]) -> bool:
+    """Takes the file for this process; False where another has it."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has held."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class _Training:
@@ -158,7 +178,7 @@ class _Training:
         self.order = Order(len(self.data), config.batch, config.seed)
         self.run = parallelize(plain, config.layout, world, loss=loss, seed=config.seed)
         self.optimizer = self.run.optimizer(
-            torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
+            torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
         )
         self.everyone = world.everyone()
         self.saved: Path | None = None
@@ -225,10 +245,8 @@ class _Training:
 
     def _memory(self) -> list[int]:
         """The peak of every rank so far: of the process, or of the device's allocator."""
-        if self.world.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.world.device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        on_device = self.world.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.world.device) if on_device else _peak_bytes()
         mine = torch.tensor([peak], dtype=torch.int64, device=self.world.device)
         return [int(value) for value in self.everyone.for_strategy("progress").all_gather(mine)]
 
