@@ -330,24 +330,27 @@ def run_processes(
                 fix='pass --ranks threads, or ranks="threads"',
             )
         )
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # imported once, by the server, and every rank is a fork of it; any optimizer loads torch._dynamo
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED])
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=f"shardwright-{os.getpid()}",
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
-        start_method="forkserver",
-    )  # fmt: skip
     options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links}
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder, _quiet():
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=f"shardwright-{os.getpid()}",
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+            start_method="forkserver", logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )  # fmt: skip
         try:
             found = elastic_launch(config, _rank_main)(pickle.dumps((work, tuple(args), options)), folder)
         except ChildFailedError as failure:
             exits = {rank: one.exitcode for rank, one in failure.failures.items()}
             raise failures.first_failure(folder, exits) from None
+        except SignalException:
+            raise KeyboardInterrupt from None  # the ranks have heard it too, and have ended
     return [pickle.loads(found[rank]) for rank in range(num_ranks)]
 
 
