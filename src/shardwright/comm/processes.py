@@ -357,8 +357,9 @@ def run_processes(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps the launcher's own log silent: the failing rank's traceback is what comes first."""
-    names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
-    loggers = [logging.getLogger(name) for name in names]
+    prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
+    loggers = [logging.getLogger(name) for name in (*prefixes, *logging.root.manager.loggerDict)]
+    loggers = [logger for logger in loggers if logger.name.startswith(prefixes)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
