@@ -1,7 +1,7 @@
 """One checkpoint: saved under any layout, loaded under any other, never half written."""
 
 from shardwright.checkpoint.loading import load, read_whole
-from shardwright.checkpoint.manifest import Manifest, find, read, steps_in
+from shardwright.checkpoint.manifest import Manifest, check_files, find, read, steps_in
 from shardwright.checkpoint.saving import gather_json, save
 
-__all__ = ["Manifest", "find", "gather_json", "load", "read", "read_whole", "save", "steps_in"]
+__all__ = ["Manifest", "check_files", "find", "gather_json", "load", "read", "read_whole", "save", "steps_in"]

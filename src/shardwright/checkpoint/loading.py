@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwright.boxes import Lies, Piece, plan_transfer, write
 from shardwright.checkpoint.manifest import Manifest, check_files, find
 from shardwright.checkpoint.manifest import read as read_manifest
+from shardwright.checkpoint.saving import gather_json
 from shardwright.errors import CheckpointError, explain
 from shardwright.mesh import Coord
 from shardwright.parallelize import Run
@@ -29,19 +30,23 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
     """
     folder = find(Path(path))
     manifest = read_manifest(folder)
-    wanted = _wanted(run, optimizer, manifest)
-    _check_names(folder, manifest, {name: lies.shape for name, lies, _ in wanted})
+    _check_names(folder, manifest, run)
+    if optimizer is not None:
+        _check_optimizer(optimizer, manifest)
+    wanted, states = _wanted(run, optimizer, manifest)
     needed = {
         stored.file
         for name, lies, _ in wanted
         for stored in manifest.tensors[name][2]
         if any(stored.box.intersect(piece.whole) for piece in lies.pieces(run.coord)) or not lies.shape
     }
-    check_files(folder, manifest, needed)
+    _check_everywhere(run, folder, manifest, needed)
     with torch.no_grad():
         for name, lies, local in wanted:
             local.copy_(_read(folder, manifest, name, lies, run.coord, local))
     if optimizer is not None:
+        for parameter, key, value in states:
+            optimizer.state[parameter][key] = value
         _fill_optimizer(run, optimizer, manifest)
     run.num_steps = manifest.step
     run.draws.seed = manifest.seed
@@ -55,9 +60,24 @@ def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
     return _read(folder, manifest, name, Lies.whole(shape), {}, local)
 
 
-def _wanted(run: Run, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> list[tuple[str, Lies, Tensor]]:
-    """Every tensor that this rank fills: its global name, where it lies, and the tensor."""
+def _check_everywhere(run: Run, folder: Path, manifest: Manifest, names: set[str]) -> None:
+    """Raises CheckpointError on every rank when one of them finds a file broken, before any has changed."""
+    problem = ""
+    try:
+        check_files(folder, manifest, names)
+    except (CheckpointError, OSError) as failure:
+        problem = str(failure)
+    for each in gather_json(run.axes["world"].for_strategy("checkpoint"), problem):
+        if each:
+            raise CheckpointError(each)
+
+
+def _wanted(
+    run: Run, optimizer: torch.optim.Optimizer | None, manifest: Manifest
+) -> tuple[list[tuple[str, Lies, Tensor]], list[tuple[Tensor, str, Tensor]]]:
+    """Every tensor that this rank fills: its global name, where it lies, and the tensor; whose state they are."""
     found: list[tuple[str, Lies, Tensor]] = []
+    states: list[tuple[Tensor, str, Tensor]] = []
     keys: dict[str, list[str]] = {}
     for name in manifest.tensors:
         if name.startswith("optimizer/"):
@@ -67,18 +87,21 @@ def _wanted(run: Run, optimizer: torch.optim.Optimizer | None, manifest: Manifes
         found.append((name, run.plan.rest[name].parameter, parameter))
         for key in keys.get(name, []) if optimizer is not None else ():
             dtype = getattr(torch, manifest.tensors[f"optimizer/{name}/{key}"][0])
-            state = optimizer.state[parameter] if optimizer is not None else {}
-            state[key] = torch.empty_like(parameter, dtype=dtype)
-            found.append((f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, state[key]))
+            state = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            states.append((parameter, key, state))
+            found.append((f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, state))
     found += [(name, Lies.whole(tuple(b.shape)), b) for name, b in run.model.named_buffers()]
-    return found
+    return found, states
 
 
-def _check_names(folder: Path, manifest: Manifest, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _check_names(folder: Path, manifest: Manifest, run: Run) -> None:
     held = {name for name in manifest.tensors if not name.startswith("optimizer/")}
-    asked = {name for name in wanted if not name.startswith("optimizer/")}
-    wrong = sorted(held ^ asked)
-    for name in sorted(held & asked):
+    wanted = {name: lies.shape for name, lies in run.plan.compute.items()}
+    buffers = {name: list(b.shape) for name, b in run.model.named_buffers()}
+    for theirs in gather_json(run.axes["world"].for_strategy("checkpoint"), buffers):  # other stages have others
+        wanted.update({name: tuple(shape) for name, shape in theirs.items()})
+    wrong = sorted(held ^ wanted.keys())
+    for name in sorted(held & wanted.keys()):
         if manifest.tensors[name][1] != tuple(wanted[name]):
             wrong.append(f"{name} {list(manifest.tensors[name][1])} instead of {list(wanted[name])}")
     if wrong:
@@ -106,7 +129,7 @@ def _read(folder: Path, manifest: Manifest, name: str, lies: Lies, coord: Coord,
     return local
 
 
-def _fill_optimizer(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
     if manifest.optimizer != type(optimizer).__name__:
         raise CheckpointError(
             explain(
@@ -116,12 +139,15 @@ def _fill_optimizer(run: Run, optimizer: torch.optim.Optimizer, manifest: Manife
                 fix=f"use {manifest.optimizer}" if manifest.optimizer else "leave out the optimizer",
             )
         )
+
+
+def _fill_optimizer(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
     names = {id(p): name for name, p in run.parameters.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, (kind, value) in manifest.scalars.get(names[id(parameter)], {}).items():
                 state = optimizer.state[parameter]
-                state[key] = torch.tensor(value, dtype=torch.float32) if kind == "tensor" else value
-        matching = [g for g in manifest.groups if set(g["parameters"]) == {names[id(p)] for p in group["params"]}]
+                state[key] = torch.tensor(value, dtype=getattr(torch, kind)) if kind else value
+        matching = [g for g in manifest.groups if {names[id(p)] for p in group["params"]} <= set(g["parameters"])]
         if matching:
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in matching[0]["options"].items()})

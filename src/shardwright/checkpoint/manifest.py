@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwright.boxes import Box
 from shardwright.errors import CheckpointError, explain
 
@@ -98,6 +100,8 @@ class Manifest:
                 for name, entry in found["tensors"].items()
             }
             files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in found["files"].items()}
+            for dtype, _, stored in tensors.values():
+                _ = getattr(torch, dtype), [files[each.file] for each in stored]  # all that it speaks of is there
             return Manifest(
                 found["step"], found["layout"], found["seed"], tensors, files,
                 found["optimizer"], found["scalars"], tuple(found["groups"]), found["extra"],
@@ -110,13 +114,16 @@ class Manifest:
                     f"the manifest of '{path}' is broken",
                     given=f"{MANIFEST}: {failure}",
                     allowed="the file as it was written",
-                    fix="load an earlier checkpoint of the run",
+                    fix="remove it to go on from the step before it, or copy it again",
                 )
             ) from failure
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """The complete checkpoints of a run, oldest first.
+
+    ``step-N.old`` is one too: it was there when step N was saved again, and stays until the new one has its name.
+    """
     return sorted(path.parent for path in folder.glob(f"step-*/{MANIFEST}"))
 
 
@@ -174,7 +181,7 @@ def _broken(path: Path, what: str) -> CheckpointError:
             f"the checkpoint '{path}' is broken",
             given=what,
             allowed="the files as they were written",
-            fix="load an earlier step of the run, or copy the checkpoint again",
+            fix="remove it to go on from the step before it, or copy it again",
         )
     )
 

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,11 @@ def save(
     everyone = run.axes["world"].for_strategy("checkpoint")
     root = Path(folder)
     name = f"step-{run.num_steps:08d}"
-    token = _tell_all(everyone, uuid.uuid4().hex[:8])
+    told = gather_json(everyone, [uuid.uuid4().hex[:8], [name for name, _ in run.model.named_buffers()]])
+    token = told[0][0]
+    owners = {name: rank for rank, (_, names) in reversed(list(enumerate(told))) for name in names}
     partial = root / f".tmp-{name}-{token}"
-    entries, tensors = _owned(run, optimizer, f"part-{run.world.rank:05d}.safetensors")
+    entries, tensors = _owned(run, optimizer, f"part-{run.world.rank:05d}.safetensors", owners)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def prepare() -> None:
@@ -63,24 +65,22 @@ def save(
             save_file(tensors, str(file))
             _flush(file)
         files = {file.name: (file.stat().st_size, checksum(file))} if tensors else {}
-        return _packed(entries), files, _scalars(run, optimizer)
+        return _packed(entries), files, _scalars(run, optimizer), _groups(run, optimizer)
 
     def finish() -> None:
         manifest = _join(run, optimizer, everyone_wrote, extra or {})
         (partial / MANIFEST).write_text(manifest.to_json())
         _flush(partial / MANIFEST)
         _flush(partial)
-        final = root / name
-        if final.exists():  # the same step again: the old one goes aside until the new one has its name
-            aside = root / f".tmp-old-{token}"
-            final.rename(aside)
-            partial.rename(final)
-            shutil.rmtree(aside)
-        else:
-            partial.rename(final)
+        final, old = root / name, root / f"{name}.old"
+        if final.exists():  # the same step again: the old one still counts until the new one has its name
+            _discard(old, token)
+            final.rename(old)
+        partial.rename(final)
         _flush(root)
-        for old in steps_in(root)[:-keep] if keep else ():
-            shutil.rmtree(old)
+        _discard(old, token)
+        for each in steps_in(root)[:-keep] if keep else ():
+            _discard(each, token)
 
     first = run.world.rank == 0
     _together(everyone, prepare if first else _nothing, partial)
@@ -89,16 +89,28 @@ def save(
     return root / name
 
 
+def _discard(step: Path, token: str) -> None:
+    """Removes a checkpoint, if it is there; half removed, it no longer has the name of one."""
+    if step.exists():
+        aside = step.with_name(f".tmp-{step.name}-{token}-old")
+        step.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def _nothing() -> None:
     return None
 
 
-def _owned(run: Run, optimizer: torch.optim.Optimizer | None, file: str) -> tuple[Entries, dict[str, Tensor]]:
-    """What this rank writes: entries of the manifest, and the tensors of its file."""
+def _owned(
+    run: Run, optimizer: torch.optim.Optimizer | None, file: str, owners: Mapping[str, int]
+) -> tuple[Entries, dict[str, Tensor]]:
+    """What this rank writes: entries of the manifest, and the tensors of its file; of each buffer, the owner's."""
     entries: Entries = {}
     tensors: dict[str, Tensor] = {}
-    for name, lies, local in _state(run, optimizer):
-        pieces = _outermost(lies.owned(run.coord, run.plan.mesh))
+    mine = [name for name, rank in owners.items() if rank == run.world.rank]
+    for name, lies, local in (*_state(run, optimizer), *_buffers(run, mine)):
+        whole = name in mine
+        pieces = _outermost(lies.pieces(run.coord) if whole else lies.owned(run.coord, run.plan.mesh))
         stored = []
         for number, piece in enumerate(pieces):
             key = f"{name}#{number}"
@@ -114,13 +126,17 @@ def _outermost(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
 
 
 def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Lies, Tensor]]:
-    """Every tensor of the training state: its global name, where it lies, and this rank's part."""
+    """Every tensor that is trained, and the optimizer's: its global name, where it lies, and this rank's part."""
     for name, parameter in run.parameters.items():
         yield name, run.plan.rest[name].parameter, parameter
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
             if is_cut_like(value, parameter):
                 yield f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, value
-    for name, buffer in run.model.named_buffers():
+
+
+def _buffers(run: Run, names: Iterable[str]) -> Iterator[tuple[str, Lies, Tensor]]:
+    for name in names:
+        buffer = run.model.get_buffer(name)
         yield name, Lies.whole(tuple(buffer.shape)), buffer
 
 
@@ -136,7 +152,8 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
         for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
             if not is_cut_like(value, parameter) and value is not None:
                 as_json = value.tolist() if isinstance(value, Tensor) else value
-                found.setdefault(name, {})[key] = ["tensor", as_json] if isinstance(value, Tensor) else ["", as_json]
+                dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else ""
+                found.setdefault(name, {})[key] = [dtype, as_json]
     return found
 
 
@@ -151,16 +168,21 @@ def _join(run: Run, optimizer: torch.optim.Optimizer | None, wrote: list[Any], e
     tensors: Entries = {}
     files: dict[str, tuple[int, str]] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for entries, some_files, some_scalars in wrote:
+    groups: list[dict[str, Any]] = []
+    for entries, some_files, some_scalars, some_groups in wrote:
         for name, (dtype, shape, stored) in entries.items():
             pieces = [Stored(Box(tuple(a), tuple(b)), file, key) for a, b, file, key in stored]
             tensors.setdefault(name, (dtype, tuple(shape), []))[2].extend(pieces)
         files.update({name: (size, digest) for name, (size, digest) in some_files.items()})
         scalars.update(some_scalars)
+        for number, group in enumerate(some_groups):  # a stage has some of a group's parameters
+            groups += [{**group, "parameters": []}] if number == len(groups) else []
+            known = groups[number]["parameters"]
+            known += [name for name in group["parameters"] if name not in known]
     frozen = {name: (dtype, shape, tuple(stored)) for name, (dtype, shape, stored) in sorted(tensors.items())}
     return Manifest(
         run.num_steps, str(run.plan.layout), run.draws.seed, frozen, files,
-        type(optimizer).__name__ if optimizer is not None else "", scalars, _groups(run, optimizer), extra,
+        type(optimizer).__name__ if optimizer is not None else "", scalars, tuple(groups), extra,
     )  # fmt: skip
 
 
@@ -221,11 +243,6 @@ def gather_json(axis: Axis, value: Any) -> list[Any]:
     sizes = axis.all_gather(torch.tensor([text.numel()], device=device)).tolist()
     joined = axis.all_gather(text.to(device), sizes=sizes).cpu()
     return [json.loads(bytes(part.tolist())) for part in joined.split(sizes)]
-
-
-def _tell_all(everyone: Axis, value: str) -> str:
-    told: str = gather_json(everyone, value)[0]
-    return told
 
 
 def _flush(path: Path) -> None:

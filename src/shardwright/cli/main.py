@@ -323,14 +323,25 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Writes the model alone into one safetensors file, under the plain model's names."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from shardwright.checkpoint import find, read, read_whole
+    from shardwright.checkpoint import check_files, find, read, read_whole
+    from shardwright.errors import PlanError, explain
 
     folder = find(_inside(path))
     manifest = read(folder)
     names = [name for name in manifest.tensors if not name.startswith("optimizer/")]
-    save_file({name: read_whole(folder, manifest, name) for name in names}, str(to))
+    check_files(folder, manifest, {stored.file for name in names for stored in manifest.tensors[name][2]})
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: read_whole(folder, manifest, name) for name in names}, str(to))
+    except (OSError, SafetensorError) as failure:
+        raise PlanError(
+            explain(
+                f"cannot write '{to}'", given=failure, allowed="a file that can be written", fix="give another path"
+            )
+        ) from failure
     emit(
         {"file": str(to), "tensors": len(names)}, f"{to}: {len(names)} tensors of step {manifest.step}", as_json=as_json
     )

@@ -38,7 +38,7 @@ def parallelize(
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
         starts. Both are raised on every rank before anything is sent.
 
-    >>> import shardwright as sw
+    >>> import torch, shardwright as sw
     >>> def work(world):
     ...     with torch.device("meta"):
     ...         plain = nn.Linear(4, 3)

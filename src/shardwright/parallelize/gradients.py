@@ -119,13 +119,13 @@ class GradientSync:
             for group in self.groups[self._waiting.pop(0).name]:
                 self._sent.append(group.start())
 
-    def finish(self, count: float) -> None:
-        """Waits for every sum and divides by the global count."""
+    def finish(self, scale: float) -> None:
+        """Waits for every sum and multiplies it by what is left of the division by the global count."""
         for finish in self._sent:
             finish()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, 1 / count)
+        if gradients and scale != 1:
+            torch._foreach_mul_(gradients, scale)
 
 
 def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -137,6 +138,17 @@ def expected_traffic(
     element_bytes = next(whole.parameters()).element_size()
     batch = Batch(visits, element_bytes)
     return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in strategies}
+
+
+def numbers_per_sample(targets: Any) -> int:
+    """How many targets a sample has: what a loss counts where none is ignored.
+
+    >>> numbers_per_sample(torch.zeros(0, 5, 2)), numbers_per_sample({"class": torch.zeros(3)})
+    (10, 1)
+    """
+    sizes: list[int] = []
+    tree_map_only(Tensor, lambda tensor: sizes.append(prod(tensor.shape[1:])), targets)
+    return sizes[0] if sizes else 1
 
 
 def on_device(tree: Any, device: torch.device) -> Any:

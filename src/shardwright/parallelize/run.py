@@ -14,7 +14,14 @@ from shardwright.draws import Draws
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.models.structure import call_model
 from shardwright.parallelize.gradients import GradientSync
-from shardwright.parallelize.planning import local_samples, microbatch_samples, num_rows, on_device, rows
+from shardwright.parallelize.planning import (
+    local_samples,
+    microbatch_samples,
+    num_rows,
+    numbers_per_sample,
+    on_device,
+    rows,
+)
 from shardwright.pipeline import Action, End, Ends, Executor, LossEnd, Microbatch, MicrobatchEnd, accumulate
 from shardwright.strategy import OUTPUT, Applied, Job, Plan
 
@@ -61,12 +68,12 @@ class Run:
         for inputs, targets in batches:
             samples = self.share(num_rows((inputs, targets)))
             mine, theirs = rows((inputs, targets), samples.start, samples.stop)
-            yield self.part(mine, theirs, samples)
+            yield self.part(mine, theirs, num_rows((inputs, targets)))
 
-    def part(self, inputs: Any, targets: Any, samples: range) -> Microbatch:
-        """This rank's own samples, which lie at ``samples`` in the global batch (see :meth:`share`)."""
+    def part(self, inputs: Any, targets: Any, num_global: int) -> Microbatch:
+        """This rank's own samples, those of :meth:`share`, of a global batch of ``num_global``."""
         inputs, targets = on_device((inputs, targets), self.world.device)
-        return Microbatch(inputs, targets, samples)
+        return Microbatch(inputs, targets, self.share(num_global), num_global)
 
     # ---- steps
 
@@ -78,13 +85,14 @@ class Run:
         """
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
         pieces = [self._cut(batch, samples) for samples in shares]
+        expected = max(batch.num_global * numbers_per_sample(batch.targets), 1)
         self.draws.step = self.num_steps
         self._sync.begin(last_microbatch=len(pieces) - 1)
-        last = LossEnd(self.loss)
+        last = LossEnd(self.loss, scale=1 / expected)
         with torch.enable_grad():
             self._executor.run(self._schedule(len(pieces)), pieces, self._first, self._last or last)
         mean, count = self._mean(last.sums)
-        self._sync.finish(count)
+        self._sync.finish(expected / count)  # one, and nothing to do, unless some targets do not count
         for events in self._executor.events:
             events.after_sync()
         self.num_steps += 1
@@ -93,7 +101,7 @@ class Run:
     def _cut(self, batch: Microbatch, samples: range) -> Microbatch:
         first = batch.samples.start
         inputs, targets = rows((batch.inputs, batch.targets), samples.start - first, samples.stop - first)
-        return Microbatch(inputs, targets, samples)
+        return Microbatch(inputs, targets, samples, batch.num_global)
 
     def _schedule(self, num_microbatches: int) -> tuple[Action, ...]:
         if self.plan.schedules:

@@ -34,11 +34,12 @@ class Unit(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """A share of one step's samples, and their places in the global batch."""
+    """A share of one step's samples, their places in the global batch, and how many that has."""
 
     inputs: Any
     targets: Any
     samples: range
+    num_global: int
 
 
 def _nothing(*_: Any) -> None:
@@ -95,9 +96,13 @@ class MicrobatchEnd:
 
 @dataclass
 class LossEnd:
-    """The last end of a model that stops here: adds up the loss and what it counts."""
+    """The last end of a model that stops here: adds up the loss and what it counts.
+
+    Backward runs on the sum times ``scale``, a number that all ranks know beforehand.
+    """
 
     loss: Callable[[Any, Any], tuple[Tensor, Tensor]]
+    scale: float = 1.0
     sums: list[Tensor] = field(default_factory=list)
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
@@ -115,7 +120,7 @@ class LossEnd:
         loss_sum, count = result
         count = torch.as_tensor(count, device=loss_sum.device)
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]))
-        return loss_sum
+        return loss_sum * self.scale if self.scale != 1 else loss_sum
 
     def take_gradient(self, number: int) -> Tensor | None:
         """See :class:`Ends`."""

@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from math import cos, pi
+from math import cos, isfinite, pi
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -54,9 +54,15 @@ class TrainConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        check_sizes(self, 1, "batch", "seq", "steps")
+        for name in ("lr", "weight_decay", "clip", "timeout_s"):
+            check_finite(name, getattr(self, name))
+        check_sizes(self, 1, "batch", "seq", "steps", "eval_batches")
         check_sizes(self, 0, "stop_at", "warmup", "clip", "save_every", "keep", "eval_every", "lr", "weight_decay")
         check_fraction("weight_decay", self.weight_decay)
+        if self.timeout_s <= 0:
+            raise PlanError(
+                explain("'timeout_s' is too small", given=self.timeout_s, allowed="above 0", fix="set timeout_s=600")
+            )
         if self.schedule not in ("cosine", "linear", "constant"):
             raise PlanError(
                 explain("no such schedule", given=self.schedule, allowed="cosine, linear, constant", fix="cosine")
@@ -90,6 +96,22 @@ class TrainConfig:
         return {**asdict(self), "settings": dict(self.settings)}
 
 
+def check_finite(name: str, value: float) -> None:
+    """Raises PlanError for infinity and for what is not a number.
+
+    >>> check_finite("lr", float("nan"))
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: 'lr' is not a finite number
+      given:   nan
+      allowed: a finite number
+      fix:     leave lr out
+    """
+    if not isfinite(value):
+        raise PlanError(
+            explain(f"'{name}' is not a finite number", given=value, allowed="a finite number", fix=f"leave {name} out")
+        )
+
+
 def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
     """Options with their types, from text or TOML. Raises PlanError: an unknown key, naming the nearest.
 
@@ -100,9 +122,17 @@ def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
     names = [f.name for f in fields(TrainConfig)]
     for key, value in values.items():
         check_known(given_in, key, value, names)
+        if key == "settings" and not isinstance(value, Mapping):
+            raise PlanError(
+                explain(
+                    f"'settings' of {given_in} is no table",
+                    given=value,
+                    allowed="a table [settings] with the model's settings",
+                    fix="write [settings] on a line of its own, and below it lines such as num_layers = 2",
+                )
+            )
     return {
-        key: dict(value) if key == "settings" and isinstance(value, Mapping) else parse_value(key, value, hints[key])
-        for key, value in values.items()
+        key: dict(value) if key == "settings" else parse_value(key, value, hints[key]) for key, value in values.items()
     }
 
 
@@ -114,7 +144,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise PlanError(
             explain(f"cannot read '{path}'", given=str(failure), allowed="a TOML file", fix="check the path")
         ) from failure
-    except tomllib.TOMLDecodeError as failure:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
         raise PlanError(
             explain(f"'{path}' is not TOML", given=str(failure), allowed="key = value lines", fix="mend that line")
         ) from failure
@@ -130,12 +160,12 @@ def read_run(out: Path) -> dict[str, Any]:
         found = json.loads((out / RUN_FILE).read_text())
         options = read_options(found["options"], given_in=RUN_FILE)
         return {key: value for key, value in options.items() if key != "stop_at"}
-    except (OSError, ValueError, KeyError) as failure:
+    except (OSError, ValueError, KeyError, TypeError) as failure:
         raise CheckpointError(
             explain(
                 f"there is no run at '{out}'",
                 given=str(failure).splitlines()[0],
                 allowed=f"the --out folder of a run, with {RUN_FILE} in it",
-                fix="check --out, or start without --resume",
+                fix="check the path, or start a run there without --resume",
             )
         ) from failure

@@ -19,11 +19,11 @@ import psutil
 import torch
 
 import shardwright
-from shardwright.checkpoint import find, gather_json, load, save
+from shardwright.checkpoint import find, gather_json, load, save, steps_in
 from shardwright.comm import World, launch
 from shardwright.comm.launch import Ranks
 from shardwright.draws import without_values
-from shardwright.errors import PlanError, explain
+from shardwright.errors import CheckpointError, PlanError, explain
 from shardwright.layout import Layout
 from shardwright.parallelize import Run, parallelize
 from shardwright.train.config import RUN_FILE, TrainConfig
@@ -40,16 +40,11 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self._asked = threading.Event()
+        self.asked = False  # no lock around it: a second signal may interrupt the handler of the first
 
     def ask(self, *_: Any) -> None:
         """Asks."""
-        self._asked.set()
-
-    @property
-    def asked(self) -> bool:
-        """Whether anybody did."""
-        return self._asked.is_set()
+        self.asked = True
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
@@ -77,7 +72,7 @@ def train(
     """
     layout = Layout.parse(config.layout)
     _check_before(config, out, resume=resume)
-    out.mkdir(parents=True, exist_ok=True)
+    _make_folder(out)
     if ranks == "threads":
         stop = stop or Stop()
         with stop.on_signals():
@@ -97,23 +92,52 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     make_plan(Job(model, loss), Layout.parse(config.layout))
     for split in ("train", "eval"):
         open_data(config.data, seq=config.seq, model=model_config, split=split)
+    saved = bool(steps_in(out / CHECKPOINTS))
+    if resume and not saved and (out / METRICS_FILE).exists():
+        raise CheckpointError(
+            explain(
+                f"the run in '{out}' ended before its first checkpoint",
+                given=f"{METRICS_FILE} in it, and no checkpoint",
+                allowed="a run that has saved one; --save-every says how often it does",
+                fix=f"remove '{out}', or give another --out, and start without --resume",
+            )
+        )
     if resume:
         find(out / CHECKPOINTS)
     elif (out / METRICS_FILE).exists():
         raise PlanError(
             explain(
                 f"'{out}' holds a run already",
-                given=f"{METRICS_FILE} in it",
-                allowed="a new or empty folder, or --resume",
-                fix="add --resume to go on with it, or give another --out",
+                given=f"{METRICS_FILE} in it" + ("" if saved else ", and no checkpoint"),
+                allowed="a new or empty folder, or --resume" if saved else "a new or empty folder",
+                fix="add --resume to go on with it, or give another --out"
+                if saved
+                else "give another --out, or remove it",
             )
         )
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise PlanError(
+            explain(
+                f"cannot write to '{out}'",
+                given=failure.strerror or str(failure),
+                allowed="a folder that is there and can be written, or can be made",
+                fix="give another --out",
+            )
+        ) from failure
 
 
 def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:
     stop = stop or Stop()
     with stop.on_signals(), _alone(world, out):
-        return _Training(world, config, out, resume, stop).run_all()
+        summary = _Training(world, config, out, resume, stop).run_all()
+    if stop.asked and not world.local:
+        os._exit(130)  # all is saved, and a launcher that was told to stop takes no more results
+    return summary
 
 
 @contextlib.contextmanager
@@ -184,7 +208,8 @@ class _Training:
         self.saved: Path | None = None
         self.start_s = time.time()
         if resume:
-            load(out / CHECKPOINTS, self.run, self.optimizer)
+            self.saved = find(out / CHECKPOINTS)
+            load(self.saved, self.run, self.optimizer)
         self.first_step = self.run.num_steps
         if world.rank == 0:
             self._write_run()
@@ -215,7 +240,7 @@ class _Training:
         share = run.share(len(indices))
         inputs, targets = global_batch(self.data, indices[share.start : share.stop])
         rate = config.learning_rate(run.num_steps)
-        loss = run.step(run.part(inputs, targets, share))
+        loss = run.step(run.part(inputs, targets, len(indices)))
         norm = run.clip_grad_norm_(config.clip) if config.clip else None
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -290,4 +315,4 @@ class _Training:
 
 def _own(run: Run, data: Dataset, indices: list[int]) -> Any:
     share = run.share(len(indices))
-    return run.part(*global_batch(data, indices[share.start : share.stop]), share)
+    return run.part(*global_batch(data, indices[share.start : share.stop]), len(indices))

@@ -11,11 +11,11 @@ from shardwright.checkpoint import load
 from shardwright.comm import World, launch
 from shardwright.comm.launch import Ranks
 from shardwright.draws import without_values
-from shardwright.errors import PlanError, explain
+from shardwright.errors import PlanError, check_at_least, explain
 from shardwright.layout import Layout
 from shardwright.models import GPTConfig
 from shardwright.parallelize import parallelize
-from shardwright.train.config import TrainConfig
+from shardwright.train.config import TrainConfig, check_finite
 from shardwright.train.data import Cifar10, global_batch, open_data
 from shardwright.train.loop import CHECKPOINTS
 
@@ -24,6 +24,8 @@ def sample(
     config: TrainConfig, run: Path, *, prompt: str, num: int, temperature: float, seed: int, ranks: Ranks
 ) -> str:
     """Text, or a table of classes, from the newest checkpoint of ``run``, under ``config.layout``."""
+    check_finite("temperature", temperature)
+    check_at_least("num", num, 0, fix="set num=200")
     if not prompt:
         raise PlanError(
             explain("there is nothing to go on from", given="an empty prompt", allowed="text", fix="a space")

@@ -1,0 +1,478 @@
+"""One checkpoint: saved under any layout, loaded under any other, to the last bit; what is broken is refused."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import hashlib
+import json
+import pickle
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import shardwright.checkpoint
+from checkpoint.runs import go, gpt, held, loaded, saved, start, whole
+from shardwright.checkpoint import find, load, read, read_whole, save, steps_in
+from shardwright.checkpoint import manifest as manifests
+from shardwright.checkpoint.manifest import FORMAT, MANIFEST, VERSION
+from shardwright.comm import launch
+from shardwright.errors import CheckpointError
+from shardwright.layout import Layout
+
+LINES = ("single", "dp2", "tp2", "tp3", "dp2 tp2", "dp2/zero3", "pp2 mb2", "pp2 dp2/zero3 tp2 mb2")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """One run for each layout: where it was saved after three steps, what its ranks held then, three more losses."""
+
+    @cache
+    def of(line):
+        folder = tmp_path_factory.mktemp("run")
+        return folder, saved(line, folder, steps=3, more=3)
+
+    return of
+
+
+@pytest.fixture
+def run_folder(checkpoints, tmp_path):
+    """A folder of one's own with the checkpoint of a run under tp2."""
+    shutil.copytree(checkpoints("tp2")[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+# ---- any layout to any other
+
+
+@pytest.mark.parametrize("target", LINES)
+@pytest.mark.parametrize("source", LINES)
+def test_what_one_layout_saved_another_loads_to_the_last_bit(checkpoints, source, target):
+    folder, before = checkpoints(source)
+    after = loaded(target, folder)
+    expected, found = whole(source, before), whole(target, after)
+    assert found.keys() == expected.keys()
+    assert {name.rpartition("/")[2] for name in found if name.startswith("optimizer/")} == {"exp_avg", "exp_avg_sq"}
+    for name, tensor in expected.items():
+        assert not tensor.isnan().any(), f"{source} holds only some of {name}"
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    for each in after:
+        assert (each.num_steps, each.seed) == (3, 3)
+        known = {name: state for rank in before for name, state in rank.scalars.items()}
+        assert each.scalars == {name: known[name] for name in each.scalars}
+        assert all(state["step"] == (3.0, torch.float32) for state in each.scalars.values())
+    assert {name for each in after for name in each.scalars} == set(dict(gpt().named_parameters()))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_losses_go_on_exactly_under_the_same_layout(checkpoints, line):
+    folder, before = checkpoints(line)
+    assert [each.losses for each in loaded(line, folder, more=3)] == [each.losses[3:] for each in before]
+
+
+@pytest.mark.parametrize("target", LINES)
+@pytest.mark.parametrize("source", ["tp3", "dp2/zero3"])
+def test_the_losses_go_on_under_another_layout_within_rounding(checkpoints, source, target):
+    folder, before = checkpoints(source)
+    for each in loaded(target, folder, more=3):
+        assert each.losses == pytest.approx(before[0].losses[3:], rel=1e-12)
+
+
+def test_a_rate_and_its_betas_come_from_the_checkpoint(checkpoints):
+    def work(world):
+        run, optimizer = start(world, "dp2", lr=77.0)
+        load(checkpoints("tp2")[0], run, optimizer)
+        return optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]
+
+    assert launch(work, 2, ranks="threads") == [(1e-2, (0.9, 0.999))] * 2
+
+
+def test_a_model_alone_is_loaded_without_its_optimizer(checkpoints):
+    folder, before = checkpoints("dp2")
+
+    def work(world):
+        run, optimizer = start(world, "tp2")
+        load(folder, run)
+        return held(run, optimizer, [])
+
+    found, expected = whole("tp2", launch(work, 2, ranks="threads")), whole("dp2", before)
+    assert set(found) == set(dict(gpt().named_parameters()))
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+class WithBuffers(nn.Module):
+    """A batch norm's counts and means, a number of its own, and a frozen weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.scale = nn.Parameter(torch.tensor(0.1))
+        self.down = nn.Linear(6, 19)
+        self.down.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)) * self.scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_buffers_and_parameters_without_a_dim_are_kept_to_the_last_bit(tmp_path, dtype):
+    torch.manual_seed(0)
+    model = WithBuffers().to(dtype)
+    data = (torch.randn(5, 4, dtype=dtype), torch.arange(5))
+
+    def work(world, resumes):
+        run, optimizer = start(world, "single", copy.deepcopy(model))
+        if resumes:
+            load(tmp_path, run, optimizer)
+        losses = []
+        while run.num_steps < (4 if resumes else 2):
+            losses.append(run.step(next(run.shard([data]))).item())
+            optimizer.step()
+        if not resumes:
+            save(tmp_path, run, optimizer)
+            losses += [run.step(next(run.shard([data]))).item() for _ in range(2) if optimizer.step() is None or True]
+        return losses, {name: (tensor.clone(), tensor.dtype) for name, tensor in run.model.state_dict().items()}
+
+    def straight(world):
+        run, optimizer = start(world, "single", copy.deepcopy(model))
+        losses = []
+        while run.num_steps < 4:
+            losses.append(run.step(next(run.shard([data]))).item())
+            optimizer.step()
+        return losses, {name: (tensor.clone(), tensor.dtype) for name, tensor in run.model.state_dict().items()}
+
+    ((losses, expected),) = launch(straight, 1, ranks="threads")
+    launch(work, 1, False, ranks="threads")
+    ((again, found),) = launch(work, 1, True, ranks="threads")
+    assert again == losses[2:]
+    for name, (tensor, its_dtype) in expected.items():
+        assert found[name][1] == its_dtype
+        assert torch.equal(found[name][0], tensor), name
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adam])
+def test_other_optimizers_keep_their_state_too(tmp_path, kind):
+    def work(world, resumes):
+        run, optimizer = start(world, "tp3" if resumes else "dp2", kind=kind)
+        if resumes:
+            load(tmp_path, run, optimizer)
+            return go(run, optimizer, 4)
+        before = go(run, optimizer, 2)
+        save(tmp_path, run, optimizer)
+        return before + go(run, optimizer, 4)
+
+    straight = launch(work, 2, False, ranks="threads")[0]
+    assert launch(work, 3, True, ranks="threads")[0] == pytest.approx(straight[2:], rel=1e-9)
+
+
+def test_a_run_that_has_made_no_step_is_saved_and_loaded(tmp_path):
+    folder = tmp_path / "run"
+    saved("dp2", folder, steps=0)
+    assert [path.name for path in steps_in(folder)] == ["step-00000000"]
+    assert loaded("tp2", folder, more=2)[0].losses == pytest.approx(saved("tp2", tmp_path / "b", steps=2)[0].losses)
+
+
+# ---- the folder
+
+
+def test_every_element_is_written_once(checkpoints):
+    for line in LINES:
+        manifest = read(find(checkpoints(line)[0]))
+        for name, (_, shape, stored) in manifest.tensors.items():
+            assert sum(each.box.size for each in stored) == torch.Size(shape).numel(), f"{name} under {line}"
+
+
+def test_the_manifest_is_json_and_tells_every_file_its_size_and_checksum(checkpoints):
+    for line in LINES:
+        step = find(checkpoints(line)[0])
+        found = json.loads((step / MANIFEST).read_text())
+        assert set(found) == {
+            "format", "version", "step", "layout", "seed", "optimizer", "scalars", "groups", "extra", "files", "tensors",
+        }  # fmt: skip
+        assert (found["format"], found["version"]) == (FORMAT, VERSION) == ("shardwright-checkpoint", 1)
+        assert (found["step"], found["layout"], found["optimizer"]) == (3, str(Layout.parse(line)), "AdamW")
+        assert sorted([*found["files"], MANIFEST]) == sorted(path.name for path in step.iterdir())
+        for name, said in found["files"].items():
+            content = (step / name).read_bytes()
+            assert said == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for entry in found["tensors"].values():
+            assert set(entry) == {"dtype", "shape", "pieces"}
+
+
+def test_there_is_no_pickle_in_a_checkpoint_nor_in_the_code(checkpoints):
+    for path in find(checkpoints("dp2 tp2")[0]).iterdir():
+        with pytest.raises(Exception):  # noqa: B017  # whatever it finds there instead
+            pickle.loads(path.read_bytes())
+        if path.suffix == ".safetensors":
+            with safe_open(str(path), framework="pt") as file:
+                assert list(file.keys())
+    for source in Path(shardwright.checkpoint.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names.append(getattr(node, "module", None) or "")
+            assert not {"pickle", "dill", "marshal", "shelve", "joblib"} & {
+                part for n in names for part in n.split(".")
+            }
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+                assert node.attr not in ("save", "load")
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_the_newest_steps_are_kept(tmp_path, keep):
+    def work(world):
+        run, optimizer = start(world, "dp2")
+        for step in range(1, 5):
+            go(run, optimizer, step)
+            save(tmp_path, run, optimizer, keep=keep)
+
+    launch(work, 2, ranks="threads")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:08d}" for n in range(1, 5)][-keep:]
+    assert find(tmp_path).name == "step-00000004"
+
+
+def test_a_step_that_is_saved_again_takes_the_place_of_the_first(tmp_path):
+    def work(world):
+        run, optimizer = start(world, "tp2")
+        go(run, optimizer, 2)
+        path = save(tmp_path, run, optimizer)
+        with torch.no_grad():
+            run.parameters["norm.weight"].fill_(7.0)
+        assert save(tmp_path, run, optimizer) == path
+        return path
+
+    path = launch(work, 2, ranks="threads")[0]
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000002"]
+    assert torch.equal(read_whole(path, read(path), "norm.weight"), torch.full((12,), 7.0, dtype=torch.float64))
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
+    left = tmp_path / ".tmp-step-00000001-abc"
+    left.mkdir()
+    (left / "part-00000.safetensors").write_bytes(b"half")
+    (tmp_path / ".tmp-file").write_bytes(b"")
+    saved("dp2", tmp_path, steps=1)
+    assert not left.exists()
+    assert find(tmp_path).name == "step-00000001"
+
+
+def test_a_folder_that_was_put_aside_still_counts_until_the_new_one_is_there(tmp_path):
+    saved("single", tmp_path, steps=2)
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000002.old")
+    assert loaded("dp2", tmp_path)[0].num_steps == 2
+    saved("single", tmp_path, steps=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+# ---- what cannot be written
+
+
+def refused(num_ranks, work, *args):
+    """The message, the same on every rank: a rank that is refused alone would leave the others waiting."""
+
+    def told(world):
+        try:
+            work(world, *args)
+        except CheckpointError as refusal:
+            return str(refusal)
+        return "not refused"
+
+    (text,) = set(launch(told, num_ranks, ranks="threads"))
+    assert [line.split(":")[0].strip() for line in text.splitlines()[1:4]] == ["given", "allowed", "fix"], text
+    return text
+
+
+def everything_in(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def keep_going(world, folder):
+    """Loads, makes a step, and cannot save it; every rank goes on."""
+    run, optimizer = start(world, "tp2")
+    load(folder, run, optimizer)
+    go(run, optimizer, 4)
+    try:
+        save(folder, run, optimizer)
+    except CheckpointError:
+        go(run, optimizer, 5)
+        raise
+
+
+def test_a_disk_without_room_is_an_error_on_every_rank_and_leaves_the_last_one_untouched(run_folder, monkeypatch):
+    before = everything_in(run_folder)
+    usage = shutil.disk_usage(run_folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
+    text = refused(2, keep_going, run_folder)
+    assert "the last complete one is untouched" in text
+    assert "rank 0: [Errno 28] 10 B free" in text
+    assert str(run_folder) in text
+    assert everything_in(run_folder) == before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_nothing_behind(run_folder, monkeypatch, rank):
+    from shardwright.checkpoint import saving
+
+    before, plain = everything_in(run_folder), saving.save_file
+
+    def fails(tensors, path):
+        plain(tensors, path)
+        if f"part-0000{rank}" in path:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(saving, "save_file", fails)
+    assert f"rank {rank}: [Errno 5] Input/output error" in refused(2, keep_going, run_folder)
+    assert everything_in(run_folder) == before
+
+
+@pytest.mark.parametrize("name", ["fsync", "rename", "mkdir"])
+def test_a_call_to_the_system_that_fails_is_an_error_on_every_rank(run_folder, monkeypatch, name):
+    import os
+
+    def fails(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    before = everything_in(run_folder)
+    monkeypatch.setattr(os, name, fails)
+    text = refused(2, keep_going, run_folder)
+    monkeypatch.undo()
+    assert "Read-only file system" in text
+    assert everything_in(run_folder) == before
+
+
+def test_a_folder_that_is_a_file_is_refused_on_every_rank(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def work(world):
+        run, optimizer = start(world, "dp2")
+        save(tmp_path / "file", run, optimizer)
+
+    assert "rank 0" in refused(2, work)
+
+
+# ---- what cannot be loaded
+
+
+def load_under(world, line, path, kind=torch.optim.AdamW, **changes):
+    """Loads, and when it is refused the run is as it was."""
+    run, optimizer = start(world, line, gpt(**changes), kind)
+    before = held(run, optimizer, [])
+    try:
+        load(path, run, optimizer)
+    except CheckpointError:
+        after = held(run, optimizer, [])
+        assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in before.tensors)
+        assert after.tensors.keys() == before.tensors.keys(), "the optimizer has got a state"
+        assert (after.num_steps, run.draws.seed) == (0, 3)
+        go(run, optimizer, 1)  # and it can go on
+        raise
+
+
+def part(folder, number):
+    return find(folder) / f"part-0000{number}.safetensors"
+
+
+def change(path, **entries):
+    manifest = find(path) / MANIFEST
+    found = json.loads(manifest.read_text())
+    found.update(entries)
+    manifest.write_text(json.dumps(found))
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+BROKEN = {
+    "a byte at the end": (lambda f: flip(part(f, 1), -1), "part-00001.safetensors does not match its checksum"),
+    "a byte of the header": (lambda f: flip(part(f, 0), 20), "part-00000.safetensors does not match its checksum"),
+    "a short file": (lambda f: part(f, 1).write_bytes(part(f, 1).read_bytes()[:-9]), "bytes, "),
+    "an empty file": (lambda f: part(f, 0).write_bytes(b""), "part-00000.safetensors has 0 bytes"),
+    "a missing file": (lambda f: part(f, 1).unlink(), "part-00001.safetensors is missing"),
+    "half a manifest": (lambda f: (find(f) / MANIFEST).write_text((find(f) / MANIFEST).read_text()[:500]), "broken"),
+    "an empty manifest": (lambda f: (find(f) / MANIFEST).write_text(""), "the manifest of"),
+    "a manifest of bytes": (lambda f: (find(f) / MANIFEST).write_bytes(b"\xff\xfe\x00"), "is not a checkpoint"),
+    "a list for a manifest": (lambda f: (find(f) / MANIFEST).write_text("[1, 2]"), "the manifest of"),
+    "a manifest of somebody else": (lambda f: (find(f) / MANIFEST).write_text('{"format": "x"}'), "of format 'x'"),
+    "a manifest without tensors": (lambda f: change(f, tensors=None), "the manifest of"),
+    "a manifest without files": (lambda f: change(f, files={}), "the manifest of"),
+    "a dtype that is none": (
+        lambda f: change(f, tensors={"a": {"dtype": "float65", "shape": [], "pieces": []}}),
+        "the manifest of",
+    ),
+    "a newer version": (lambda f: change(f, version=2), "written by a newer shardwright"),
+    "a version that is none": (lambda f: change(f, version="2"), "the manifest of"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("line", ["tp2", "dp2"])
+def test_what_is_broken_is_refused_on_every_rank_and_changes_nothing(run_folder, name, line):
+    how, words = BROKEN[name]
+    how(run_folder)
+    assert words in refused(2, load_under, line, run_folder)
+
+
+def test_what_is_broken_may_be_removed_to_go_on_from_the_step_before(run_folder):
+    shutil.copytree(find(run_folder), run_folder / "step-00000009")
+    flip(part(run_folder, 0), -1)
+    text = refused(2, load_under, "tp2", run_folder)
+    assert "step-00000009' is broken" in text
+    assert "fix:     remove it to go on from the step before it" in text
+    shutil.rmtree(run_folder / "step-00000009")
+    assert loaded("tp2", run_folder)[0].num_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: p / "nowhere", "there is no checkpoint at"),
+        (lambda p: (p / "empty").mkdir() or p / "empty", "no manifest in it"),
+        (lambda p: (p / "file").write_text("x") and p / "file", "no manifest in it"),
+        (lambda p: (p / ".tmp-step-00000001-a").mkdir() or p, "no manifest in it"),
+    ],
+)
+def test_a_path_without_a_checkpoint_is_refused_on_every_rank(tmp_path, make, words):
+    assert words in refused(2, load_under, "dp2", make(tmp_path))
+
+
+def test_the_checkpoint_of_another_model_is_refused_on_every_rank(run_folder):
+    text = refused(2, lambda world: load_under(world, "tp2", run_folder, num_layers=3))
+    assert "is a checkpoint of another model" in text
+    assert "blocks.2." in text
+    text = refused(2, lambda world: load_under(world, "dp2", run_folder, vocabulary=20))
+    assert "token.weight [19, 12] instead of [20, 12]" in text
+    assert "tensors differ" in refused(2, lambda world: load_under(world, "pp2 mb2", run_folder, num_layers=1))
+
+
+def test_the_checkpoint_of_another_optimizer_is_refused_on_every_rank(run_folder, tmp_path):
+    text = refused(2, load_under, "tp2", run_folder, torch.optim.SGD)
+    assert "given:   AdamW, asked for SGD" in text
+
+    def without(world):
+        run, _ = start(world, "dp2")
+        save(tmp_path / "bare", run)
+
+    launch(without, 2, ranks="threads")
+    text = refused(2, load_under, "tp2", tmp_path / "bare")
+    assert "given:   none, asked for AdamW" in text
+
+
+def test_an_element_that_no_file_holds_is_never_made_up(run_folder):
+    step = find(run_folder)
+    found = json.loads((step / MANIFEST).read_text())
+    found["tensors"]["norm.weight"]["pieces"] = []
+    (step / MANIFEST).write_text(json.dumps(found))
+    with pytest.raises(Exception):  # noqa: B017
+        launch(load_under, 2, "dp2", run_folder, ranks="threads")
+
+
+def test_the_code_that_reads_a_manifest_knows_no_version_above_its_own():
+    assert manifests.VERSION == VERSION == 1

@@ -1,0 +1,69 @@
+"""Promise 4, its second half: saved under one mesh, loaded under another, the same bits."""
+
+import pytest
+import torch
+
+from contract.cases import CASES, PAIR_CASES, STRATEGIES, lays_out, line_of, pairs, spelling
+from shardwright.checkpoint import find, load, read, read_whole, save
+from shardwright.comm import launch
+from shardwright.layout import Layout
+from shardwright.parallelize import parallelize
+
+
+def save_after_a_step(line, case, folder):
+    def work(world):
+        run = parallelize(case.model, line, world, loss=case.loss)
+        optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+        run.step(next(run.shard(case.batches[:1])))
+        optimizer.step()
+        save(folder, run, optimizer)
+
+    launch(work, Layout.parse(line), ranks="threads")
+
+
+def load_and_save_again(line, case, folder, again):
+    def work(world):
+        run = parallelize(case.model, line, world, loss=case.loss, seed=99)
+        optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+        load(folder, run, optimizer)
+        save(again, run, optimizer)
+
+    launch(work, Layout.parse(line), ranks="threads")
+
+
+def bits_of(folder):
+    path = find(folder)
+    manifest = read(path)
+    return {name: read_whole(path, manifest, name) for name in manifest.tensors}, manifest.scalars, manifest.groups
+
+
+def check_same_bits(first, second, case, tmp_path):
+    save_after_a_step(first, case, tmp_path / "a")
+    load_and_save_again(second, case, tmp_path / "a", tmp_path / "b")
+    (tensors, scalars, groups), (again, scalars_again, groups_again) = bits_of(tmp_path / "a"), bits_of(tmp_path / "b")
+    named = {name for name, _ in case.model.named_parameters()}
+    assert tensors.keys() == again.keys() >= named
+    assert any(name.startswith("optimizer/") for name in tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, again[name]), f"{name} has other bits under {second} than under {first}"
+    assert scalars == scalars_again
+    assert groups == groups_again
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_what_one_mesh_saves_another_loads_bit_for_bit(name, case, tmp_path):
+    strategy = STRATEGIES[name]
+    lines = [line_of(case, spelling(strategy, size)) for size in (1, 2, 3)]
+    fitting = [line for line in lines if lays_out(line, case)]
+    if len(fitting) > 1:
+        check_same_bits(fitting[-1], fitting[0], case, tmp_path / "down")
+        check_same_bits(fitting[0], fitting[-1], case, tmp_path / "up")
+
+
+@pytest.mark.parametrize("case", PAIR_CASES, ids=str)
+@pytest.mark.parametrize(("one", "other"), pairs(), ids=lambda s: s.name)
+def test_what_a_pair_saves_either_alone_loads_bit_for_bit(one, other, case, tmp_path):
+    both = line_of(case, spelling(one, 2), spelling(other, 2))
+    for number, alone in enumerate((one, other)):
+        check_same_bits(both, line_of(case, spelling(alone, 3)), case, tmp_path / str(number))
