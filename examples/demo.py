@@ -22,6 +22,16 @@ def run(*arguments: str) -> None:
     print(f"({time.perf_counter() - start:.0f} s)", flush=True)
 
 
+def draw(out: Path, half: int) -> None:
+    """One curve, two layouts: the picture of the README."""
+    from shardwright.report import draw_losses
+    from shardwright.train.progress import read_metrics
+
+    rows = read_metrics(out)
+    first = [row for row in rows if row["step"] <= half]
+    draw_losses({"dp2 tp2, four ranks": first, "resumed as tp2, two ranks": rows[len(first) :]}, out / "demo.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
@@ -38,6 +48,7 @@ def main() -> None:
     run("checkpoint", "inspect", str(out))
     run("train", "--resume", "--layout", "tp2", "--out", str(out), "--stop-at", str(options.steps))
     run("sample", "--from", str(out), "--layout", "tp2", "--prompt", "def ", "--num", "240")
+    draw(out, half)
     print(f"\nWritten to {out}:")
     for path in sorted(p for p in out.rglob("*") if p.is_file() and not p.name.startswith(".")):
         print(f"  {path}  ({path.stat().st_size:,} bytes)")
