@@ -8,20 +8,30 @@ hashing each element's place in the whole tensor; a rank that holds a slice comp
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwright.errors import PlanError, explain
 
 KEYED = (nn.Dropout,)
 UNKEYED = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
+
+_FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli, torch.normal)
+_LIKE = (torch.rand_like, torch.randn_like, torch.randint_like, functional.gumbel_softmax)
+_FILLS = (Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_)
+_DROPS = {
+    functional.dropout: 0.5, functional.dropout1d: 0.5, functional.dropout2d: 0.5, functional.dropout3d: 0.5,
+    functional.alpha_dropout: 0.5, functional.feature_alpha_dropout: 0.5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,13 +43,28 @@ class SliceOfDim:
     ranges: tuple[tuple[int, int], ...]
 
 
-@dataclass
 class Draws:
-    """The key of this moment's random numbers; the executor sets ``step`` and ``samples`` before each action."""
+    """The key of this moment's random numbers; the executor sets ``step`` and ``samples`` before each forward."""
 
-    seed: int = 0
-    step: int = 0
-    samples: range = field(default_factory=lambda: range(0))
+    def __init__(self, seed: int = 0, step: int = 0, samples: range = range(0)) -> None:
+        self.seed, self.step = seed, step
+        self.samples = samples
+
+    @property
+    def samples(self) -> range:
+        """The places in the global batch of the samples in hand; setting them begins a forward."""
+        return self._samples
+
+    @samples.setter
+    def samples(self, samples: range) -> None:
+        self._samples = samples
+        self._calls: Counter[str] = Counter()
+
+    def call(self, layer: str) -> str:
+        """The layer's name in the keys: a layer that is called again in one forward drops others."""
+        number = self._calls[layer]
+        self._calls[layer] += 1
+        return f"{layer}#{number}" if number else layer
 
     def keys(self, layer: str) -> list[tuple[int, int]]:
         """Two 32-bit words for each sample of the microbatch."""
@@ -105,7 +130,7 @@ def _dropout(module: nn.Dropout, draws: Draws, layer: str, cuts: tuple[SliceOfDi
                 fix="apply dropout after the samples are in dim 0",
             )
         )
-    keep = keep_mask(draws, layer, input.shape, cuts, module.p).to(input.device)
+    keep = keep_mask(draws, draws.call(layer), input.shape, cuts, module.p).to(input.device)
     scale = 1 / (1 - module.p) if module.p < 1 else 0.0
     return input * (keep.to(input.dtype) * scale)
 
@@ -117,11 +142,15 @@ def key_dropout(model: nn.Module, draws: Draws, cuts: dict[str, tuple[SliceOfDim
 
     >>> model, draws = nn.Sequential(nn.Dropout(0.5)), Draws(seed=3, samples=range(1))
     >>> key_dropout(model, draws)
-    >>> model(torch.ones(1, 8)).tolist() == model(torch.ones(1, 8)).tolist()
-    True
+    >>> first, again = model(torch.ones(1, 8)), model(torch.ones(1, 8))
+    >>> draws.samples = range(1)  # a new forward
+    >>> torch.equal(model(torch.ones(1, 8)), first), torch.equal(again, first)
+    (True, False)
     """
     for name, module in model.named_modules():
-        if isinstance(module, UNKEYED):
+        inner = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
+        other = isinstance(module, nn.Dropout) and type(module) is not nn.Dropout and module.p > 0
+        if isinstance(module, UNKEYED) or inner or other:
             raise PlanError(
                 explain(
                     f"the random numbers of '{name}' would depend on the layout",
@@ -130,8 +159,45 @@ def key_dropout(model: nn.Module, draws: Draws, cuts: dict[str, tuple[SliceOfDim
                     fix="use nn.Dropout, or take the layer out",
                 )
             )
-        if isinstance(module, KEYED):
-            module.forward = partial(_dropout, module, draws, name, (cuts or {}).get(name, ()))  # type: ignore[method-assign]
+        if type(module) in KEYED:
+            module.forward = partial(_dropout, module, draws, name, (cuts or {}).get(name, ()))
+
+
+class RefusesDraws(TorchFunctionMode):
+    """Inside, drawing a random number that depends on the layout is an error.
+
+    It looks at every function call, so it is for one forward, not for all.
+
+    >>> with RefusesDraws():
+    ...     functional.dropout(torch.ones(2), 0.5, training=True)
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the random numbers of 'dropout' would depend on the layout
+      given:   a call of it in the forward
+      allowed: nn.Dropout modules
+      fix:     use nn.Dropout, or take the call out
+    """
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        named = named or {}
+        drops = function in _DROPS and (
+            (args[1] if len(args) > 1 else named.get("p", _DROPS[function])) > 0
+            and (args[2] if len(args) > 2 else named.get("training", True))
+        )
+        attends = function is functional.scaled_dot_product_attention and (
+            (args[4] if len(args) > 4 else named.get("dropout_p", 0.0)) > 0
+        )
+        if drops or attends or function in _FACTORIES or function in _LIKE or function in _FILLS:
+            raise PlanError(
+                explain(
+                    f"the random numbers of '{function.__name__}' would depend on the layout",
+                    given="a call of it in the forward",
+                    allowed="nn.Dropout modules",
+                    fix="use nn.Dropout, or take the call out",
+                )
+            )
+        return function(*args, **named)
 
 
 class _WithoutDraws(TorchFunctionMode):

@@ -85,12 +85,14 @@ def verify(
     ranks: Ranks = "threads",
     strategies: Any = None,
     alter: Callable[[Any], None] | None = None,
+    launcher: Callable[..., Sequence[Any]] | None = None,
 ) -> Verdict:
     """Trains one step per batch under ``layout`` and on one device, and compares.
 
     ``model`` may be on the meta device. ``batches`` are global (inputs, targets). Gradients are compared after
     the first step; the parameters after the last in float64 only, since AdamW turns the rounding of a gradient
     near zero into steps of full size. ``alter`` changes each rank's run before it starts: to see a check fail.
+    ``launcher(work, *args)`` runs ``work(world, *args)`` on ranks that are there already, instead of starting some.
 
     >>> batch = (torch.randn(5, 6), torch.randint(3, (5,)))
     >>> print(verify(nn.Linear(6, 3), "dp2", [batch]))
@@ -111,7 +113,9 @@ def verify(
     batches = [_cast(batch, dtype) for batch in batches]
     plan, _ = make_plan(Job(plain, loss), layout, strategies)  # a layout that cannot be is refused here
     expected = _reference(plain, loss, batches, seed)
-    if ranks == "processes":
+    if launcher is not None:
+        found = launcher(_rank, plain, layout, batches, loss, seed, strategies, alter)
+    elif ranks == "processes":
         assert alter is None, "threads only"
         assert strategies is None, "threads only"
         found = launch(_rank, layout, plain, layout, batches, loss, seed, ranks="processes", debug=True)
@@ -164,12 +168,16 @@ def _rank(
         if step == 0:
             outcome.gradients = _gradients(run.parameters)
         optimizer.step()
-    outcome.parameters = {name: p.detach() for name, p in run.parameters.items()}
+    outcome.parameters = {name: p.detach().cpu() for name, p in run.parameters.items()}
     return outcome
 
 
 def _gradients(named: Mapping[str, nn.Parameter]) -> Named:
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items() if p.requires_grad}
+    return {
+        name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().to("cpu", copy=True)
+        for name, p in named.items()
+        if p.requires_grad
+    }
 
 
 def _cast(batch: Batch, dtype: torch.dtype) -> Batch:

@@ -20,7 +20,9 @@ import select
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -70,7 +72,11 @@ class _Block:
 
 
 class Exchange:
-    """One rank's connections to the other ranks of its machine, its blocks, and what was said to it."""
+    """One rank's connections to the other ranks of its machine, its blocks, and what was said to it.
+
+    It never waits for one rank without listening to all: a rank that sends while its partner's line is full takes in
+    what was said to it meanwhile, so no circle of full lines can form.
+    """
 
     def __init__(self, rank: int, folder: Path, timeout_s: float) -> None:
         self.rank, self.folder, self.timeout_s = rank, folder, timeout_s
@@ -78,12 +84,16 @@ class Exchange:
         self.listener.bind(str(folder / str(rank)))
         self.listener.listen(1024)
         self.peers: dict[int, socket.socket] = {}
+        self.lost: set[int] = set()
         self.said: dict[tuple[int, int, int, int], _Posted] = {}
+        self.sums: dict[tuple[int, int], _Sum] = {}
         self.theirs: dict[tuple[int, int], _Block] = {}
         self.blocks: list[_Block] = []
-        self.free: dict[int, list[int]] = {}
-        self.unread: dict[int, int] = {}
-        self.known: set[tuple[int, int]] = set()
+        self._free: dict[int, list[int]] = {}
+        self._unread: dict[int, int] = {}
+        self._known: set[tuple[int, int]] = set()
+        self._ears = select.poll()
+        self._by_handle: dict[int, int] = {}
 
     def connect(self, ranks: Sequence[int]) -> None:
         """Meets these ranks, which do the same: the higher one calls, the lower one answers."""
@@ -96,12 +106,14 @@ class Exchange:
         self.listener.settimeout(self.timeout_s)
         while any(peer > self.rank and peer not in self.peers for peer in ranks):
             line, _ = self.listener.accept()
-            self._add(int.from_bytes(_exactly(line, 4), "little"), line)
+            self._add(int.from_bytes(line.recv(4, socket.MSG_WAITALL), "little"), line)
 
     def _add(self, peer: int, line: socket.socket) -> None:
-        line.settimeout(self.timeout_s)
+        line.setblocking(False)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
         self.peers[peer] = line
+        self._by_handle[line.fileno()] = peer
+        self._ears.register(line.fileno(), select.POLLIN)
 
     def post(self, channel: int, number: int, tensors: Sequence[Tensor], to: Sequence[int]) -> int:
         """Tells these ranks the bytes of some tensors, one after the other; returns the block, -1 for none."""
@@ -116,7 +128,7 @@ class Exchange:
         for tensor in tensors:
             block.bytes[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             offset += tensor.nbytes
-        self.unread[place] = len(to)
+        self._unread[place] = len(to)
         for peer in to:
             self._introduce(peer, place)
             self._send(peer, _HEADER.pack(_POST, channel, number, place, num_bytes))
@@ -129,9 +141,18 @@ class Exchange:
     def hear(self, peer: int, kind: int, channel: int, number: int) -> _Posted:
         """What a peer said about a call; waits until it does."""
         key = (peer, kind, channel, number)
-        while key not in self.said:
-            self._listen(peer)
+        self.wait_until(lambda: key in self.said, [peer])
         return self.said.pop(key)
+
+    def wait_until(self, ready: Callable[[], bool], peers: Sequence[int]) -> None:
+        """Listens to all until ``ready``; these peers are those whose words are missing."""
+        end = time.monotonic() + self.timeout_s
+        while not ready():
+            gone = [peer for peer in peers if peer in self.lost]
+            if gone:
+                raise _Lost(gone[0])
+            if not self._listen(1.0) and time.monotonic() > end:
+                raise _Late(peers[0], self.timeout_s)
 
     def their_block(self, peer: int, posted: _Posted) -> Tensor:
         """The bytes that a peer told."""
@@ -144,6 +165,16 @@ class Exchange:
         if posted.num_bytes > INLINE_BYTES:
             self.tell(peer, _READ, 0, 0, posted.block)
 
+    def hold(self, place: int) -> None:
+        """Keeps an own block until one more :meth:`release`."""
+        self._unread[place] += 1
+
+    def release(self, place: int) -> None:
+        """One reader is done with an own block; the last one makes it free."""
+        self._unread[place] -= 1
+        if not self._unread[place]:
+            self._free.setdefault(self.blocks[place].num_bytes, []).append(place)
+
     def close(self) -> None:
         """Ends all connections."""
         for line in (*self.peers.values(), self.listener):
@@ -151,62 +182,63 @@ class Exchange:
 
     def _take(self, num_bytes: int) -> int:
         size = max(_LEAST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
-        if not self.free.get(size):
-            self._hear_all()
-        if self.free.get(size):
-            return self.free[size].pop()
+        if not self._free.get(size):
+            while self._listen(0.0):
+                pass
+        if self._free.get(size):
+            return self._free[size].pop()
         self.blocks.append(_Block.new(size))
         return len(self.blocks) - 1
 
     def _introduce(self, peer: int, place: int) -> None:
-        if (peer, place) not in self.known:
-            self.known.add((peer, place))
+        if (peer, place) not in self._known:
+            self._known.add((peer, place))
             block = self.blocks[place]
-            header = _HEADER.pack(_NEW, 0, 0, place, block.num_bytes)
-            socket.send_fds(self.peers[peer], [header], [block.handle])
+            self._send(peer, _HEADER.pack(_NEW, 0, 0, place, block.num_bytes), block.handle)
 
-    def _send(self, peer: int, data: bytes) -> None:
-        try:
-            self.peers[peer].sendall(data)
-        except (BrokenPipeError, ConnectionError) as failure:
-            raise _Lost(peer) from failure
+    def _send(self, peer: int, data: bytes, handle: int | None = None) -> None:
+        line, end = self.peers[peer], time.monotonic() + self.timeout_s
+        while data:
+            if peer in self.lost:
+                raise _Lost(peer)
+            try:
+                sent = line.send(data) if handle is None else socket.send_fds(line, [data], [handle])
+                data, handle = data[sent:], None  # a descriptor travels with the first byte
+            except BlockingIOError:
+                if not self._listen(0.01) and time.monotonic() > end:
+                    raise _Late(peer, self.timeout_s) from None
+            except ConnectionError:
+                raise _Lost(peer) from None
 
-    def _listen(self, peer: int) -> None:
-        """Takes in one message of a peer."""
-        line = self.peers[peer]
-        try:
-            header, handles, _, _ = socket.recv_fds(line, _HEADER.size, 1)
-            if header and len(header) < _HEADER.size:
-                header += _exactly(line, _HEADER.size - len(header))
-        except TimeoutError as failure:
-            raise _Late(peer, self.timeout_s) from failure
-        except ConnectionError as failure:
-            raise _Lost(peer) from failure
+    def _listen(self, wait_s: float) -> bool:
+        """Takes in what any peer has said; False when nobody said anything for so long."""
+        heard = False
+        for handle, _ in self._ears.poll(int(wait_s * 1000)):
+            peer = self._by_handle[handle]
+            try:
+                self._take_in(peer, self.peers[peer])
+            except ConnectionError:
+                self.lost.add(peer)  # what it said before is kept; whoever waits for more is told
+                self._ears.unregister(handle)
+            heard = True
+        return heard
+
+    def _take_in(self, peer: int, line: socket.socket) -> None:
+        """One message of a peer."""
+        header, handles, _, _ = socket.recv_fds(line, _HEADER.size, 1)
         if not header:
-            raise _Lost(peer)
+            raise ConnectionResetError
+        header += _exactly(line, _HEADER.size - len(header))
         kind, channel, number, place, num_bytes = _HEADER.unpack(header)
         if kind == _NEW:
             self.theirs[peer, place] = _Block(handles[0], num_bytes)
         elif kind == _READ:
-            self.unread[place] -= 1
-            if not self.unread[place]:
-                self.free.setdefault(self.blocks[place].num_bytes, []).append(place)
+            self.release(place)
         else:
             inline = _exactly(line, num_bytes) if kind == _POST and num_bytes <= INLINE_BYTES else b""
             self.said[peer, kind, channel, number] = _Posted(place, num_bytes, inline)
-
-    def _hear_all(self) -> None:
-        """Takes in what has been said, without waiting for more."""
-        waiting = select.poll()
-        by_handle = {line.fileno(): peer for peer, line in self.peers.items()}
-        for handle in by_handle:
-            waiting.register(handle, select.POLLIN)
-        while ready := [handle for handle, event in waiting.poll(0) if event & select.POLLIN]:
-            for handle in ready:
-                try:
-                    self._listen(by_handle[handle])
-                except _Lost:
-                    waiting.unregister(handle)  # whoever waits for this peer will be told
+            if kind == _POST and (channel, number) in self.sums:
+                self.sums[channel, number].try_own_part()
 
 
 class _Lost(Exception):  # noqa: N818
@@ -220,9 +252,16 @@ class _Late(Exception):  # noqa: N818
 
 
 def _exactly(line: socket.socket, num_bytes: int) -> bytes:
+    """The rest of a message that has begun."""
     data = b""
     while len(data) < num_bytes:
-        more = line.recv(num_bytes - len(data))
+        try:
+            more = line.recv(num_bytes - len(data))
+        except BlockingIOError:
+            ready = select.poll()
+            ready.register(line.fileno(), select.POLLIN)
+            ready.poll(1000)
+            continue
         if not more:
             raise ConnectionResetError
         data += more
@@ -232,6 +271,73 @@ def _exactly(line: socket.socket, num_bytes: int) -> bytes:
 def _bytes_of(tensor: Tensor) -> bytes:
     data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return data
+
+
+class _Sum:
+    """A sum of many members under way: each sums one part over all blocks, into its own; then each takes all parts.
+
+    A member sums its part as soon as it hears that all have posted, whichever call it waits in, so calls may be
+    waited for in any order.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        ranks: tuple[int, ...],
+        key: tuple[int, int],
+        tensors: list[Tensor],
+        op: str,
+        place: int,
+    ) -> None:
+        self.exchange, self.ranks, self.key = exchange, ranks, key
+        self.tensors, self.op = tensors, op
+        self.others = [rank for rank in ranks if rank != exchange.rank]
+        size, first = sum(tensor.numel() for tensor in tensors), tensors[0]
+        self.own = exchange.blocks[place].bytes[: size * first.element_size()].view(first.dtype)
+        cuts = balanced(size, len(ranks))
+        self.parts = {rank: slice(cuts[i], cuts[i + 1]) for i, rank in enumerate(ranks)}
+        self.posted: dict[int, _Posted] = {}
+        self.blocks: dict[int, Tensor] = {}
+        self.place = place
+        exchange.hold(place)  # the others may be done with it long before this member is
+        exchange.sums[key] = self
+        self.try_own_part()
+
+    def try_own_part(self) -> None:
+        """Sums this member's part, once all have posted."""
+        exchange, key = self.exchange, self.key
+        if self.posted or not all((rank, _POST, *key) in exchange.said for rank in self.others):
+            return
+        self.posted = {rank: exchange.said.pop((rank, _POST, *key)) for rank in self.others}
+        dtype = self.own.dtype
+        self.blocks = {rank: exchange.their_block(rank, said).view(dtype) for rank, said in self.posted.items()}
+        self.blocks[exchange.rank] = self.own
+        mine = self.parts[exchange.rank]
+        total = self.blocks[self.ranks[0]][mine].clone()
+        for rank in self.ranks[1:]:
+            _combine(total, self.blocks[rank][mine], self.op)
+        self.own[mine].copy_(total)
+        for rank in self.others:
+            exchange.tell(rank, _SUMMED, *key)
+
+    def finish(self) -> None:
+        """Waits for everyone's part and takes them all."""
+        exchange = self.exchange
+        for rank in self.others:
+            exchange.wait_until(lambda rank=rank: self.posted or (rank, _POST, *self.key) in exchange.said, [rank])
+        # one tensor takes the parts where they lie; several are filled from the own block, once it has all of them
+        target = self.tensors[0].view(-1) if len(self.tensors) == 1 else self.own
+        for rank, part in self.parts.items():
+            if rank != exchange.rank:
+                exchange.hear(rank, _SUMMED, *self.key)
+            if rank != exchange.rank or target is not self.own:
+                target[part].copy_(self.blocks[rank][part])
+        if target is self.own:
+            _scatter_back(self.own, self.tensors)
+        del exchange.sums[self.key]
+        exchange.release(self.place)
+        for rank, said in self.posted.items():
+            exchange.done_reading(rank, said)
 
 
 class SharedChannel:
@@ -259,11 +365,13 @@ class SharedChannel:
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         number = self._begin(call, num_bytes)
         if len(self.ranks) > 2 and num_bytes > INLINE_BYTES:
-            place = self.exchange.post(self.number, number, tensors, self.others)
-            return self._pending(call, lambda: self._sum_in_parts(number, tensors, place, op))
+            place = self._post(call, number, tensors, self.others)
+            with self._naming(call):
+                under_way = _Sum(self.exchange, self.ranks, (self.number, number), tensors, op, place)
+            return self._pending(call, under_way.finish)
         # two members: a + b is b + a, to the last bit; more: each adds all terms in the order of the members
         mine = torch.cat([tensor.view(-1) for tensor in tensors]) if len(self.ranks) > 2 else None
-        self.exchange.post(self.number, number, tensors, self.others)
+        self._post(call, number, tensors, self.others)
 
         def finish() -> None:
             if mine is None:
@@ -280,7 +388,7 @@ class SharedChannel:
     def all_gather(self, call: Call, parts: list[Tensor], index: int) -> Pending[None]:
         """See :class:`~shardwright.comm.axis.Channel`."""
         number = self._begin(call, sum(part.nbytes for part in parts))
-        self.exchange.post(self.number, number, [parts[index]], self.others)
+        self._post(call, number, [parts[index]], self.others)
 
         def finish() -> None:
             for position, rank in enumerate(self.ranks):
@@ -292,7 +400,7 @@ class SharedChannel:
     def reduce_scatter(self, call: Call, out: Tensor, parts: list[Tensor]) -> Pending[Tensor]:
         """See :class:`~shardwright.comm.axis.Channel`."""
         number = self._begin(call, sum(part.nbytes for part in parts))
-        self.exchange.post(self.number, number, parts, self.others)
+        self._post(call, number, parts, self.others)
         before = sum(part.nbytes for part in parts[: self.index])
 
         def finish() -> Tensor:
@@ -312,7 +420,7 @@ class SharedChannel:
         number = self._begin(call, sum(part.nbytes for part in parts))
         for position, rank in enumerate(self.ranks):
             if position != self.index:
-                self.exchange.post(self.number, number, [parts[position]], [rank])
+                self._post(call, number, [parts[position]], [rank])
         outs[self.index].copy_(parts[self.index])
 
         def finish() -> list[Tensor]:
@@ -327,7 +435,7 @@ class SharedChannel:
         """See :class:`~shardwright.comm.axis.Channel`."""
         number = self._begin(call, tensor.nbytes)
         if source == self.index:
-            self.exchange.post(self.number, number, [tensor], self.others)
+            self._post(call, number, [tensor], self.others)
             return Pending(lambda: tensor)
         return self._pending(call, lambda: self._copy(self.ranks[source], number, 0, tensor))
 
@@ -336,10 +444,7 @@ class SharedChannel:
         self._begin_call(call, tensor.nbytes, False)
         number = self._num_sent.get(to, 0)
         self._num_sent[to] = number + 1
-        try:
-            self.exchange.post(self.number, number | 2**63, [tensor], [self.ranks[to]])
-        except _Lost as failure:
-            raise self._lost(call, failure) from failure
+        self._post(call, number | 2**63, [tensor], [self.ranks[to]])
         return Pending(lambda: None)
 
     def receive(self, call: Call, tensor: Tensor, source: int) -> Pending[Tensor]:
@@ -362,35 +467,6 @@ class SharedChannel:
             for tensor, part in zip(tensors, parts, strict=True):
                 _combine(tensor, part, op)
         self.exchange.done_reading(rank, posted)
-
-    def _sum_in_parts(self, number: int, tensors: list[Tensor], place: int, op: str) -> None:
-        """Each member sums one part over all blocks, into its own block; then each takes all parts from them."""
-        size = sum(tensor.numel() for tensor in tensors)
-        dtype, own_rank = tensors[0].dtype, self.exchange.rank
-        posted = {rank: self.exchange.hear(rank, _POST, self.number, number) for rank in self.others}
-        blocks = {rank: self.exchange.their_block(rank, said).view(dtype) for rank, said in posted.items()}
-        own = self.exchange.blocks[place].bytes[: size * tensors[0].element_size()].view(dtype)
-        blocks[own_rank] = own
-        cuts = balanced(size, len(self.ranks))
-        parts = {rank: slice(cuts[i], cuts[i + 1]) for i, rank in enumerate(self.ranks)}
-        mine = parts[own_rank]
-        total = blocks[self.ranks[0]][mine].clone()
-        for rank in self.ranks[1:]:
-            _combine(total, blocks[rank][mine], op)
-        own[mine].copy_(total)
-        for rank in self.others:
-            self.exchange.tell(rank, _SUMMED, self.number, number)
-        # one tensor takes the parts where they lie; several are filled from the own block, once it has all of them
-        target = tensors[0].view(-1) if len(tensors) == 1 else own
-        for rank in self.ranks:
-            if rank != own_rank:
-                self.exchange.hear(rank, _SUMMED, self.number, number)
-            if rank != own_rank or target is not own:
-                target[parts[rank]].copy_(blocks[rank][parts[rank]])
-        if target is own:
-            _scatter_back(own, tensors)
-        for rank, said in posted.items():
-            self.exchange.done_reading(rank, said)
 
     def _read(self, rank: int, number: int, like: Tensor, offset: int = 0) -> tuple[Tensor, Any]:
         """What a member posted, as a tensor like this one, and what to give back once it is read."""
@@ -416,14 +492,24 @@ class SharedChannel:
         self._num_calls += 1
         return self._num_calls
 
+    def _post(self, call: Call, number: int, tensors: Sequence[Tensor], to: Sequence[int]) -> int:
+        with self._naming(call):
+            return self.exchange.post(self.number, number, tensors, to)
+
     def _pending(self, call: Call, finish: Callable[[], T]) -> Pending[T]:
         def checked() -> T:
-            try:
+            with self._naming(call):
                 return finish()
-            except (_Lost, _Late) as failure:
-                raise self._lost(call, failure) from failure
 
         return Pending(checked)
+
+    @contextmanager
+    def _naming(self, call: Call) -> Iterator[None]:
+        """A partner that is gone, or late, becomes an error that names the call."""
+        try:
+            yield
+        except (_Lost, _Late) as failure:
+            raise self._lost(call, failure) from failure
 
     def _lost(self, call: Call, failure: Exception) -> LostPartnerError:
         return LostPartnerError(

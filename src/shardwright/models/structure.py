@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,26 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
     for path, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield path, module, own, names[id(parameter)]
+
+
+def is_exactly(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Whether a module does what its kind does and nothing else: no subclass, no parametrization, no other forward.
+
+    >>> is_exactly(nn.Linear(2, 2), nn.Linear), is_exactly(nn.Bilinear(2, 2, 2), nn.Linear)
+    (True, False)
+    """
+    return type(module) is kind and "forward" not in vars(module)
+
+
+def registered_twice(model: nn.Module) -> set[int]:
+    """The ids of modules that two parents hold, or one parent twice: they may be called from anywhere.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> registered_twice(nn.Sequential(layer, nn.ReLU(), layer)) == {id(layer)}
+    True
+    """
+    places = Counter(id(child) for module in model.modules() for child in module._modules.values() if child is not None)
+    return {key for key, count in places.items() if count > 1}
 
 
 class Chain(NamedTuple):
@@ -108,16 +129,26 @@ def find_chains(model: nn.Module) -> tuple[Chain, ...]:
     """
     found: list[Chain] = []
     taken: set[str] = set()
+    shared = registered_twice(model)
     for path, module in model.named_modules():
-        if not any(isinstance(child, nn.Linear) for _, child in _leaves(module)):
+        if not any(is_exactly(child, nn.Linear) for _, child in _leaves(module)) or _has_choices(module):
             continue
         graph = trace(module)
         for node in graph.nodes if graph is not None else ():
             chain = _chain_to(node, module, path)
+            layers = (*chain.columns, *chain.between, chain.row) if chain is not None else ()
+            if any(id(model.get_submodule(layer)) in shared for layer in layers):
+                continue  # somebody else may call it, on whole features
             if chain is not None and not taken.intersection((*chain.columns, chain.row)):
                 found.append(chain)
                 taken.update((*chain.columns, chain.row))
     return tuple(found)
+
+
+def _has_choices(module: nn.Module) -> bool:
+    """Whether callers may leave arguments out: a trace shows what happens when they do, and no more."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.default is not inspect.Parameter.empty for parameter in parameters)
 
 
 def _module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
@@ -137,7 +168,7 @@ def _is_elementwise(node: fx.Node, root: nn.Module) -> bool:
 
 def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
     """The chain that ends in ``row``, if one does and nothing else looks inside it."""
-    if not isinstance(_module_of(row, root), nn.Linear):
+    if not is_exactly(_module_of(row, root), nn.Linear):
         return None
     columns: list[fx.Node] = []
     between: list[fx.Node] = []
@@ -146,7 +177,7 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
         node = waiting.pop()
         if node in columns or node in between:
             continue
-        if isinstance(_module_of(node, root), nn.Linear):
+        if is_exactly(_module_of(node, root), nn.Linear):
             columns.append(node)
         elif _is_elementwise(node, root):
             between.append(node)
@@ -157,13 +188,17 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
     calls = [node.target for node in row.graph.nodes if node.op == "call_module"]
     if not columns or any(user not in inside for node in (*columns, *between) for user in node.users):
         return None
-    if any(calls.count(node.target) > 1 for node in (*columns, row)):
+    if any(calls.count(node.target) > 1 for node in inside if node.op == "call_module"):
         return None
+    if any(before in inside for node in columns for before in node.all_input_nodes):
+        return None  # a column that takes another's cut output
     widths = {layer.out_features for node in columns if isinstance(layer := _module_of(node, root), nn.Linear)}
     if len(widths) > 1:
         return None
     inputs = {node.all_input_nodes[0] for node in columns}
-    shared = len(columns) > 1 and len(inputs) == 1 and next(iter(inputs)).op == "placeholder"
+    entry = next(node for node in row.graph.nodes if node.op == "placeholder")
+    # one sum for all columns, where the module's first argument goes to them and nowhere else
+    shared = len(columns) > 1 and inputs == {entry} and set(entry.users) == set(columns)
     names = [
         tuple(f"{path}.{node.target}".lstrip(".") for node in nodes if node.op == "call_module")
         for nodes in (reversed(columns), reversed(between), [row])
@@ -185,7 +220,7 @@ def find_head(model: nn.Module) -> str | None:
         return None
     last = output.all_input_nodes[0]
     single_use = len(last.users) == 1 and [n.target for n in graph.nodes].count(last.target) == 1
-    return str(last.target) if isinstance(_module_of(last, model), nn.Linear) and single_use else None
+    return str(last.target) if is_exactly(_module_of(last, model), nn.Linear) and single_use else None
 
 
 @dataclass(frozen=True)

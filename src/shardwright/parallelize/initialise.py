@@ -70,7 +70,7 @@ def _is_elsewhere(lies: Lies | None, coord: Coord) -> bool:
 def _values(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     tensors: dict[str, Any] = {**module._parameters, **module._buffers}
     return {
-        key: tensor if key in module._parameters else tensor.to(device)
+        key: tensor if key in module._parameters else tensor.to(device, copy=True)
         for key, tensor in tensors.items()
         if tensor is not None
     }
@@ -78,6 +78,7 @@ def _values(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
 
 def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
     """Makes one leaf module real, on the host, so that every device starts from the same numbers."""
+    hollow = {key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     module.to_empty(device="cpu", recurse=False)
     draw = getattr(model, "_init_weights", None)
     if draw is None:
@@ -94,4 +95,15 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
     key = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
     with _DRAWING, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(key, "little") >> 1)
+        before = {key: buffer._version for key, buffer in module._buffers.items() if buffer is not None}
         draw(module)
+    unwritten = [k for k, b in module._buffers.items() if b is not None and k in hollow and b._version == before[k]]
+    if unwritten:
+        raise PlanError(
+            explain(
+                f"the buffer '{f'{path}.{unwritten[0]}'.lstrip('.')}' has no values",
+                given=f"{type(module).__name__} on the meta device, where its values were not kept",
+                allowed="buffers that reset_parameters() writes, or that forward computes",
+                fix="compute it in forward, write it in reset_parameters(), or build the model on a real device",
+            )
+        )

@@ -13,13 +13,14 @@ and once a step ``after_sync``, when the core has summed what it sums, and ``aft
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.draws import Draws
+from shardwright.draws import Draws, RefusesDraws
 from shardwright.errors import PlanError, explain
 from shardwright.models.structure import call_model
 from shardwright.pipeline.actions import Action
@@ -150,6 +151,7 @@ class Executor:
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
         self.units = held_units(units, self.parameters)
         self._microbatch = 0
+        self._has_run = False
         self._fired: set[str] = set()
         self._missing: dict[str, set[str]] = {}
         self._watch()
@@ -159,9 +161,12 @@ class Executor:
         starts: dict[int, Tensor] = {}
         for action in actions:
             number, microbatch = action.microbatch, microbatches[action.microbatch]
-            self.draws.samples = microbatch.samples
             if action.kind == "F":
-                output = call_model(self.model, first.take(number, microbatch))
+                self.draws.samples = microbatch.samples
+                inputs = first.take(number, microbatch)
+                with nullcontext() if self._has_run else RefusesDraws():
+                    output = call_model(self.model, inputs)
+                self._has_run = True
                 starts[number] = last.give(number, microbatch, output)
             elif action.kind == "B":
                 self._backward(number, starts.pop(number), first, last)

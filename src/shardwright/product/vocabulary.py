@@ -16,15 +16,36 @@ from shardwright.comm import Axis, partial_to_whole
 from shardwright.models.losses import check_same_shape
 
 
-def cut_embedding(tokens_BT: Tensor, w_vH: Tensor, start: int, tp: Axis) -> Tensor:
+def check_inside(what: str, values: Tensor, size: int) -> None:
+    """Raises IndexError for a value that is no index of ``size`` things, as one device does.
+
+    On an accelerator the check would wait for it, so there it is left to the device's own assertion.
+
+    >>> check_inside("token", torch.tensor([3, 9]), 8)
+    Traceback (most recent call last):
+    IndexError: token 9 is outside 0 to 7
+    """
+    if not values.numel():
+        return
+    if values.device.type != "cpu":
+        torch._assert_async(((values >= 0) & (values < size)).all())
+        return
+    low, high = (int(value) for value in values.aminmax())
+    if low < 0 or high >= size:
+        raise IndexError(f"{what} {low if low < 0 else high} is outside 0 to {size - 1}")
+
+
+def cut_embedding(tokens_BT: Tensor, w_vH: Tensor, start: int, vocabulary: int, tp: Axis) -> Tensor:
     """Looks tokens up in a table whose rows are cut over ``tp``; this rank holds them from ``start`` on.
 
     A rank that does not hold a token's row gives zeros, so the sum over ``tp`` is the row.
 
     Shapes: tokens_BT (...); w_vH (V / tp, H); returns (..., H), equal on every rank of ``tp``.
     Traffic: forward, one all-reduce of the output over ``tp``; backward, none.
+    Raises: IndexError: a token outside the whole table.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
+    check_inside("token", tokens_BT, vocabulary)
     local = tokens_BT - start
     elsewhere = (local < 0) | (local >= w_vH.shape[0])
     rows_BTH = functional.embedding(local.masked_fill(elsewhere, 0), w_vH)
@@ -91,6 +112,7 @@ def cut_cross_entropy(
     check_same_shape("logits but for their last dim", logits_v.shape[:-1], "targets", targets.shape)
     flat = targets.reshape(-1)
     counted = flat != ignore_index
+    check_inside("target", flat.masked_fill(~counted, 0), vocabulary)
     loss_N = cast(
         Tensor,
         _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]

@@ -30,6 +30,7 @@ from math import prod
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from shardwright.boxes import Ranges, balanced_ranges, concat
 from shardwright.comm import Axis
@@ -37,13 +38,15 @@ from shardwright.errors import LayoutError, explain
 from shardwright.mesh import Coord
 from shardwright.models.attention import Attention
 from shardwright.models.losses import CrossEntropy
-from shardwright.models.structure import find_chains, find_head, owners
+from shardwright.models.structure import find_chains, find_head, is_exactly, owners, registered_twice
 from shardwright.product import (
+    Forwarding,
     attend_inside,
     attend_selected,
     cut_cross_entropy,
     cut_embedding,
     enter,
+    guard,
     head_rows,
     head_slices,
     kv_heads,
@@ -83,7 +86,7 @@ class Tensor1D:
         plan = _place_attention(job.model, plan, shared)
         plan = _place_chains(job.model, plan, shared)
         plan = _place_vocabulary(job, plan, shared)
-        if not any(role.strategy == NAME for role in plan.roles.values()):
+        if not any(role.strategy == NAME for role in plan.roles.values()) and plan.mesh["tp"] > 1:
             raise _nothing_to_cut(job.model, plan)
         for path, module, _, _ in owners(job.model):
             if path not in plan.roles:
@@ -92,7 +95,8 @@ class Tensor1D:
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> None:
         """Gives each module the forward of its role."""
-        tp = axes["tp"]
+        tp, forwarding = axes["tp"], Forwarding()
+        forwarding.watch(job.model)
         for path, role in plan.roles.items():
             if role.strategy != NAME:
                 continue
@@ -102,13 +106,17 @@ class Tensor1D:
             module = job.model.get_submodule(path)
             if role.name in ("entry", "column", "head"):
                 enter(module, tp)
-            if role.name == "row" and isinstance(module, nn.Linear):
-                module.forward = partial(_row_forward, module, tp)  # type: ignore[method-assign]
-            if role.name == "rows of a table" and isinstance(module, nn.Embedding):
+            if role.name in ("column", "column of entry", "head"):
+                module.forward = partial(_column_forward, module)
+            if role.name == "row":
+                module.forward = partial(_row_forward, module, tp)
+            if role.name == "rows of a table":
                 start = _start(plan, _names(job.model, path)["weight"], tp)
-                module.forward = partial(_embedding_forward, module, start, tp)  # type: ignore[method-assign]
+                module.forward = partial(_embedding_forward, module, start, tp)
             if isinstance(module, Attention):
                 _apply_attention(module, role.name, tp)
+            if module._parameters and role.name != "copied" and tp.size > 1:
+                guard(module, path, forwarding)
 
     def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
         """The calls of one step: each microbatch's forward and backward, then shared gradients."""
@@ -141,7 +149,9 @@ STRATEGY = Tensor1D()
 
 def _shared_parameters(model: nn.Module) -> set[str]:
     uses = Counter(name for _, _, _, name in owners(model))
-    return {name for name, count in uses.items() if count > 1}
+    twice = registered_twice(model)
+    shared = {name for _, module, _, name in owners(model) if id(module) in twice}
+    return shared | {name for name, count in uses.items() if count > 1}
 
 
 def _names(model: nn.Module, path: str) -> dict[str, str]:
@@ -190,8 +200,9 @@ def _place_chains(model: nn.Module, plan: Plan, shared: set[str]) -> Plan:
 
 def _place_attention(model: nn.Module, plan: Plan, shared: set[str]) -> Plan:
     for path, module in model.named_modules():
-        if not isinstance(module, Attention):
+        if not is_exactly(module, Attention):
             continue
+        assert isinstance(module, Attention)
         layers = [f"{path}.{own}".lstrip(".") for own in (("qkv", "o") if module.fused else ("q", "k", "v", "o"))]
         if all(_is_free(model, layer, shared) for layer in layers):
             plan = _place_heads(model, plan, path, module)
@@ -244,7 +255,7 @@ def _place_vocabulary(job: Job, plan: Plan, shared: set[str]) -> Plan:
         tied = any(name in shared for name in _names(job.model, head).values())
         if head in plan.roles or layer.out_features < max(tp, 1 if tied else layer.in_features):
             head = None
-    tables = [path for path, m in job.model.named_modules() if isinstance(m, nn.Embedding) and _can_cut(m, tp)]
+    tables = [path for path, m in job.model.named_modules() if is_exactly(m, nn.Embedding) and _can_cut(m, tp)]
     cuttable = {*tables, *([head] if head is not None else [])}
     users: dict[str, set[str]] = {}
     for path, _, _, name in owners(job.model):
@@ -272,10 +283,10 @@ def _place_vocabulary(job: Job, plan: Plan, shared: set[str]) -> Plan:
     return plan
 
 
-def _can_cut(table: nn.Embedding, tp: int) -> bool:
+def _can_cut(table: Any, tp: int) -> bool:
     """A table that is longer than wide: shorter ones are not worth an all-reduce."""
     plain = table.padding_idx is None and table.max_norm is None and not table.sparse
-    return plain and not table.scale_grad_by_freq and table.num_embeddings >= max(tp, table.embedding_dim)
+    return bool(plain and not table.scale_grad_by_freq and table.num_embeddings >= max(tp, table.embedding_dim))
 
 
 def _nothing_to_cut(model: nn.Module, plan: Plan) -> LayoutError:
@@ -300,12 +311,26 @@ def _start(plan: Plan, name: str, tp: Axis) -> int:
     return plan.compute[name].pieces({"tp": tp.index})[0].whole.start[0]
 
 
-def _row_forward(module: nn.Linear, tp: Axis, input: Tensor) -> Tensor:
-    return row_linear(input, module.weight, module.bias, tp)
+# These read the parameters past the guard, which stops everyone else.
 
 
-def _embedding_forward(module: nn.Embedding, start: int, tp: Axis, input: Tensor) -> Tensor:
-    return cut_embedding(input, module.weight, start, tp)
+def _column_forward(module: nn.Module, input: Tensor) -> Tensor:
+    return functional.linear(input, _weight(module), module._parameters["bias"])
+
+
+def _row_forward(module: nn.Module, tp: Axis, input: Tensor) -> Tensor:
+    return row_linear(input, _weight(module), module._parameters["bias"], tp)
+
+
+def _embedding_forward(module: nn.Module, start: int, tp: Axis, input: Tensor) -> Tensor:
+    assert isinstance(module, nn.Embedding)
+    return cut_embedding(input, _weight(module), start, module.num_embeddings, tp)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight
 
 
 def _apply_loss(job: Job, plan: Plan, tp: Axis) -> None:
