@@ -203,8 +203,11 @@ def test_keyed_dropout_keeps_everything_when_it_evaluates():
 
 def test_keyed_dropout_takes_its_input_by_torchs_name():
     model, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(2, 50)
-    key_dropout(model, Draws(samples=range(2)))
-    assert torch.equal(model[0](input=x), model[0](x))
+    draws = Draws(samples=range(2))
+    key_dropout(model, draws)
+    first = model[0](input=x)
+    draws.samples = range(2)
+    assert torch.equal(first, model[0](x))
 
 
 def test_every_layer_draws_its_own_mask_and_a_later_step_another():
@@ -213,15 +216,22 @@ def test_every_layer_draws_its_own_mask_and_a_later_step_another():
     x = torch.ones(2, 200)
     first, second = model[0](x), model[1](x)
     assert not torch.equal(first, second)
+    again = model[0](x)
+    assert not torch.equal(again, first)  # a second call in the same forward
+    draws.samples = range(2)  # a new forward
     assert torch.equal(model[0](x), first)
-    draws.step = 1
+    assert torch.equal(model[0](x), again)
+    draws.samples, draws.step = range(2), 1
     assert not torch.equal(model[0](x), first)
 
 
 def test_dropout_of_each_dtype_drops_the_same():
     model, draws = nn.Sequential(nn.Dropout(0.5)), Draws(samples=range(2))
     key_dropout(model, draws)
-    found = [model(torch.ones(2, 64, dtype=dtype)) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    found = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        draws.samples = range(2)
+        found.append(model(torch.ones(2, 64, dtype=dtype)))
     assert [each.dtype for each in found] == [torch.float64, torch.float32, torch.bfloat16]
     assert all(torch.equal(each == 0, found[0] == 0) for each in found)
 

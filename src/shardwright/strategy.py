@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
+import torch
 from torch import nn
 
 from shardwright.boxes import Box, Lies, Ranges
@@ -132,6 +133,7 @@ class Plan:
     roles: Mapping[str, Role] = field(default_factory=dict)
     activations: Mapping[str, tuple[Activation, ...]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @staticmethod
     def of(job: Job, layout: Layout) -> Plan:
@@ -140,8 +142,9 @@ class Plan:
         compute = {name: Lies.whole(shape) for name, shape in shapes.items()}
         rest = {name: Rest(lies, lies, lies) for name, lies in compute.items()}
         uses = tuple(Use(name, path, {}, {}) for path, _, _, name in owners(job.model))
+        dtypes = {name: p.dtype for name, p in job.model.named_parameters()}
         frozen = frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad)
-        return Plan(layout, layout.mesh, compute, rest, uses, {}, blocks(job.model), frozen=frozen)
+        return Plan(layout, layout.mesh, compute, rest, uses, {}, blocks(job.model), frozen=frozen, dtypes=dtypes)
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:
         """Parameter ``name`` lies cut: index i of ``axis`` holds ``ranges[i]`` of ``dim``, at rest as in compute."""
@@ -255,8 +258,8 @@ class Batch(NamedTuple):
     gradient_bytes: int
 
 
-Sharers = tuple[tuple[str, ...], tuple[int, ...]]
-"""Who sums: the axes along which they differ, and their ranks."""
+Sharers = tuple[tuple[str, ...], tuple[int, ...], str]
+"""Who sums what in one message: the axes along which they differ, their ranks, and the dtype."""
 
 
 def sync_groups(plan: Plan, unit: Unit, coord: Coord) -> dict[Sharers, dict[str, list[Box]]]:
@@ -264,7 +267,8 @@ def sync_groups(plan: Plan, unit: Unit, coord: Coord) -> dict[Sharers, dict[str,
     groups: dict[Sharers, dict[str, list[Box]]] = {}
     for name in unit.parameters:
         for share in sync(plan, name, coord):
-            groups.setdefault((share.axes, share.ranks), {}).setdefault(name, []).append(share.box)
+            key = (share.axes, share.ranks, str(plan.dtypes[name]))
+            groups.setdefault(key, {}).setdefault(name, []).append(share.box)
     return dict(sorted(groups.items()))
 
 
@@ -283,9 +287,10 @@ def sync_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tuple[Tra
     """
     found = []
     for unit in plan.units:
-        for (axes, ranks), shares in sync_groups(plan, unit, coord).items():
+        for (axes, ranks, _), shares in sync_groups(plan, unit, coord).items():
             if axes[0] != axis:
                 continue
+            element_bytes = plan.dtypes[next(iter(shares))].itemsize
             whole = part = 0
             for name, boxes in shares.items():
                 size = sum(box.size for box in boxes) if name not in plan.frozen else 0
@@ -294,7 +299,7 @@ def sync_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tuple[Tra
                 else:
                     part += size
             found += [
-                Traffic("all_reduce", "+".join(axes), size * batch.gradient_bytes, len(ranks))
+                Traffic("all_reduce", "+".join(axes), size * element_bytes, len(ranks))
                 for size in (whole, part)
                 if size
             ]

@@ -147,7 +147,9 @@ def _fill_optimizer(run: Run, optimizer: torch.optim.Optimizer, manifest: Manife
         for parameter in group["params"]:
             for key, (kind, value) in manifest.scalars.get(names[id(parameter)], {}).items():
                 state = optimizer.state[parameter]
-                state[key] = torch.tensor(value, dtype=getattr(torch, kind)) if kind else value
+                on_device = group.get("fused") or group.get("capturable")  # where torch itself keeps step counts
+                device = parameter.device if on_device else torch.device("cpu")
+                state[key] = torch.tensor(value, dtype=getattr(torch, kind), device=device) if kind else value
         matching = [g for g in manifest.groups if {names[id(p)] for p in group["params"]} <= set(g["parameters"])]
         if matching:
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in matching[0]["options"].items()})

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import typer
@@ -94,12 +93,3 @@ def exits_well(verb: F) -> F:
             raise typer.Exit(INTERRUPTED) from None
 
     return cast(F, run)
-
-
-def existing(path: Path, what: str) -> Path:
-    """The path, when it is there. Raises PlanError otherwise."""
-    if not path.exists():
-        raise PlanError(
-            explain(f"there is no {what} '{path}'", given="nothing there", allowed="a path", fix="check it")
-        )
-    return path

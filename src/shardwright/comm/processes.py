@@ -283,7 +283,8 @@ def run_here(
     rank, size, local = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     place, backend = _device(device, local, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, timeout=timeout, device_id=place if backend == "nccl" else None)
+    # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
+    dist.init_process_group(backend, timeout=timeout)
     recorder = Recorder()
     witness = Witness(rank, timeout_s) if debug else None
     transport = ProcessTransport(rank, size, recorder, timeout, witness, links)

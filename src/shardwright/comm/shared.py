@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -320,11 +321,14 @@ class _Sum:
         for rank in self.others:
             exchange.tell(rank, _SUMMED, *key)
 
+    def _has_posted(self, rank: int) -> bool:
+        return bool(self.posted) or (rank, _POST, *self.key) in self.exchange.said
+
     def finish(self) -> None:
         """Waits for everyone's part and takes them all."""
         exchange = self.exchange
         for rank in self.others:
-            exchange.wait_until(lambda rank=rank: self.posted or (rank, _POST, *self.key) in exchange.said, [rank])
+            exchange.wait_until(partial(self._has_posted, rank), [rank])
         # one tensor takes the parts where they lie; several are filled from the own block, once it has all of them
         target = self.tensors[0].view(-1) if len(self.tensors) == 1 else self.own
         for rank, part in self.parts.items():

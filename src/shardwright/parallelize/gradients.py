@@ -82,7 +82,7 @@ class GradientSync:
 
     def _groups(self, plan: Plan, unit: Unit, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]) -> list[_Group]:
         found = []
-        for (axes, ranks), shares in sync_groups(plan, unit, coord).items():
+        for (axes, ranks, _), shares in sync_groups(plan, unit, coord).items():
             axis = joined(axes)
             if ranks != axis.ranks:
                 axis = axis.subset([axis.ranks.index(rank) for rank in ranks])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import statistics
@@ -26,7 +27,7 @@ from shardwright.draws import without_values
 from shardwright.errors import CheckpointError, PlanError, explain
 from shardwright.layout import Layout
 from shardwright.parallelize import Run, parallelize
-from shardwright.train.config import RUN_FILE, TrainConfig
+from shardwright.train.config import RUN_FILE, TrainConfig, read_run
 from shardwright.train.data import Dataset, Order, global_batch, open_data
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
 
@@ -102,8 +103,18 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
                 fix=f"remove '{out}', or give another --out, and start without --resume",
             )
         )
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise PlanError(
+            explain(
+                "TensorBoard is not installed",
+                given="--tensorboard",
+                allowed="metrics.jsonl, which is always written",
+                fix="pip install 'shardwright[tensorboard]', or leave out --tensorboard",
+            )
+        )
     if resume:
         find(out / CHECKPOINTS)
+        _check_same_run(config, read_run(out))
     elif (out / METRICS_FILE).exists():
         raise PlanError(
             explain(
@@ -129,6 +140,21 @@ def _make_folder(out: Path) -> None:
                 fix="give another --out",
             )
         ) from failure
+
+
+def _check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
+    """A resumed run goes on with the same samples in the same order: what they depend on cannot change."""
+    for key in ("model", "settings", "data", "batch", "seq", "seed"):
+        now = config.to_dict()[key]
+        if key in before and str(before[key]) != str(now):
+            raise PlanError(
+                explain(
+                    f"a resumed run cannot change '{key}'",
+                    given=f"{key}={now}, and the run was started with {before[key]}",
+                    allowed="another layout, more steps, another rate, schedule, clipping or saving",
+                    fix=f"leave out --{key}, or start a new run in another --out",
+                )
+            )
 
 
 def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from shardwright.layout import Layout
 from shardwright.models import GPTConfig
 from shardwright.parallelize import parallelize
 from shardwright.train.config import TrainConfig, check_finite
-from shardwright.train.data import Cifar10, global_batch, open_data
+from shardwright.train.data import global_batch, open_data
 from shardwright.train.loop import CHECKPOINTS
 
 
@@ -54,9 +54,8 @@ def _rank(
             explain("this model has nothing to say", given=config.model, allowed="gpt, mlp, convnet", fix="use gpt")
         )
     classes = run.predict(inputs).argmax(-1).cpu()
-    names = data.class_names if isinstance(data, Cifar10) and hasattr(data, "class_names") else None
     lines = [
-        f"{i}: {names[c] if names else c}{'' if c == t else f' (is {names[t] if names else t})'}"
+        f"{i}: {c}{'' if c == t else f' (is {t})'}"
         for i, (c, t) in enumerate(zip(classes.tolist(), targets.tolist(), strict=True))
     ]
     right = int((classes == targets.cpu()).sum())
