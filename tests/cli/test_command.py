@@ -1,0 +1,113 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwright.cli.main import app
+
+TINY = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=2", "--seq", "16", "--batch", "4"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_verify_prints_one_json_object_with_the_keys_that_are_promised():
+    found = run("verify", "--layout", "dp2 tp2", "--json", *TINY)
+    assert found.exit_code == 0, found.output
+    verdict = json.loads(found.stdout)
+    keys = {"equal", "max_relative_error", "worst_parameter", "parameters", "world_size"}
+    assert keys <= verdict.keys()
+    assert verdict["equal"]
+    assert verdict["world_size"] == 4
+
+
+def test_show_prints_ranks_and_parameters():
+    found = run("show", "--layout", "dp2 tp2", "--json", *TINY)
+    assert found.exit_code == 0, found.output
+    assert {"ranks", "parameters"} <= json.loads(found.stdout).keys()
+
+
+def test_train_resume_inspect_sample_and_export_work_one_after_the_other(tmp_path):
+    out = str(tmp_path / "run")
+    first = run("train", "--layout", "dp2", "--steps", "3", "--ranks", "threads", "--out", out, "--json", *TINY)
+    assert first.exit_code == 0, first.output
+    summary = json.loads(first.stdout)
+    keys = {"steps", "first_loss", "last_loss", "step_ms_median", "peak_memory_bytes", "checkpoint"}
+    assert keys <= summary.keys()
+    assert (tmp_path / "run" / "report.html").exists()
+    again = run("train", "--layout", "tp2", "--steps", "5", "--resume", "--ranks", "threads", "--out", out, "--json")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["steps"] == 5
+    inspected = run("checkpoint", "inspect", out, "--json")
+    assert json.loads(inspected.stdout)["step"] == 5
+    sampled = run("sample", "--from", out, "--layout", "tp2", "--num", "5", "--json")
+    assert json.loads(sampled.stdout)["text"].startswith("def ")
+    exported = run("checkpoint", "export", out, str(tmp_path / "model.safetensors"))
+    assert exported.exit_code == 0
+    assert (tmp_path / "model.safetensors").stat().st_size > 0
+
+
+BAD = {
+    "an unknown factor": ["verify", "--layout", "xp2"],
+    "a factor that is not built": ["verify", "--layout", "pp2"],
+    "an option that is not built": ["verify", "--layout", "tp2x2/2d"],
+    "an empty layout": ["verify", "--layout", ""],
+    "more ranks than elements": ["verify", "--layout", "tp64", "--model", "attention", "--set", "width=8"],
+    "an unknown setting": ["verify", "--set", "widht=8"],
+    "a setting without a value": ["verify", "--set", "width"],
+    "a setting of the wrong type": ["verify", "--set", "width=wide"],
+    "missing data": ["train", "--data", "nowhere.txt", "--ranks", "threads"],
+    "a run that is not there": ["sample", "--from", "nowhere"],
+    "a checkpoint that is not there": ["checkpoint", "inspect", "nowhere"],
+    "a resume of nothing": ["train", "--resume", "--out", "nowhere"],
+    "an unknown model": ["verify", "--model", "gtp"],
+    "a missing module": ["verify", "--model", "no.such:thing"],
+    "a sequence that is too long": ["verify", "--seq", "999"],
+    "ranks that run nowhere": ["verify", "--ranks", "clouds"],
+}
+
+
+@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
+def test_bad_input_ends_with_2_and_says_what_was_given_what_is_allowed_and_how_to_mend_it(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = run(*arguments)
+    assert found.exit_code == 2, found.output
+    assert found.stdout == ""
+    assert all(word in found.stderr for word in ("error:", "given:", "allowed:", "fix:")), found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_an_unknown_key_in_a_toml_file_names_the_nearest_known_one(tmp_path):
+    (tmp_path / "run.toml").write_text("stepz = 3\n")
+    found = run("train", "--config", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run"))
+    assert found.exit_code == 2
+    assert "write steps" in found.stderr
+
+
+def test_a_corrupt_checkpoint_is_refused(tmp_path):
+    out = tmp_path / "run"
+    run("train", "--steps", "1", "--ranks", "threads", "--out", str(out), *TINY)
+    (part,) = out.glob("checkpoints/step-*/part-00000.safetensors")
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(bytes(data))
+    found = run("train", "--steps", "2", "--resume", "--ranks", "threads", "--out", str(out))
+    assert found.exit_code == 2, found.output
+    assert "checksum" in found.stderr
+
+
+def test_a_resumed_run_cannot_change_its_samples(tmp_path):
+    out = str(tmp_path / "run")
+    run("train", "--steps", "1", "--ranks", "threads", "--out", out, *TINY)
+    found = run("train", "--steps", "2", "--batch", "6", "--resume", "--ranks", "threads", "--out", out)
+    assert found.exit_code == 2, found.output
+    assert "'batch'" in found.stderr
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
+    out = str(tmp_path / "run")
+    run("train", "--steps", "1", "--ranks", "threads", "--out", out, *TINY)
+    found = run("train", "--steps", "1", "--ranks", "threads", "--out", out, *TINY)
+    assert found.exit_code == 2
+    assert "--resume" in found.stderr
