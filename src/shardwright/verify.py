@@ -9,6 +9,7 @@ model's largest entry: a gradient that is truly zero (the bias of an attention's
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -108,6 +109,10 @@ def verify(
                 fix="float64",
             )
         )
+    if not batches:
+        raise PlanError(
+            explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
+        )
     loss = CrossEntropy() if loss is None else loss
     plain = twin(model).to(dtype)
     batches = [_cast(batch, dtype) for batch in batches]
@@ -185,14 +190,21 @@ def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
     return cast
 
 
-def _errors(lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Sequence[Named]) -> dict[str, float]:
+def _by_rank(found: Sequence[_Outcome], num_ranks: int) -> dict[int, _Outcome]:
+    """Each rank's outcome; under torchrun there is one of them in each process, its own."""
+    if len(found) == num_ranks:
+        return dict(enumerate(found))
+    return {int(os.environ["RANK"]): found[0]}
+
+
+def _errors(lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Mapping[int, Named]) -> dict[str, float]:
     """The error of each tensor, over all ranks, in the model's order."""
     floor = 1e-3 * max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
     errors = {}
     for name, whole in expected.items():
         scale = max(float(whole.abs().max()), floor) or 1.0
         worst = 0.0
-        for rank, local in enumerate(found):
+        for rank, local in found.items():
             coord: Coord = mesh.coord(rank)
             part = cut(whole, lies[name].pieces(coord), lies[name].local_shape(coord))
             if not part.numel() and name not in local:
@@ -211,15 +223,17 @@ def _compare(
 ) -> Verdict:  # fmt: skip
     tolerance = TOLERANCE[dtype]
     mesh, rest = plan.mesh, plan.rest
+    by_rank = _by_rank(found, mesh.size)
     at_rest = {name: rest[name].gradient for name in rest}
-    gradients = _errors(at_rest, mesh, expected.gradients, [each.gradients for each in found])
+    gradients = _errors(at_rest, mesh, expected.gradients, {rank: each.gradients for rank, each in by_rank.items()})
     exact = dtype == torch.float64
     at_rest = {name: rest[name].parameter for name in rest}
-    parameters = _errors(at_rest, mesh, expected.parameters, [each.parameters for each in found]) if exact else {}
+    after = {rank: each.parameters for rank, each in by_rank.items()}
+    parameters = _errors(at_rest, mesh, expected.parameters, after) if exact else {}
     num_losses = len(expected.losses) if exact else 1
     loss_error = max(
         abs(mine - theirs) / max(abs(theirs), 1e-30)
-        for each in found
+        for each in by_rank.values()
         for mine, theirs in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
     )
     worst = max(gradients, key=lambda name: gradients[name])

@@ -30,9 +30,7 @@ def boxes_in(draw, shape):
     return Box(tuple(a for a, _ in corners), tuple(b for _, b in corners))
 
 
-shapes_and_two_boxes = shapes.flatmap(
-    lambda shape: st.tuples(st.just(shape), boxes_in(shape), boxes_in(shape))
-)
+shapes_and_two_boxes = shapes.flatmap(lambda shape: st.tuples(st.just(shape), boxes_in(shape), boxes_in(shape)))
 
 
 def points(box):

@@ -203,9 +203,7 @@ def test_a_dim_cut_over_two_axes_counts_in_the_whole_both_times():
 
 def test_a_later_cut_of_a_dim_stores_in_the_order_of_its_own_ranges():
     lies = (
-        Lies.whole((4,))
-        .cut("tp", 0, (((0, 4),), ((2, 4), (0, 2))))
-        .cut("dp", 0, (((0, 1), (1, 4)), ((2, 4), (0, 2))))
+        Lies.whole((4,)).cut("tp", 0, (((0, 4),), ((2, 4), (0, 2)))).cut("dp", 0, (((0, 1), (1, 4)), ((2, 4), (0, 2))))
     )
     assert [piece.whole.start[0] for piece in lies.pieces({"dp": 0, "tp": 1})] == [0, 2, 1]
     assert [piece.whole.start[0] for piece in lies.pieces({"dp": 1, "tp": 1})] == [2, 0]
@@ -258,9 +256,7 @@ def test_a_layout_that_cannot_be_is_refused(wrong, why):
 
 def test_ownership_of_one_rank_of_3072_takes_no_time():
     mesh = Mesh(pp=8, dp=48, tp=8)
-    lies = (
-        Lies.whole((50_304, 12_288)).cut("tp", 0, balanced_ranges(50_304, 8)).flat("dp", 48).only("pp", [7])
-    )
+    lies = Lies.whole((50_304, 12_288)).cut("tp", 0, balanced_ranges(50_304, 8)).flat("dp", 48).only("pp", [7])
     began = time.perf_counter()
     assert sum(piece.whole.size for piece in lies.owned(mesh.coord(mesh.size - 1), mesh)) == 50_304 * 256 // 8
     assert time.perf_counter() - began < 0.05

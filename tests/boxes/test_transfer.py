@@ -23,8 +23,7 @@ from shardwright.mesh import Mesh
 
 def cut_for(whole, lies, mesh):
     return {
-        rank: cut(whole, lies.pieces(mesh.coord(rank)), lies.local_shape(mesh.coord(rank)))
-        for rank in range(mesh.size)
+        rank: cut(whole, lies.pieces(mesh.coord(rank)), lies.local_shape(mesh.coord(rank))) for rank in range(mesh.size)
     }
 
 
@@ -99,9 +98,7 @@ def test_a_layout_changed_to_itself_moves_nothing(case):
 
 
 def test_what_no_source_holds_is_named():
-    with pytest.raises(
-        PlanError, match=r"no source rank holds \[3:5\], a part of \[0:5\] for rank 9"
-    ) as error:
+    with pytest.raises(PlanError, match=r"no source rank holds \[3:5\], a part of \[0:5\] for rank 9") as error:
         plan_transfer({0: [line(0, 2)], 1: [line(1, 3)]}, {9: [line(0, 5)]})
     assert "allowed:" in str(error.value)
     with pytest.raises(PlanError, match=r"\[2:3\]"):
@@ -128,9 +125,7 @@ def test_ranks_that_hold_nothing_and_state_no_term_add_no_term():
 
 
 def test_copies_share_the_load_evenly():
-    transfer = plan_transfer(
-        {rank: [line(0, 6)] for rank in range(4)}, {rank: [line(0, 6)] for rank in range(4, 16)}
-    )
+    transfer = plan_transfer({rank: [line(0, 6)] for rank in range(4)}, {rank: [line(0, 6)] for rank in range(4, 16)})
     assert [len(transfer.messages_from(rank)) for rank in range(4)] == [3, 3, 3, 3]
 
 

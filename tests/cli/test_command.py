@@ -69,7 +69,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
-def test_bad_input_ends_with_2_and_says_what_was_given_what_is_allowed_and_how_to_mend_it(arguments, tmp_path, monkeypatch):
+def test_bad_input_ends_with_2_and_says_what_is_given_allowed_and_how_to_mend_it(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = run(*arguments)
     assert found.exit_code == 2, found.output

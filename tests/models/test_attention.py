@@ -38,9 +38,7 @@ def test_grouped_heads_equal_many_heads_with_repeated_keys_and_values():
     torch.manual_seed(0)
     grouped, many = Attention(12, 6, 2, head_dim=4).double(), Attention(12, 6, head_dim=4).double()
     repeated = {
-        name: value.unflatten(0, (2, 4)).repeat_interleave(3, dim=0).flatten(0, 1)
-        if name[0] in "kv"
-        else value
+        name: value.unflatten(0, (2, 4)).repeat_interleave(3, dim=0).flatten(0, 1) if name[0] in "kv" else value
         for name, value in grouped.state_dict().items()
     }
     many.load_state_dict(repeated)
@@ -71,9 +69,7 @@ def test_modules_that_hold_a_part_of_the_heads_add_up_to_the_whole(fused):
     whole = Attention(12, 6, 3, bias=False, fused=fused, rotary=True).double()
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     total = torch.zeros_like(x)
-    q, k, v = (
-        whole.qkv.weight.split((12, 6, 6)) if fused else (whole.q.weight, whole.k.weight, whole.v.weight)
-    )
+    q, k, v = whole.qkv.weight.split((12, 6, 6)) if fused else (whole.q.weight, whole.k.weight, whole.v.weight)
     for first, last in ((0, 2), (2, 3)):  # key and value heads
         part = Attention(12, 6, 3, bias=False, fused=fused, rotary=True).double()
         part.num_heads, part.num_kv_heads = 2 * (last - first), last - first

@@ -14,9 +14,7 @@ STYLES = ("gpt2", "llama")
 
 
 def small(style="gpt2", **changes):
-    return GPTConfig(
-        **{"style": style, "width": 16, "num_layers": 2, "max_tokens": 12, "vocabulary": 20, **changes}
-    )
+    return GPTConfig(**{"style": style, "width": 16, "num_layers": 2, "max_tokens": 12, "vocabulary": 20, **changes})
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -9,9 +9,7 @@ from shardwright.models.losses import CrossEntropy, MeanSquaredError
 @pytest.mark.parametrize("shape", [(), (7,), (2, 5), (2, 3, 4)])
 @pytest.mark.parametrize("ignore_index", [-100, 2])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_cross_entropy_is_torchs_sum_and_the_number_of_targets_not_ignored(
-    shape, ignore_index, label_smoothing
-):
+def test_cross_entropy_is_torchs_sum_and_the_number_of_targets_not_ignored(shape, ignore_index, label_smoothing):
     torch.manual_seed(0)
     logits = torch.randn(*shape, 6, dtype=torch.float64)
     targets = torch.randint(6, shape)
@@ -47,9 +45,7 @@ def test_the_sum_has_the_dtype_of_the_logits(dtype):
 def test_an_empty_batch_gives_zero_and_gradients_of_zero(label_smoothing):
     weight = torch.ones(4, 6, requires_grad=True)
     logits = torch.zeros(0, 3, 4) @ weight
-    loss_sum, count = CrossEntropy(label_smoothing=label_smoothing)(
-        logits, torch.zeros(0, 3, dtype=torch.int64)
-    )
+    loss_sum, count = CrossEntropy(label_smoothing=label_smoothing)(logits, torch.zeros(0, 3, dtype=torch.int64))
     assert (loss_sum.item(), count.item()) == (0, 0)
     loss_sum.backward()
     assert torch.equal(weight.grad, torch.zeros(4, 6))

@@ -215,7 +215,8 @@ def verify(
         plain, whole.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=whole.seed, ranks=ranks  # type: ignore[arg-type]
     )  # fmt: skip
     note = ", with dropout 0.1" if dropped else ""
-    emit(verdict.to_dict(), f"{whole.layout}{note}: {verdict}", as_json=as_json)
+    if _is_first_rank() or not verdict.equal:
+        emit(verdict.to_dict(), f"{whole.layout}{note}: {verdict}", as_json=as_json)
     if not verdict.equal:
         raise typer.Exit(opt.FAILURE)
 

@@ -160,7 +160,7 @@ def read_run(out: Path) -> dict[str, Any]:
         found = json.loads((out / RUN_FILE).read_text())
         options = read_options(found["options"], given_in=RUN_FILE)
         return {key: value for key, value in options.items() if key != "stop_at"}
-    except (OSError, ValueError, KeyError, TypeError) as failure:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
         raise CheckpointError(
             explain(
                 f"there is no run at '{out}'",

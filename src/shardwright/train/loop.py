@@ -10,7 +10,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -142,11 +142,16 @@ def _make_folder(out: Path) -> None:
         ) from failure
 
 
+def _as_text(value: Any) -> Any:
+    """Settings may come as text or as numbers, and mean the same."""
+    return {key: str(each) for key, each in value.items()} if isinstance(value, Mapping) else str(value)
+
+
 def _check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     """A resumed run goes on with the same samples in the same order: what they depend on cannot change."""
     for key in ("model", "settings", "data", "batch", "seq", "seed"):
         now = config.to_dict()[key]
-        if key in before and str(before[key]) != str(now):
+        if key in before and _as_text(before[key]) != _as_text(now):
             raise PlanError(
                 explain(
                     f"a resumed run cannot change '{key}'",
@@ -236,6 +241,8 @@ class _Training:
         if resume:
             self.saved = find(out / CHECKPOINTS)
             load(self.saved, self.run, self.optimizer)
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] = config.weight_decay  # what is asked for now, not what was saved
         self.first_step = self.run.num_steps
         if world.rank == 0:
             self._write_run()

@@ -1,0 +1,67 @@
+"""What others rely on: public names, the verbs of the command and their flags, the format of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import typer
+
+import shardwright
+from shardwright.checkpoint import manifest
+from shardwright.cli.main import app
+from shardwright.train.config import TrainConfig
+
+NAMES = [
+    *("Axis", "CrossEntropy", "Layout", "MeanSquaredError", "Mesh", "Run", "Verdict", "World"),
+    *("launch", "load", "parallelize", "run_on_threads", "save", "verify", "without_values"),
+]
+
+RUN = {"--layout", "--model", "--set", "--batch", "--seq", "--config", "--json"}
+FLAGS = {
+    "train": RUN
+    | {"--data", "--steps", "--stop-at", "--seed", "--lr", "--schedule", "--warmup", "--weight-decay", "--clip"}
+    | {"--save-every", "--keep", "--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
+    | {"--out", "--resume", "--ranks"},
+    "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
+    "show": RUN | {"--png"},
+    "sample": {"--from", "--layout", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
+    "doctor": {"--json"},
+    "checkpoint inspect": {"PATH", "--json"},
+    "checkpoint export": {"PATH", "TO", "--json"},
+}
+
+OPTIONS = [
+    *("layout", "model", "settings", "data", "batch", "seq", "steps", "stop_at", "seed", "lr", "schedule", "warmup"),
+    *("weight_decay", "clip", "save_every", "keep", "eval_every", "eval_batches", "tensorboard", "deterministic"),
+    *("debug", "timeout_s"),
+]
+
+
+def verbs(command, path=()):
+    """Every verb and its flags, arguments in capitals."""
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from verbs(sub, (*path, name))
+    if not hasattr(command, "commands"):
+        found = {
+            p.opts[0] if p.param_type_name == "option" else p.human_readable_name.upper().strip("[]")
+            for p in command.params
+        }
+        yield " ".join(path), found - {"--help"}
+
+
+def test_the_public_names_are_these():
+    assert shardwright.__all__ == NAMES
+    assert all(inspect.getdoc(getattr(shardwright, name)) for name in NAMES)
+
+
+def test_the_verbs_and_flags_are_these():
+    assert dict(verbs(typer.main.get_command(app))) == FLAGS
+
+
+def test_the_keys_of_a_run_are_these():
+    assert [field.name for field in dataclasses.fields(TrainConfig)] == OPTIONS
+
+
+def test_the_format_of_a_checkpoint_is_this():
+    assert (manifest.FORMAT, manifest.VERSION, manifest.MANIFEST) == ("shardwright-checkpoint", 1, "manifest.json")

@@ -1,0 +1,210 @@
+"""The loop at its edges: what it reads, what it refuses, what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwright.checkpoint import steps_in
+from shardwright.comm import launch
+from shardwright.errors import CheckpointError, PlanError
+from shardwright.layout import Layout
+from shardwright.train import loop
+from shardwright.train.config import TrainConfig
+from shardwright.train.data import Order
+from shardwright.train.loop import Stop, train
+from shardwright.train.progress import read_metrics
+
+SMALL = {"num_layers": 1, "width": 8, "num_heads": 2, "dropout": 0.1}
+
+
+def config(**options):
+    return TrainConfig(**{"settings": SMALL, "seq": 8, "batch": 3, "steps": 2, "warmup": 1, **options})
+
+
+def losses(out):
+    return [row["loss"] for row in read_metrics(out)]
+
+
+def refused(kind, *args, **named):
+    with pytest.raises(kind) as caught:
+        train(*args, ranks="threads", **named)
+    text = str(caught.value)
+    assert [line.split(":")[0].strip() for line in text.splitlines()[1:4]] == ["given", "allowed", "fix"], text
+    return text
+
+
+# ---- samples
+
+
+@pytest.mark.parametrize("line", ["single", "dp3", "dp2 tp2", "dp8", "dp2 mb3"])
+def test_every_sample_is_trained_on_once_in_an_epoch(tmp_path, monkeypatch, line):
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 2)
+    seen, plain, layout = [], loop.global_batch, Layout.parse(line)
+    mesh = layout.mesh
+
+    def noted(dataset, indices):
+        rank = int(threading.current_thread().name.removeprefix("rank "))
+        if mesh.coord(rank).get("tp", 0) == 0:  # those beside it have the same samples
+            seen.extend(int(index) for index in indices)
+        return plain(dataset, indices)
+
+    monkeypatch.setattr(loop, "global_batch", noted)
+    size = len(loop.open_data(str(tmp_path / "text"), seq=8, model=config().build()[2]))
+    assert size % 5, "the last batch is a short one"
+    steps = Order(size, 5, seed=0).num_steps_per_epoch
+    train(config(layout=line, data=str(tmp_path / "text"), batch=5, steps=steps), tmp_path / "run", ranks="threads")
+    assert sorted(seen) == list(range(size))
+
+
+def test_a_convnet_learns_from_a_cifar_folder_the_same_under_any_layout(tmp_path):
+    draw = np.random.default_rng(0)
+    for name, num in (("data_batch_1.bin", 12), ("test_batch.bin", 4)):
+        labels = np.arange(num, dtype=np.uint8) % 2
+        pixels = draw.integers(0, 100, (num, 3072), dtype=np.uint8) + labels[:, None] * np.uint8(120)
+        np.concatenate([labels[:, None], pixels], axis=1).tofile(tmp_path / name)
+    for line in ("single", "dp3", "tp2"):
+        run = config(
+            model="convnet", settings={"channels": (4,), "hidden": (6,)}, data=str(tmp_path), layout=line, batch=6,
+            steps=12, lr=3e-3, eval_every=6, eval_batches=2,
+        )  # fmt: skip
+        train(run, tmp_path / line, ranks="threads")
+    expected = losses(tmp_path / "single")
+    assert expected[-1] < 0.9 * expected[0]
+    for line in ("dp3", "tp2"):
+        assert losses(tmp_path / line) == pytest.approx(expected, rel=1e-5)
+    rows = read_metrics(tmp_path / "tp2")
+    assert [row["step"] for row in rows if "eval_loss" in row] == [6, 12]
+
+
+def test_the_loss_goes_down(tmp_path):
+    train(config(steps=60, lr=1e-2, batch=8, data="stdlib"), tmp_path / "run", ranks="threads")
+    found = losses(tmp_path / "run")
+    assert sum(found[-10:]) < 0.9 * sum(found[:10])
+
+
+def test_a_batch_smaller_than_dp_leaves_ranks_without_samples_and_changes_nothing(tmp_path):
+    for line in ("single", "dp5"):
+        train(config(layout=line, batch=2, steps=3), tmp_path / line, ranks="threads")
+    assert losses(tmp_path / "dp5") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
+
+
+# ---- folders
+
+
+@pytest.mark.parametrize("path", ["file", "file/inside"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, path):
+    (tmp_path / "file").write_text("")
+    assert "give another --out" in refused(PlanError, config(), tmp_path / path)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_told_apart(tmp_path):
+    out = tmp_path / "run"
+    train(config(), out, ranks="threads")
+    shutil.rmtree(out / "checkpoints")
+    assert "ended before its first checkpoint" in refused(CheckpointError, config(), out, resume=True)
+    assert "fix:     give another --out, or remove it" in refused(PlanError, config(), out)
+
+
+def test_a_folder_in_which_another_run_is_going_on_is_refused_on_every_rank(tmp_path):
+    out = tmp_path / "run"
+    train(config(), out, ranks="threads")
+    before = read_metrics(out)
+    with (out / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+
+        def told(world):
+            try:
+                with loop._alone(world, out):
+                    return "let in"
+            except PlanError as refusal:
+                return str(refusal)
+
+        (text,) = set(launch(told, 3, ranks="threads"))
+    assert "is in use" in text
+    assert read_metrics(out) == before
+    assert train(config(steps=3), out, resume=True, ranks="threads")["steps"] == 3
+
+
+def test_a_resumed_run_that_has_nothing_left_to_do_writes_no_checkpoint_anew(tmp_path):
+    out = tmp_path / "run"
+    train(config(), out, ranks="threads")
+    (step,) = steps_in(out / "checkpoints")
+    before = step.stat().st_ino
+    summary = train(config(), out, resume=True, ranks="threads")
+    assert (summary["steps"], summary["first_loss"], summary["checkpoint"]) == (2, None, str(step))
+    assert step.stat().st_ino == before
+
+
+def test_rows_after_the_checkpoint_are_written_again_and_a_torn_last_row_is_left_out(tmp_path):
+    out = tmp_path / "run"
+    train(config(steps=4, save_every=2), out, ranks="threads")
+    expected = losses(out)
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    train(config(steps=4, save_every=2), out, resume=True, ranks="threads")
+    assert losses(out) == expected
+    assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4]
+
+
+# ---- signals
+
+
+def test_signals_that_come_one_on_top_of_the_other_ask_once_and_the_old_handlers_come_back():
+    stop, before = Stop(), signal.getsignal(signal.SIGINT)
+    with stop.on_signals():
+        for _ in range(200):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.asked
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_handler_that_interrupts_itself_does_not_wait_for_itself():
+    """Two signals may come so close that the second interrupts the handler of the first."""
+    stop = Stop()
+    depth = 0
+
+    def nested(*_):
+        nonlocal depth
+        depth += 1
+        if depth < 50:
+            os.kill(os.getpid(), signal.SIGINT)
+        stop.ask()
+
+    with stop.on_signals():
+        signal.signal(signal.SIGINT, nested)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.asked
+    assert not hasattr(stop.asked, "acquire")
+    assert not any(hasattr(value, "acquire") or hasattr(value, "wait") for value in vars(stop).values())
+
+
+def test_a_run_in_threads_hears_ctrl_c_saves_and_goes_on(tmp_path, monkeypatch):
+    plain = loop._Training._step
+
+    def step(self):
+        row = plain(self)
+        if self.world.rank == 0 and row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return row
+
+    monkeypatch.setattr(loop._Training, "_step", step)
+    out = tmp_path / "run"
+    with contextlib.suppress(KeyboardInterrupt):
+        summary = train(config(layout="dp2", steps=50), out, ranks="threads")
+        assert summary["stopped"]
+    done = len(read_metrics(out))
+    assert 2 <= done < 50
+    assert [Path(step).name for step in steps_in(out / "checkpoints")] == [f"step-{done:08d}"]
+    monkeypatch.undo()
+    assert train(config(layout="tp2", steps=done + 1), out, resume=True, ranks="threads")["steps"] == done + 1
