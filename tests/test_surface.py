@@ -43,10 +43,7 @@ def verbs(command, path=()):
     for name, sub in getattr(command, "commands", {}).items():
         yield from verbs(sub, (*path, name))
     if not hasattr(command, "commands"):
-        found = {
-            p.opts[0] if p.param_type_name == "option" else p.human_readable_name.upper().strip("[]")
-            for p in command.params
-        }
+        found = {p.opts[0] if p.param_type_name == "option" else p.name.upper() for p in command.params}
         yield " ".join(path), found - {"--help"}
 
 

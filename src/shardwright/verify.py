@@ -109,14 +109,14 @@ def verify(
                 fix="float64",
             )
         )
-    if not batches:
-        raise PlanError(
-            explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
-        )
     loss = CrossEntropy() if loss is None else loss
     plain = twin(model).to(dtype)
     batches = [_cast(batch, dtype) for batch in batches]
     plan, _ = make_plan(Job(plain, loss), layout, strategies)  # a layout that cannot be is refused here
+    if not batches:
+        raise PlanError(
+            explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
+        )
     expected = _reference(plain, loss, batches, seed)
     if launcher is not None:
         found = launcher(_rank, plain, layout, batches, loss, seed, strategies, alter)
