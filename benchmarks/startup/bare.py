@@ -5,4 +5,5 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
+print("done", flush=True)
 dist.destroy_process_group()

@@ -33,7 +33,6 @@ class Witness:
         mine = _text(call)
         key = f"call/{'-'.join(map(str, ranks))}/{call.axis}/{number}"
         self.store.set(f"{key}/{self.rank}", mine)
-        self.store.set(f"at/{self.rank}", f"{self._num_calls}|{call}")
         for other in ranks:
             if other == self.rank:
                 continue
@@ -53,23 +52,43 @@ class Witness:
 
     def _wait_for(self, key: str, other: int, call: Call) -> str:
         start = time.monotonic()
-        look_at, before, pause_s = start + _LOOK_AGAIN_S, "", 2e-4
+        look_at, pause_s = start + _LOOK_AGAIN_S, 2e-4
+        before: list[tuple[int, str]] = []
+        if not self.store.check([key]):
+            self.store.set(f"at/{self.rank}", f"{self._num_calls}|{other}|{call}")
         while not self.store.check([key]):
             now = time.monotonic()
             if now > start + self.timeout_s:
                 raise CommunicationError(f"rank {other} did not come to {call} within {self.timeout_s:.0f} s")
             if now > look_at:
-                at = self.store.get(f"at/{other}").decode() if self.store.check([f"at/{other}"]) else ""
-                if at and at == before and not self.store.check([key]):  # it has not moved: it waits, elsewhere
-                    raise CommunicationError(_two_waits(self.rank, call, other, at))
-                before, look_at = at, now + _LOOK_AGAIN_S
+                chain = self._chain(other)
+                if chain and chain == before and not self.store.check([key]):  # nobody in it has moved
+                    raise CommunicationError(_two_waits(self.rank, call, other, chain[0][1]))
+                before, look_at = chain, now + _LOOK_AGAIN_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
         return str(self.store.get(key).decode())
 
+    def _chain(self, other: int) -> list[tuple[int, str]]:
+        """Who waits for whom, from ``other`` on, if that leads back here or to a rank that has returned; else nothing.
+
+        A rank that is only late is waited for: it will come.
+        """
+        chain: list[tuple[int, str]] = []
+        rank = other
+        while rank != self.rank:
+            at = self.store.get(f"at/{rank}").decode() if self.store.check([f"at/{rank}"]) else ""
+            if not at or rank in (seen for seen, _ in chain):
+                return []
+            chain.append((rank, at))
+            if at == "returned":
+                break
+            rank = int(at.split("|")[1])
+        return chain
+
 
 def _two_waits(rank: int, call: Call, other: int, at: str) -> str:
-    where = "has returned already" if at == "returned" else f"waits in {at.partition('|')[2]}"
+    where = "has returned already" if at == "returned" else f"waits in {at.split('|', 2)[2]}"
     return (
         f"ranks {rank} and {other} wait for each other\n"
         f"  rank {rank}: waits in {call}\n  rank {other}: {where}\n"
