@@ -1,0 +1,151 @@
+"""Models that invite a silent mistake: each is right under tp2, or refused with a reason."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwright import verify, without_values
+from shardwright.errors import PlanError, RankFailedError
+
+BATCH = (torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3, 4]))
+TOKENS = (torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[2, 3, 4], [5, 6, 7]]))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.gate, self.up = nn.Linear(6, 6), nn.Linear(6, 12), nn.Linear(6, 12)
+        self.down, self.drop = nn.Linear(12, 6), nn.Dropout(0.1)
+
+
+class ResidualAroundTheGate(Gated):
+    def forward(self, x):
+        x = self.first(x)
+        return x + self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class GateInItsOwnModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.gated = nn.Linear(6, 6), _GateWithResidual()
+
+    def forward(self, x):
+        return self.gated(self.first(x))
+
+
+class _GateWithResidual(Gated):
+    def forward(self, x):
+        return x + self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class OneDropoutInsideAndOutside(Gated):
+    def forward(self, x):
+        return self.drop(self.down(self.drop(torch.relu(self.up(self.first(x))))))
+
+
+class Half(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 0.5
+
+
+class SubclassAsTheRow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.a, self.b = nn.Linear(6, 8), Half(8, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        x = self.down(torch.relu(self.up(x)))
+        return self.b(torch.relu(self.a(x)))
+
+
+class OneLayerInTwoPlaces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seq = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.again, self.a, self.b = self.seq[0], nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(self.seq(x)))) + self.again(x).mean(-1, keepdim=True)
+
+
+class ColumnOfAColumn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l1, self.l2, self.l3 = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        x = self.l1(x)
+        return self.b(torch.relu(self.a(self.l3(x * self.l2(x)))))
+
+
+RIGHT = [
+    ResidualAroundTheGate, GateInItsOwnModule, OneDropoutInsideAndOutside, SubclassAsTheRow, OneLayerInTwoPlaces,
+    ColumnOfAColumn,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "dp2 tp2"])
+@pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
+def test_an_unusual_model_equals_one_device(kind, line):
+    with without_values():
+        model = kind()
+    verdict = verify(model, line, [BATCH, BATCH])
+    assert verdict.equal, str(verdict)
+
+
+class TiedByFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 4)
+
+    def forward(self, tokens):
+        return functional.linear(self.table(tokens), self.table.weight)
+
+
+class DropsByFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return functional.dropout(self.layer(x), 0.5, self.training)
+
+
+class HasAMask(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        self.register_buffer("mask", torch.ones(5))
+
+    def _init_weights(self, module):
+        if module is self.layer:
+            module.reset_parameters()
+
+    def forward(self, x):
+        return self.layer(x) * self.mask
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "batch", "reason"),
+    [
+        (TiedByFunction, "tp2", TOKENS, "something other than its own layer reads it"),
+        (DropsByFunction, "dp2", BATCH, "would depend on the layout"),
+        (HasAMask, "dp2", BATCH, "has no values"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_what_cannot_be_right_is_refused_with_its_reason(kind, line, batch, reason):
+    with without_values():
+        model = kind()
+    with pytest.raises((PlanError, RankFailedError), match=reason):
+        verify(model, line, [batch])
+
+
+def test_a_token_outside_the_table_is_refused_as_on_one_device():
+    with without_values():
+        model = nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 16))
+    wrong = (torch.tensor([[1, 99]]), torch.tensor([[1, 2]]))
+    with pytest.raises((IndexError, RankFailedError)):
+        verify(model, "tp2", [wrong])
