@@ -16,23 +16,10 @@ EVERY_LINK = pytest.mark.parametrize("links", LINKS)
 EVERY_SIZE = pytest.mark.parametrize("num_ranks", SIZES)
 
 
-WAITS = "over sockets a sender waits until the receiver asks: gloo's isend is done only then"
-NAMES = "over sockets, members that have made other numbers of groups wait for each other: torch names groups by it"
-KNOWN = {  # over sockets; they would hang, so they are not run
-    "scenario_messages_arrive_in_the_order_in_which_they_were_sent": WAITS,
-    "scenario_what_was_sent_may_be_overwritten_once_the_wait_is_over": WAITS,
-    "scenario_every_call_is_recorded_with_its_payload": WAITS,
-    "scenario_a_subset_has_its_own_order": NAMES,
-    "scenario_members_of_a_subset_need_not_have_asked_for_the_same_others": NAMES,
-}
-
-
 @EVERY_LINK
 @EVERY_SIZE
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.removeprefix("scenario_"))
 def test_processes_do_what_every_backend_must(pools, scenario, num_ranks, links):
-    if links == "sockets" and scenario.__name__ in KNOWN:
-        pytest.xfail(KNOWN[scenario.__name__])
     pools(num_ranks, links).run(scenario)
 
 
@@ -101,8 +88,6 @@ def test_large_messages_in_uneven_parts_arrive_whole(pools, num_ranks, links, dt
 @EVERY_LINK
 @EVERY_SIZE
 def test_a_sender_never_waits_for_the_receiver_to_ask(pools, num_ranks, links):
-    if links == "sockets":
-        pytest.xfail(WAITS)
     pools(num_ranks, links).run(ring)
 
 
@@ -204,8 +189,6 @@ def several_axes(world) -> None:
 @EVERY_LINK
 @EVERY_SIZE
 def test_axes_that_share_ranks_do_not_mix_their_messages(pools, num_ranks, links):
-    if links == "sockets":
-        pytest.xfail(NAMES)
     pools(num_ranks, links).run(several_axes)
 
 

@@ -66,6 +66,7 @@ class ProcessTransport:
         self.rank, self.recorder, self.timeout, self.witness = rank, recorder, timeout, witness
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(size)): dist.group.WORLD}
         self._num_channels: dict[tuple[int, ...], int] = {}
+        self._sent: list[tuple[Any, Tensor]] = []
         self._hosts = _tell_hosts(rank, size) if links == "auto" and size > 1 and not _is_nccl() else {}
         self._exchange = _exchange(rank, self._hosts, timeout) if self._hosts else None
 
@@ -73,7 +74,10 @@ class ProcessTransport:
         """The process group of these ranks, made by its members at its first use."""
         ordered = tuple(sorted(ranks))
         if ordered not in self._groups:
-            self._groups[ordered] = dist.new_group(list(ordered), timeout=self.timeout, use_local_synchronization=True)
+            with _named("-".join(map(str, ordered))):
+                self._groups[ordered] = dist.new_group(
+                    list(ordered), timeout=self.timeout, use_local_synchronization=True
+                )
         return self._groups[ordered]
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
@@ -102,6 +106,11 @@ class ProcessTransport:
         """Records a call."""
         self.recorder.add(Record(call.kind, call.axis, num_bytes, call.source))
 
+    def keep(self, work: Any, message: Tensor) -> None:
+        """Keeps a message until it has gone: the sender may have let go of its channel by then."""
+        self._sent = [(each, kept) for each, kept in self._sent if not each.is_completed()]
+        self._sent.append((work, message))
+
     def close(self) -> None:
         """Tells the witness, if there is one, that this rank makes no more calls."""
         if self.witness is not None:
@@ -111,6 +120,19 @@ class ProcessTransport:
         """Ends the connections to the other ranks."""
         if self._exchange is not None:
             self._exchange.close()
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Names the group made inside by its ranks alone: torch adds how many groups this rank has made, and members
+    that have made other numbers of them would wait for each other for ever."""
+    c10d = dist.distributed_c10d
+    before = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: f"shardwright-{name}"
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = before
 
 
 def _is_nccl() -> bool:
@@ -215,8 +237,9 @@ class ProcessChannel:
     def send(self, call: Call, tensor: Tensor, to: int) -> Pending[None]:
         """See :class:`~shardwright.comm.axis.Channel`."""
         self._begin(call, tensor.nbytes, meets=False)
-        work = dist.isend(tensor, group=self.group, group_dst=self._place(to), tag=0)
-        return self._pending(call, [work], lambda: None, keep=tensor)
+        message = tensor.clone()  # gloo's isend is done once the receiver asks, and a sender does not wait for that
+        self.transport.keep(dist.isend(message, group=self.group, group_dst=self._place(to), tag=0), message)
+        return Pending(lambda: None)
 
     def receive(self, call: Call, tensor: Tensor, source: int) -> Pending[Tensor]:
         """See :class:`~shardwright.comm.axis.Channel`."""

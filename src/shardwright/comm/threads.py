@@ -33,6 +33,7 @@ class _Meeting:
         self.calls: dict[int, Call] = {}
         self.brought: dict[int, Contribution] = {}
         self.over = threading.Event()
+        self.complete = False
 
 
 class Hub:
@@ -74,15 +75,16 @@ class Hub:
     def wait(self, rank: int, meeting: _Meeting, result: Any) -> Any:
         """Blocks until the meeting is over, or until it cannot be; returns ``result``."""
         with self.lock:
-            self._check()
-            if meeting.over.is_set():
+            if meeting.complete:
                 return result
+            self._check()
             self.waiting[rank] = meeting
             self._find_deadlock()
         meeting.over.wait()
         with self.lock:
             self.waiting.pop(rank, None)
-            self._check()
+            if not meeting.complete:  # what all have come to is over, even if one has failed since
+                self._check()
         return result
 
     def leave(self, rank: int) -> None:
@@ -102,6 +104,7 @@ class Hub:
             for member in meeting.members:
                 if self.waiting.get(member) is meeting:
                     del self.waiting[member]
+            meeting.complete = True
             meeting.over.set()
 
     def _check(self) -> None:
