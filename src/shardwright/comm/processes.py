@@ -281,7 +281,7 @@ class ProcessChannel:
         if meets and self.transport.witness is not None:
             self.transport.witness.check(call, self.ranks, f"{self.key}/{self._num_calls}")
 
-    def _pending(self, call: Call, works: Sequence[Any], result: Callable[[], T], keep: Any = None) -> Pending[T]:
+    def _pending(self, call: Call, works: Sequence[Any], result: Callable[[], T]) -> Pending[T]:
         def finish() -> T:
             try:
                 for work in works:
@@ -292,7 +292,6 @@ class ProcessChannel:
                     f"{self.transport.rank}\n  torch says: {str(failure).splitlines()[0]}\n"
                     "  fix:   see which rank stopped first; --debug names ranks that make different calls"
                 ) from failure
-            _ = keep
             return result()
 
         return Pending(finish)
