@@ -11,6 +11,7 @@ import resource
 import statistics
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -27,7 +28,8 @@ from benchmarks.common import machine, ratio_rows, write
 CONFIG = {"num_layers": 4, "width": 256, "num_heads": 4, "vocabulary": 1024, "max_tokens": 128}
 BATCH, SEQ = 8, 128
 LIMITS = {
-    "tp2": "tp limit", "tp2 torch": "tp limit", "dp2": "dp limit", "dp2 DDP": "dp limit", "dp2 DDP view": "dp limit",
+    "tp2": "tp limit", "tp2 torch": "tp limit", "tp2 megatron": "tp limit",
+    "dp2": "dp limit", "dp2 DDP": "dp limit", "dp2 DDP view": "dp limit",
 }  # fmt: skip
 
 
@@ -124,6 +126,22 @@ def split_qkv(attention):
     del attention.qkv
 
 
+def megatron_tp(world):
+    """megatron-core's tensor parallelism, of the same weights; see megatron_core.py."""
+    from benchmarks.gpt_step import megatron_core
+
+    model, batch = megatron_core.build(plain()), batch_of(0)
+    megatron_core.check(model, plain(), batch)
+    optimizer = adamw(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        megatron_core.loss_of(model, batch).backward()
+        optimizer.step()
+
+    return step
+
+
 def variants(world):
     rank = world.rank
     limit, silent = plain(), plain()
@@ -147,12 +165,17 @@ def variants(world):
         "dp2 DDP": lambda: plain_step(ddp, ddp_optimizer, own),
         "dp2 DDP view": lambda: plain_step(view, view_optimizer, own),
     }
-    try:
-        found["tp2 torch"] = torch_tp(world)
-        found["tp2 torch"]()
-    except Exception as problem:  # what torch cannot do on this machine is said, not hidden
-        print(f"torch's own tensor parallelism did not run: {type(problem).__name__}: {problem}", flush=True)
-        found.pop("tp2 torch", None)
+    for name, build in (("tp2 torch", torch_tp), ("tp2 megatron", megatron_tp)):
+        try:
+            found[name] = build(world)
+            found[name]()
+        except ImportError as problem:
+            if rank == 0:
+                print(f"{name} is left out: {problem} (pip install -c constraints.txt -e '.[bench]')")
+            found.pop(name, None)
+        except Exception as problem:  # what a peer cannot do on this machine is said, not hidden
+            print(f"{name} did not run: {type(problem).__name__}: {problem}", flush=True)
+            found.pop(name, None)
     return found
 
 
@@ -192,6 +215,8 @@ def main():
     os.environ["OMP_NUM_THREADS"] = "1"
     facts = machine()
     rows, cpu_rows = sw.launch(measure, 2, options.rounds, options.steps)[0]
+    if "tp2 megatron" in rows[0]:
+        facts["megatron-core"] = metadata.version("megatron-core")
     limits = {name: limit for name, limit in LIMITS.items() if name in rows[0]}
     table, cpu = ratio_rows(rows, limits), ratio_rows(cpu_rows, limits)
     for row, used in zip(table, cpu, strict=True):
