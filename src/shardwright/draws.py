@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -66,10 +66,11 @@ class Draws:
         self._calls[layer] += 1
         return f"{layer}#{number}" if number else layer
 
-    def keys(self, layer: str) -> list[tuple[int, int]]:
-        """Two 32-bit words for each sample of the microbatch."""
+    def keys(self, layer: str, samples: Sequence[int] | None = None) -> list[tuple[int, int]]:
+        """Two 32-bit words for each sample: those of the microbatch, unless the layer sees others."""
+        samples = self.samples if samples is None else samples
         start = hashlib.blake2b(f"{self.seed}/{self.step}/{layer}".encode(), digest_size=8).digest()
-        mixed = [_mix64(int.from_bytes(start, "little") + sample * 0x9E3779B97F4A7C15) for sample in self.samples]
+        mixed = [_mix64(int.from_bytes(start, "little") + sample * 0x9E3779B97F4A7C15) for sample in samples]
         return [(word & 0xFFFFFFFF, word >> 32) for word in mixed]
 
 
@@ -93,10 +94,18 @@ def _mix32_(x: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
-def keep_mask(draws: Draws, layer: str, shape: Sequence[int], cuts: Sequence[SliceOfDim], p: float) -> Tensor:
+def keep_mask(
+    draws: Draws,
+    layer: str,
+    shape: Sequence[int],
+    cuts: Sequence[SliceOfDim],
+    p: float,
+    samples: Sequence[int] | None = None,
+) -> Tensor:
     """True where dropout of probability ``p`` keeps the element.
 
-    Shapes: ``shape`` is this rank's (samples, ...); each of ``cuts`` says which elements of a dim these are.
+    Shapes: ``shape`` is this rank's (samples, ...); each of ``cuts`` says which elements of a dim these are, and
+    ``samples`` whose rows, where they are not those of the microbatch in hand.
 
     >>> whole = keep_mask(Draws(seed=1, samples=range(2)), "drop", (2, 6), (), 0.5)
     >>> right = keep_mask(Draws(seed=1, samples=range(2)), "drop", (2, 2), (SliceOfDim(1, 6, ((4, 6),)),), 0.5)
@@ -111,32 +120,47 @@ def keep_mask(draws: Draws, layer: str, shape: Sequence[int], cuts: Sequence[Sli
         index = torch.cat([torch.arange(start, stop) for start, stop in ranges])
         place = place + (index * stride).view(-1, *(1,) * (len(shape) - 1 - dim))
         stride *= held[dim].size if dim in held else shape[dim]
-    keys = torch.tensor(draws.keys(layer), dtype=torch.int64).to(torch.int32).view(len(draws.samples), 2)
+    keys = torch.tensor(draws.keys(layer, samples), dtype=torch.int64).to(torch.int32).view(shape[0], 2)
     first, second = (keys[:, i].view(-1, *(1,) * (len(shape) - 1)) for i in (0, 1))
     words = _mix32_(place.to(torch.int32) ^ first)
     words = _mix32_(words.add_(second))
     return words.bitwise_and_(0xFFFFFF) >= round(p * 2**24)
 
 
-def _dropout(module: nn.Dropout, draws: Draws, layer: str, cuts: tuple[SliceOfDim, ...], input: Tensor) -> Tensor:
+def _dropout(
+    module: nn.Dropout,
+    draws: Draws,
+    layer: str,
+    cuts: tuple[SliceOfDim, ...],
+    rows: Callable[[], Sequence[int]] | None,
+    input: Tensor,
+) -> Tensor:
     if not module.training or module.p == 0:
         return input
-    if input.shape[0] != len(draws.samples):
+    samples = draws.samples if rows is None else rows()
+    if input.shape[0] != len(samples):
         raise PlanError(
             explain(
                 f"dropout '{layer}' does not see one row for each sample",
-                given=f"a tensor of shape {list(input.shape)} for {len(draws.samples)} samples",
+                given=f"a tensor of shape {list(input.shape)} for {len(samples)} samples",
                 allowed="activations whose dim 0 is the samples",
                 fix="apply dropout after the samples are in dim 0",
             )
         )
-    keep = keep_mask(draws, draws.call(layer), input.shape, cuts, module.p).to(input.device)
+    keep = keep_mask(draws, draws.call(layer), input.shape, cuts, module.p, samples).to(input.device)
     scale = 1 / (1 - module.p) if module.p < 1 else 0.0
     return input * (keep.to(input.dtype) * scale)
 
 
-def key_dropout(model: nn.Module, draws: Draws, cuts: dict[str, tuple[SliceOfDim, ...]] | None = None) -> None:
+def key_dropout(
+    model: nn.Module,
+    draws: Draws,
+    cuts: Mapping[str, tuple[SliceOfDim, ...]] | None = None,
+    rows: Mapping[str, Callable[[], Sequence[int]]] | None = None,
+) -> None:
     """Makes every ``nn.Dropout`` of ``model`` compute its masks from ``draws``.
+
+    ``cuts`` says which elements a layer sees, ``rows`` whose samples, where they are not all and this rank's own.
 
     Raises: PlanError: the model has a random layer whose numbers would depend on the layout.
 
@@ -160,7 +184,7 @@ def key_dropout(model: nn.Module, draws: Draws, cuts: dict[str, tuple[SliceOfDim
                 )
             )
         if type(module) in KEYED:
-            module.forward = partial(_dropout, module, draws, name, (cuts or {}).get(name, ()))
+            module.forward = partial(_dropout, module, draws, name, (cuts or {}).get(name, ()), (rows or {}).get(name))
 
 
 class RefusesDraws(TorchFunctionMode):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from shardwright.draws import SliceOfDim
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.structure import Visits, owners
-from shardwright.pipeline import Action, End, Ends, Events
+from shardwright.pipeline import Action, End, Ends, Events, Rows, Samples
 from shardwright.pipeline.executor import Unit
 
 # ---- how a tensor lies along one axis
@@ -79,11 +79,21 @@ class Role(NamedTuple):
     why: str
 
 
+NUM_TOKENS = 4096
+"""Tokens of one microbatch where nobody says how many: strategies weigh activations against weights by it."""
+
+
 class Job(NamedTuple):
-    """What a person hands over: a plain model, and the loss that gives (sum, count)."""
+    """What a person hands over: a plain model, the loss that gives (sum, count), and how much is computed at once.
+
+    ``num_tokens`` are those of one microbatch of one model copy, as far as they are known when it is laid out; a
+    wrong number costs speed, never the result. ``samples`` says, on a rank, whose samples are in hand.
+    """
 
     model: nn.Module
     loss: nn.Module
+    num_tokens: int = NUM_TOKENS
+    samples: Samples | None = None
 
 
 LOSS = "(loss)"
@@ -134,6 +144,8 @@ class Plan:
     activations: Mapping[str, tuple[Activation, ...]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(job: Job, layout: Layout) -> Plan:
@@ -172,12 +184,36 @@ class Plan:
         """What ``module`` takes in is cut: random layers need to know their place in the whole."""
         return replace(self, activations={**self.activations, module: (*self.activations.get(module, ()), activation)})
 
+    def move_rows(self, module: str, rows: Rows) -> Plan:
+        """Notes that ``module`` sees other samples than this rank's own: random layers need to know which."""
+        return replace(self, rows={**self.rows, module: rows}) if rows else self
+
+    def note(self, module: str, note: Any) -> Plan:
+        """Keeps what a strategy found out about ``module`` for its ``apply`` and ``traffic``."""
+        return replace(self, notes={**self.notes, module: note})
+
+    @property
+    def row_axes(self) -> frozenset[str]:
+        """The axes that cut the samples of the model's input."""
+        return frozenset(axis for axis, dim in self.inputs.items() if dim == 0)
+
     def slices(self, coord: Coord) -> dict[str, tuple[SliceOfDim, ...]]:
-        """The cut activations by module, as ``coord`` holds them."""
-        return {
-            module: tuple(SliceOfDim(a.dim, a.size, a.ranges[coord[a.axis]]) for a in activations)
-            for module, activations in self.activations.items()
-        }
+        """The cut activations by module, as ``coord`` holds them; a dim that several axes cut is one slice."""
+        found: dict[str, tuple[SliceOfDim, ...]] = {}
+        for module, activations in self.activations.items():
+            by_dim: dict[int, SliceOfDim] = {}
+            for a in activations:
+                held = a.ranges[coord[a.axis]]
+                if a.dim in by_dim:
+                    held = tuple(
+                        (max(low, start), min(high, stop))
+                        for low, high in by_dim[a.dim].ranges
+                        for start, stop in held
+                        if max(low, start) < min(high, stop)
+                    )
+                by_dim[a.dim] = SliceOfDim(a.dim, a.size, held)
+            found[module] = tuple(by_dim.values())
+        return found
 
 
 # ---- gradient sync, derived
@@ -256,6 +292,7 @@ class Batch(NamedTuple):
 
     visits: tuple[Visits, ...]
     gradient_bytes: int
+    samples: tuple[Samples, ...] = ()
 
 
 Sharers = tuple[tuple[str, ...], tuple[int, ...], str]

@@ -1,6 +1,28 @@
-"""Numbers with units, written for a person."""
+"""Numbers written for a person, with units, and for a program, as JSON."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON as every reader takes it: a number that is not finite is null.
+
+    >>> json_text({"loss": float("nan"), "steps": (1, float("inf"))})
+    '{"loss": null, "steps": [1, null]}'
+    """
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.boxes import Box, Lies, Piece
 from shardwright.boxes import read as read_box
@@ -37,14 +37,17 @@ def save(
     """Writes ``folder/step-N``, all ranks together; returns its path.
 
     Every element is written once, by the first rank that holds it. A kill at any moment leaves the last complete
-    checkpoint as it was. ``extra`` is kept as JSON; ``keep`` > 0 removes all but that many of the newest steps.
+    checkpoint as it was. ``extra`` is kept as JSON, the same on every rank; ``keep`` > 0 removes all but that many of
+    the newest steps. Buffers that are not persistent are left out, as from ``state_dict``.
 
-    Raises: CheckpointError, on every rank: the disk is full or not writable. What was there before is untouched.
+    Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; or the disk is full or
+        not writable. What was there before is untouched.
     """
+    _check_extra(extra)
     everyone = run.axes["world"].for_strategy("checkpoint")
     root = Path(folder)
     name = f"step-{run.num_steps:08d}"
-    told = gather_json(everyone, [uuid.uuid4().hex[:8], [name for name, _ in run.model.named_buffers()]])
+    told = gather_json(everyone, [uuid.uuid4().hex[:8], list(kept_buffers(run.model))])
     token = told[0][0]
     owners = {name: rank for rank, (_, names) in reversed(list(enumerate(told))) for name in names}
     partial = root / f".tmp-{name}-{token}"
@@ -69,16 +72,7 @@ def save(
 
     def finish() -> None:
         manifest = _join(run, optimizer, everyone_wrote, extra or {})
-        (partial / MANIFEST).write_text(manifest.to_json())
-        _flush(partial / MANIFEST)
-        _flush(partial)
-        final, old = root / name, root / f"{name}.old"
-        if final.exists():  # the same step again: the old one still counts until the new one has its name
-            _discard(old, token)
-            final.rename(old)
-        partial.rename(final)
-        _flush(root)
-        _discard(old, token)
+        _publish(partial, root / name, manifest, token)
         for each in steps_in(root)[:-keep] if keep else ():
             _discard(each, token)
 
@@ -87,6 +81,34 @@ def save(
     everyone_wrote = _together(everyone, write, partial)
     _together(everyone, finish if first else _nothing, partial)
     return root / name
+
+
+def _check_extra(extra: Mapping[str, Any] | None) -> None:
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError, RecursionError) as failure:
+        raise CheckpointError(
+            explain(
+                "'extra' cannot be kept as JSON",
+                given=str(failure),
+                allowed="dicts with text as keys, lists, text, numbers, booleans and None",
+                fix="save numbers and text: tensor.tolist(), str(path)",
+            )
+        ) from failure
+
+
+def _publish(partial: Path, final: Path, manifest: Manifest, token: str) -> None:
+    """Gives a checkpoint whose files are all there its manifest and its name."""
+    (partial / MANIFEST).write_text(manifest.to_json())
+    _flush(partial / MANIFEST)
+    _flush(partial)
+    old = final.with_name(f"{final.name}.old")
+    if final.exists():  # the same step again: the old one still counts until the new one has its name
+        _discard(old, token)
+        final.rename(old)
+    partial.rename(final)
+    _flush(final.parent)
+    _discard(old, token)
 
 
 def _discard(step: Path, token: str) -> None:
@@ -132,6 +154,24 @@ def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
             if is_cut_like(value, parameter):
                 yield f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, value
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a checkpoint holds, by name: those that ``state_dict`` has, each once.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> model.register_buffer("table", torch.ones(3), persistent=False)
+    >>> list(kept_buffers(model))
+    ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+    found = {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    first = {id(buffer): name for name, buffer in reversed(found.items())}
+    return {name: buffer for name, buffer in found.items() if first[id(buffer)] == name}
 
 
 def _buffers(run: Run, names: Iterable[str]) -> Iterator[tuple[str, Lies, Tensor]]:

@@ -98,14 +98,33 @@ def train(
     )  # fmt: skip
     try:
         summary = run_training(whole, out, resume=resume, ranks=ranks)  # type: ignore[arg-type]
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         saved = steps_in(out / CHECKPOINTS)
-        say(f"stopped; {saved[-1]} is complete, go on with --resume" if saved else "stopped before a checkpoint")
+        why = f"{stop}\n" if str(stop) else ""
+        if _is_first_rank():
+            done = f"stopped; {saved[-1]} is complete, go on with --resume" if saved else "stopped before a checkpoint"
+            say(why + done)
         raise typer.Exit(opt.INTERRUPTED) from None
-    if not _is_first_rank():
-        return
-    summary["report"] = str(_report(out, whole, summary))
+    if _is_first_rank():
+        _tell(summary, out, whole, as_json=as_json)
+
+
+def _tell(summary: dict[str, Any], out: Path, config: Any, *, as_json: bool) -> None:
+    """What came of a run, and its exit code."""
+    from shardwright.errors import explain
+
+    summary["report"] = str(_report(out, config, summary))
     emit(summary, _summary_text(summary, out), as_json=as_json)
+    if summary["diverged"] is not None:
+        after = f"--resume goes on from {summary['checkpoint']}" if summary["checkpoint"] else "start anew"
+        wrong = explain(
+            f"the run ended at step {summary['diverged']}, which was not saved",
+            given="a loss or gradients that are not finite",
+            allowed="finite ones: AdamW does not recover",
+            fix=f"{after}, with a lower --lr or --clip, or a longer --warmup",
+        )
+        say(f"error: {wrong}")
+        raise typer.Exit(opt.FAILURE)
     if summary["stopped"]:
         say(f"stopped at step {summary['steps']}; go on with --resume")
         raise typer.Exit(opt.INTERRUPTED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -18,6 +17,7 @@ from shardwright.errors import (
     RankFailedError,
     explain,
 )
+from shardwright.units import json_text
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,7 +67,7 @@ def given(**options: Any) -> dict[str, Any]:
 
 def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
     """Prints a result: for a program or for a person."""
-    print(json.dumps(value) if as_json else text)  # noqa: T201
+    print(json_text(value) if as_json else text)  # noqa: T201
 
 
 def say(text: str) -> None:

@@ -207,6 +207,33 @@ class Axis:
         pending = self.channel.all_gather(call, parts, self.index)
         return Pending(lambda: (pending.wait(), whole.movedim(0, dim))[1])
 
+    def gather_parts_async(self, mine: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[list[Tensor], Pending[None]]:
+        """Starts an all-gather that leaves the members' tensors apart: nothing is copied to join them.
+
+        ``shapes[i]`` is member i's. Returns the parts, and what to wait for before any but the own one is read.
+        """
+        whole = mine.detach().contiguous()
+        if self.size == 1:
+            return [whole], done(None)
+        parts = [whole if i == self.index else whole.new_empty(tuple(shape)) for i, shape in enumerate(shapes)]
+        if not any(part.numel() for part in parts):
+            return parts, done(None)
+        call = self._call_about("all_gather", parts)
+        return parts, self.channel.all_gather(call, [part.view(-1) for part in parts], self.index)
+
+    def reduce_scatter_parts_async(self, parts: Sequence[Tensor]) -> Pending[Tensor]:
+        """Starts the sum over members of their ``parts[index]``, which lie apart: nothing is copied to cut them."""
+        whole = [part.detach().contiguous() for part in parts]
+        if self.size == 1:
+            return done(whole[0])
+        out = torch.empty_like(whole[self.index])
+        if not any(part.numel() for part in whole):
+            return done(out)
+        call = self._call_about("reduce_scatter", whole)
+        flat = out.view(-1)
+        pending = self.channel.reduce_scatter(call, flat, [part.view(-1) for part in whole])
+        return Pending(lambda: pending.wait().view(out.shape))
+
     def reduce_scatter(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         """Sums over the axis and leaves each member its part of ``dim``: ``sizes``, or equal parts."""
         return self.reduce_scatter_async(tensor, dim, sizes).wait()
@@ -302,6 +329,10 @@ class Axis:
         return self.channel.receive(self._call("receive", tensor, f"from member {source}"), tensor, source)
 
     # --- inside --------------------------------------------------------------------------------------------
+
+    def _call_about(self, kind: str, parts: Sequence[Tensor]) -> Call:
+        sizes = [part.numel() for part in parts]
+        return Call(kind, self.name, self.source, (sum(sizes),), parts[0].dtype, f"in parts {sizes}")
 
     def _call(self, kind: str, tensor: Tensor, details: str) -> Call:
         return Call(kind, self.name, self.source, tuple(tensor.shape), tensor.dtype, details)

@@ -27,10 +27,20 @@ class LostPartnerError(CommunicationError):
     """A call that did not complete: another rank stopped, or did not come in time."""
 
 
+class ToldToStop(KeyboardInterrupt):
+    """A signal asked one rank or more to stop: all have saved, and end."""
+
+
+INTERRUPTED = 130
+"""The exit code of a rank that a signal asked to stop."""
+
+_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+
+
 class _Note(NamedTuple):
     rank: int
     time_s: float
-    failure: BaseException | None
+    failure: BaseException
     text: str
     gone: tuple[int, ...]
 
@@ -67,29 +77,56 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def first_failure(folder: str, exits: Mapping[int, int]) -> Exception:
-    """The failure that explains the others; ``exits`` are the exit codes that the launcher saw."""
+def first_failure(folder: str, exits: Mapping[int, int]) -> BaseException:
+    """The failure that explains the others; ``exits`` are the exit codes of the ranks that were seen to end first."""
     notes: list[_Note] = [pickle.loads(path.read_bytes()) for path in Path(folder).glob("*.failure")]
     notes.sort(key=lambda note: (isinstance(note.failure, LostPartnerError), note.time_s))
     first = notes[0] if notes else None
     if first is not None and not isinstance(first.failure, LostPartnerError):
         # the same words from every rank: a person's mistake, not one rank's
-        if isinstance(first.failure, CommunicationError) or type(first.failure).__module__ == "shardwright.errors":
-            assert isinstance(first.failure, Exception)
+        if isinstance(first.failure, CommunicationError | ToldToStop) or _is_ours(first.failure):
             return first.failure
         return RankFailedError(f"rank {first.rank} failed\n\n{first.text.rstrip()}")
-    killed = {rank: -code for rank, code in exits.items() if code < 0 and -code != signal.SIGTERM}
-    gone = sorted({*killed, *(first.gone if first is not None else ())})
+    ended = {rank: code for rank, code in exits.items() if code != 1}  # 1: it has lost a partner
+    gone = [*ended, *(first.gone if first is not None else ())]
     if gone:
-        name = signal.Signals(killed[gone[0]]).name if gone[0] in killed else "a signal such as SIGKILL"
-        return RankFailedError(
-            explain(
-                f"rank {gone[0]} was killed; the other ranks were ended",
-                given=f"it ended by {name}, without a traceback",
-                allowed="ranks that run to their end",
-                fix="see whether the machine ran out of memory; train --resume goes on from the last checkpoint",
-            )
-        )
+        return RankFailedError(_how_it_ended(gone[0], ended.get(gone[0])))
     if first is not None:
         return RankFailedError(f"rank {first.rank} failed\n\n{first.text.rstrip()}")
     return RankFailedError(f"ranks ended early: exit codes {dict(exits)}")
+
+
+def _is_ours(failure: BaseException) -> bool:
+    return type(failure).__module__ == "shardwright.errors"
+
+
+def _how_it_ended(rank: int, code: int | None) -> str:
+    """What to tell of a rank that ended without a traceback; the code is None where nobody saw it.
+
+    >>> print(_how_it_ended(2, -15))
+    rank 2 was killed by SIGTERM; the other ranks were ended
+      given:   a signal from outside, and no traceback
+      allowed: ranks that run to their end
+      fix:     see who sent it; train --resume goes on from the last checkpoint
+    """
+    if code is not None and code >= 0 and code != INTERRUPTED:
+        how, given = f"ended with exit code {code}", "an exit, and no traceback"
+        cause = "see what in its work calls exit"
+    else:
+        number = signal.SIGINT if code == INTERRUPTED else signal.SIGKILL if code is None else -code
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        how, given = f"was killed by {name}", "a signal from outside, and no traceback"
+        cause = "see who sent it"
+        if code is None:
+            how, given = "was killed", "a process that has gone, and no traceback"
+        if number == signal.SIGKILL:
+            cause = "see whether the machine ran out of memory"
+        elif name in _CRASHES:
+            given = "a crash in native code, and no traceback"
+            cause = "set PYTHONFAULTHANDLER=1 to see where"
+    return explain(
+        f"rank {rank} {how}; the other ranks were ended",
+        given=given,
+        allowed="ranks that run to their end",
+        fix=f"{cause}; train --resume goes on from the last checkpoint",
+    )

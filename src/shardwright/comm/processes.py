@@ -1,9 +1,4 @@
-"""Ranks as processes over ``torch.distributed``: gloo on CPUs, NCCL where every rank has a GPU of its own.
-
-gloo's own all-gather and reduce-scatter are slow for large messages. Here an all-gather is one message to each
-member, and a reduce-scatter is an all-to-all and a local sum in the order of the members, so that it repeats bit
-for bit. gloo's all-reduce is good and is used as it is. ``benchmarks/collectives`` has the numbers.
-"""
+"""Ranks as processes: joining a world that was started, and starting all ranks of one machine."""
 
 from __future__ import annotations
 
@@ -13,25 +8,24 @@ import os
 import pickle
 import shutil
 import signal
-import socket
+import sys
 import tempfile
+import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from multiprocessing import forkserver, util
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardwright.comm import failures
-from shardwright.comm.axis import Call, Channel, Pending
-from shardwright.comm.failures import LostPartnerError
-from shardwright.comm.recorder import Record, Recorder
-from shardwright.comm.shared import Exchange, SharedChannel
+from shardwright.comm.exchange import folder_for_sockets
+from shardwright.comm.failures import ToldToStop
+from shardwright.comm.recorder import Recorder
+from shardwright.comm.transport import Links, ProcessTransport
 from shardwright.comm.witness import Witness
 from shardwright.comm.world import World
 from shardwright.errors import CommunicationError, PlanError, explain
@@ -42,266 +36,18 @@ DEFAULT_TIMEOUT_S = 600.0
 
 PRELOADED = ("shardwright", "shardwright.comm.processes", "torch._dynamo", "torch.optim")
 
-Links = Literal["auto", "sockets"]
-"""How ranks of one machine talk: through shared memory where they can, or always through torch's process groups."""
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
 
 # ---- one rank
 
 
-class ProcessTransport:
-    """The transport of one rank of a process world.
-
-    Groups whose members share a machine go through its memory; the others through torch's process groups, of which
-    there is one for each set of ranks.
-    """
-
-    kind = "processes"
-
-    def __init__(
-        self, rank: int, size: int, recorder: Recorder, timeout: timedelta, witness: Witness | None, links: Links
-    ) -> None:
-        self.rank, self.recorder, self.timeout, self.witness = rank, recorder, timeout, witness
-        self._groups: dict[tuple[int, ...], Any] = {tuple(range(size)): dist.group.WORLD}
-        self._num_channels: dict[tuple[int, ...], int] = {}
-        self._sent: list[tuple[Any, Tensor]] = []
-        self._hosts = _tell_hosts(rank, size) if links == "auto" and size > 1 and not _is_nccl() else {}
-        self._exchange = _exchange(rank, self._hosts, timeout) if self._hosts else None
-
-    def group(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of these ranks, made by its members at its first use."""
-        ordered = tuple(sorted(ranks))
-        if ordered not in self._groups:
-            with _named("-".join(map(str, ordered))):
-                self._groups[ordered] = dist.new_group(
-                    list(ordered), timeout=self.timeout, use_local_synchronization=True
-                )
-        return self._groups[ordered]
-
-    def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
-        """See :class:`~shardwright.comm.world.Transport`."""
-        return {place: self.channel_of(ranks) for place, ranks in enumerate(groups) if self.rank in ranks}
-
-    def channel_of(self, ranks: tuple[int, ...]) -> Channel:
-        """A channel of this rank's; its members ask for their shared channels in the same order."""
-        number = self._num_channels.get(ranks, 0)
-        self._num_channels[ranks] = number + 1
-        key = zlib.crc32(f"{ranks}/{number}".encode())
-        if self._exchange is None or len({self._hosts[rank] for rank in ranks}) > 1 or len(ranks) == 1:
-            return ProcessChannel(self, ranks, key)
-        calls = 0
-
-        def begin(call: Call, num_bytes: int, meets: bool) -> None:
-            nonlocal calls
-            calls += meets
-            self.note(call, num_bytes)
-            if meets and self.witness is not None:
-                self.witness.check(call, ranks, f"{key}/{calls}")
-
-        return SharedChannel(self._exchange, ranks, key, begin, self.channel_of)
-
-    def note(self, call: Call, num_bytes: int) -> None:
-        """Records a call."""
-        self.recorder.add(Record(call.kind, call.axis, num_bytes, call.source))
-
-    def keep(self, work: Any, message: Tensor) -> None:
-        """Keeps a message until it has gone: the sender may have let go of its channel by then."""
-        self._sent = [(each, kept) for each, kept in self._sent if not each.is_completed()]
-        self._sent.append((work, message))
-
-    def close(self) -> None:
-        """Tells the witness, if there is one, that this rank makes no more calls."""
-        if self.witness is not None:
-            self.witness.leave()
-
-    def hang_up(self) -> None:
-        """Ends the connections to the other ranks."""
-        if self._exchange is not None:
-            self._exchange.close()
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Names the group made inside by its ranks alone: torch adds how many groups this rank has made, and members
-    that have made other numbers of them would wait for each other for ever."""
-    c10d = dist.distributed_c10d
-    before = c10d._hash_ranks_to_str
-    c10d._hash_ranks_to_str = lambda ranks: f"shardwright-{name}"
-    try:
-        yield
-    finally:
-        c10d._hash_ranks_to_str = before
-
-
-def _is_nccl() -> bool:
-    return dist.get_backend() == "nccl"
-
-
-def _tell_hosts(rank: int, size: int) -> dict[int, str]:
-    """Which machine each rank runs on."""
-    store = dist.distributed_c10d._get_default_store()
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    here = boot.read_text().strip() if boot.exists() else ""
-    store.set(f"host/{rank}", f"{socket.gethostname()}/{here}/{os.getuid()}")
-    return {other: store.get(f"host/{other}").decode() for other in range(size)}
-
-
-def _exchange(rank: int, hosts: dict[int, str], timeout: timedelta) -> Exchange:
-    """This rank's side of its machine's shared memory; the lowest rank of a machine makes the folder to meet in."""
-    store = dist.distributed_c10d._get_default_store()
-    first = min(other for other, host in hosts.items() if host == hosts[rank])
-    if rank == first:
-        store.set(f"folder/{first}", tempfile.mkdtemp(prefix="shardwright-"))
-    folder = Path(store.get(f"folder/{first}").decode())
-    exchange = Exchange(rank, folder, timeout.total_seconds())
-    here = [other for other, host in hosts.items() if host == hosts[rank]]
-    store.set(f"listens/{rank}", "yes")
-    store.wait([f"listens/{other}" for other in here])
-    exchange.connect(here)
-    if rank == first:
-        for other in here:
-            store.wait([f"connected/{other}"] if other != rank else [f"listens/{rank}"])
-        shutil.rmtree(folder)  # connections outlive the names they were made under
-    else:
-        store.set(f"connected/{rank}", "yes")
-    return exchange
-
-
-class ProcessChannel:
-    """One group's calls, seen from one member."""
-
-    def __init__(self, transport: ProcessTransport, ranks: tuple[int, ...], key: int) -> None:
-        self.transport, self.ranks, self.key = transport, ranks, key
-        self.index = ranks.index(transport.rank)
-        self.group = transport.group(ranks) if len(ranks) > 1 else None
-        self.native = self.group is not None and dist.get_backend(self.group) == "nccl"
-        self._num_calls = 0
-
-    def subset(self, indices: tuple[int, ...]) -> Channel:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        return self.transport.channel_of(tuple(self.ranks[i] for i in indices))
-
-    def all_reduce(self, call: Call, tensors: list[Tensor], op: str) -> Pending[None]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        self._begin(call, sum(tensor.nbytes for tensor in tensors))
-        message = tensors[0] if len(tensors) == 1 else torch.cat([tensor.view(-1) for tensor in tensors])
-        work = dist.all_reduce(message, _OPS[op], self.group, async_op=True)
-
-        def finish() -> None:
-            if len(tensors) > 1:
-                for tensor, part in zip(tensors, message.split([t.numel() for t in tensors]), strict=True):
-                    tensor.copy_(part.view_as(tensor))
-
-        return self._pending(call, [work], finish)
-
-    def all_gather(self, call: Call, parts: list[Tensor], index: int) -> Pending[None]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        self._begin(call, sum(part.nbytes for part in parts))
-        if self.native:
-            works = [
-                dist.broadcast(part, group=self.group, group_src=self._place(i), async_op=True)
-                for i, part in enumerate(parts)
-            ]
-            return self._pending(call, works, lambda: None)
-        works = self._exchange([parts[index]] * len(parts), parts)
-        return self._pending(call, works, lambda: None)
-
-    def reduce_scatter(self, call: Call, out: Tensor, parts: list[Tensor]) -> Pending[Tensor]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        self._begin(call, sum(part.nbytes for part in parts))
-        received = [torch.empty_like(out) if i != self.index else parts[i] for i in range(len(parts))]
-        works = self._exchange(parts, received)
-
-        def finish() -> Tensor:
-            torch.add(received[0], received[1], out=out)
-            for term in received[2:]:
-                out.add_(term)
-            return out
-
-        return self._pending(call, works, finish)
-
-    def all_to_all(self, call: Call, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        self._begin(call, sum(part.nbytes for part in parts))
-        outs[self.index].copy_(parts[self.index])
-        return self._pending(call, self._exchange(parts, outs), lambda: outs)
-
-    def broadcast(self, call: Call, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        self._begin(call, tensor.nbytes)
-        work = dist.broadcast(tensor, group=self.group, group_src=self._place(source), async_op=True)
-        return self._pending(call, [work], lambda: tensor)
-
-    def send(self, call: Call, tensor: Tensor, to: int) -> Pending[None]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        self._begin(call, tensor.nbytes, meets=False)
-        message = tensor.clone()  # gloo's isend is done once the receiver asks, and a sender does not wait for that
-        self.transport.keep(dist.isend(message, group=self.group, group_dst=self._place(to), tag=0), message)
-        return Pending(lambda: None)
-
-    def receive(self, call: Call, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        self._begin(call, tensor.nbytes, meets=False)
-        work = dist.irecv(tensor, group=self.group, group_src=self._place(source), tag=0)
-        return self._pending(call, [work], lambda: tensor)
-
-    def _exchange(self, parts: list[Tensor], received: list[Tensor]) -> list[Any]:
-        """Sends ``parts[i]`` to member i and receives ``received[i]`` from it, all at once."""
-        others = [i for i in range(len(self.ranks)) if i != self.index]
-        tag = 1 + self._num_calls % 2**20  # its own tag: messages of other calls may be under way
-        if self.native:
-            operations = [
-                dist.P2POp(dist.irecv, received[i], group=self.group, group_peer=self._place(i)) for i in others
-            ]
-            operations += [
-                dist.P2POp(dist.isend, parts[i], group=self.group, group_peer=self._place(i)) for i in others
-            ]
-            return list(dist.batch_isend_irecv(operations))
-        works = [
-            dist.irecv(received[i], group=self.group, group_src=self._place(i), tag=tag)
-            for i in others
-            if received[i].numel()
-        ]
-        works += [
-            dist.isend(parts[i], group=self.group, group_dst=self._place(i), tag=tag)
-            for i in others
-            if parts[i].numel()
-        ]
-        return works
-
-    def _place(self, index: int) -> int:
-        """A member's number in the process group, whose ranks are in ascending order."""
-        return sorted(self.ranks).index(self.ranks[index])
-
-    def _begin(self, call: Call, num_bytes: int, *, meets: bool = True) -> None:
-        self.transport.note(call, num_bytes)
-        self._num_calls += meets
-        if meets and self.transport.witness is not None:
-            self.transport.witness.check(call, self.ranks, f"{self.key}/{self._num_calls}")
-
-    def _pending(self, call: Call, works: Sequence[Any], result: Callable[[], T]) -> Pending[T]:
-        def finish() -> T:
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as failure:
-                raise LostPartnerError(
-                    f"{call} did not complete\n  ranks: {', '.join(map(str, self.ranks))}, this is "
-                    f"{self.transport.rank}\n  torch says: {str(failure).splitlines()[0]}\n"
-                    "  fix:   see which rank stopped first; --debug names ranks that make different calls"
-                ) from failure
-            return result()
-
-        return Pending(finish)
-
-
 def run_here(
     work: Callable[..., T], args: Sequence[Any], *, debug: bool = False, timeout_s: float = DEFAULT_TIMEOUT_S,
-    device: str = "auto", links: Links = "auto",
+    device: str = "auto", links: Links = "auto", folder: str | None = None,
 ) -> T:  # fmt: skip
-    """Runs ``work`` in this process as the rank that the environment says (``RANK``, ``WORLD_SIZE``, ...)."""
+    """Runs ``work`` in this process as the rank that the environment says (``RANK``, ``WORLD_SIZE``, ...).
+
+    ``folder`` is where temporary files go, if whoever started the ranks removes it at the end.
+    """
     rank, size, local = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     place, backend = _device(device, local, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     timeout = timedelta(seconds=timeout_s)
@@ -309,7 +55,7 @@ def run_here(
     dist.init_process_group(backend, timeout=timeout)
     recorder = Recorder()
     witness = Witness(rank, timeout_s) if debug else None
-    transport = ProcessTransport(rank, size, recorder, timeout, witness, links)
+    transport = ProcessTransport(rank, size, recorder, timeout, witness, links, folder)
     try:
         result = work(World(rank, size, place, transport, recorder), *args)
     except CommunicationError:
@@ -358,23 +104,38 @@ def run_processes(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # imported once, by the server, and every rank is a fork of it; any optimizer loads torch._dynamo
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED])
     options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links}
-    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder, _quiet():
+    base = folder_for_sockets()
+    _start_server(base)
+    with tempfile.TemporaryDirectory(prefix="shardwright-", dir=base) as folder, _quiet():
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=f"shardwright-{os.getpid()}",
             rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
             start_method="forkserver", logs_specs=DefaultLogsSpecs(log_dir=folder),
         )  # fmt: skip
+        # the server's own folder is removed when this process ends; by the ranks, if it is killed
+        left = [folder] if multiprocessing.parent_process() else [folder, util.get_temp_dir()]
         try:
-            found = elastic_launch(config, _rank_main)(pickle.dumps((work, tuple(args), options)), folder)
+            found = elastic_launch(config, _rank_main)(pickle.dumps((work, tuple(args), options)), folder, left)
         except ChildFailedError as failure:
             exits = {rank: one.exitcode for rank, one in failure.failures.items()}
             raise failures.first_failure(folder, exits) from None
         except SignalException:
             raise KeyboardInterrupt from None  # the ranks have heard it too, and have ended
     return [pickle.loads(found[rank]) for rank in range(num_ranks)]
+
+
+def _start_server(folder: str) -> None:
+    """Starts the process that every rank is a fork of; what takes long to import, it imports once.
+
+    Its socket goes into ``folder``: the usual one may have too long a path.
+    """
+    forkserver.set_forkserver_preload([*PRELOADED])  # any optimizer loads torch._dynamo
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = before
 
 
 @contextmanager
@@ -393,14 +154,38 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _rank_main(pickled: bytes, folder: str) -> bytes:
+def _rank_main(pickled: bytes, folder: str, left: list[str]) -> bytes:
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the work says otherwise
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     failures.note_start(folder, rank)
+    _end_with_the_launcher(rank, left)
     try:
         work, args, options = pickle.loads(pickled)
-        return pickle.dumps(run_here(work, args, **options))
+        return pickle.dumps(run_here(work, args, folder=folder, **options))
     except BaseException as failure:
-        failures.note_failure(folder, rank, failure)
-        raise
+        with suppress(OSError):  # the folder is gone where the launcher is
+            failures.note_failure(folder, rank, failure)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130 if isinstance(failure, ToldToStop) else 1)  # the note says all; torch would leave a file behind
+
+
+def _end_with_the_launcher(rank: int, left: Sequence[str]) -> None:
+    """Ends this rank when the process that started it has gone without a word, and removes what that left behind.
+
+    The launcher holds a pipe to each rank, which the system closes when it dies: the ranks are not its children but
+    the fork server's, which lives as long as they do.
+    """
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        launcher.join()
+        if rank == 0:
+            sys.stderr.write("the process that started the ranks has gone, and they end\n")
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()

@@ -1,6 +1,7 @@
 """The witness of a debug run: every rank tells each call before it makes it, and none makes one alone.
 
-It costs some messages through the store for each call, so it watches ``verify``, tests and ``--debug`` only.
+It costs some messages through the store for each call, so it watches ``verify``, tests and ``--debug`` only. The store
+stays small: a rank takes back what it wrote for a call once all members have come to a later one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Witness:
         self.rank, self.timeout_s = rank, timeout_s
         self.store = dist.distributed_c10d._get_default_store()
         self._num_calls = 0
+        self._written: dict[tuple[int, ...], str] = {}
 
     def check(self, call: Call, ranks: tuple[int, ...], number: str) -> None:
         """Returns once every member is about to make the same call.
@@ -30,13 +32,16 @@ class Witness:
             one has returned; both are named.
         """
         self._num_calls += 1
-        mine = _text(call)
+        mine, waited = _text(call), False
         key = f"call/{'-'.join(map(str, ranks))}/{call.axis}/{number}"
         self.store.set(f"{key}/{self.rank}", mine)
         for other in ranks:
             if other == self.rank:
                 continue
-            theirs = self._wait_for(f"{key}/{other}", other, call)
+            if not self.store.check([f"{key}/{other}"]):
+                waited = True
+                self._wait_for(f"{key}/{other}", other, call)
+            theirs = self.store.get(f"{key}/{other}").decode()
             if theirs != mine:
                 (a, first), (b, second) = sorted([(self.rank, mine), (other, theirs)])
                 raise CommunicationError(
@@ -44,18 +49,21 @@ class Witness:
                     f"  rank {a}: {first}\n  rank {b}: {second}\n"
                     "  fix:    let every rank of an axis make the same calls in the same order"
                 )
-        self.store.set(f"at/{self.rank}", "")
+        if waited:
+            self.store.set(f"at/{self.rank}", "")
+        if ranks in self._written:  # all members are here, so all have read what was written for the call before
+            self.store.delete_key(self._written[ranks])
+        self._written[ranks] = f"{key}/{self.rank}"
 
     def leave(self) -> None:
         """Tells the others that this rank makes no more calls."""
         self.store.set(f"at/{self.rank}", "returned")
 
-    def _wait_for(self, key: str, other: int, call: Call) -> str:
+    def _wait_for(self, key: str, other: int, call: Call) -> None:
         start = time.monotonic()
         look_at, pause_s = start + _LOOK_AGAIN_S, 2e-4
         before: list[tuple[int, str]] = []
-        if not self.store.check([key]):
-            self.store.set(f"at/{self.rank}", f"{self._num_calls}|{other}|{call}")
+        self.store.set(f"at/{self.rank}", f"{self._num_calls}|{other}|{call}")
         while not self.store.check([key]):
             now = time.monotonic()
             if now > start + self.timeout_s:
@@ -67,7 +75,6 @@ class Witness:
                 before, look_at = chain, now + _LOOK_AGAIN_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
-        return str(self.store.get(key).decode())
 
     def _chain(self, other: int) -> list[tuple[int, str]]:
         """Who waits for whom, from ``other`` on, if that leads back here or to a rank that has returned; else nothing.

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import PlanError, explain, nearest
+from shardwright.errors import LayoutError, PlanError, explain, nearest
 from shardwright.models.attention import Attention, AttentionConfig, Rotary
 from shardwright.models.convnet import ConvNetConfig, build_convnet
 from shardwright.models.gpt import GPT, GPTConfig, generate
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.models.mlp import MLPConfig, build_mlp
 from shardwright.models.settings import check_known, parse_value, read_config
+
+_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""Where a person's own code is not."""
 
 __all__ = [
     "GPT",
@@ -153,8 +158,8 @@ def configure(name: str, settings: Mapping[str, object]) -> Any:
 def build(name: str, settings: Mapping[str, object]) -> nn.Module:
     """A model, from its name and settings, or from ``package.module:factory`` called with the settings.
 
-    Raises: PlanError: no such model, module, factory or setting; a value of the wrong type; a factory that
-        returns something else.
+    Raises: PlanError: no such model, module, factory or setting; a value of the wrong type; a factory that fails,
+        or returns something else.
 
     >>> build("convnet", {"channels": "4,8"}).conv2.conv
     Conv2d(4, 8, kernel_size=(5, 5), stride=(1, 1))
@@ -172,7 +177,13 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
     except (NameError, TypeError):
         hints = {}  # annotations that cannot be looked up: texts are then read as literals
-    model = factory(**{key: parse_value(key, value, hints.get(key)) for key, value in settings.items()})
+    arguments = {key: parse_value(key, value, hints.get(key)) for key, value in settings.items()}
+    try:
+        model = factory(**arguments)
+    except (LayoutError, PlanError):
+        raise
+    except Exception as failure:  # any Python code may run here
+        raise _failed(name, failure) from failure
     if not isinstance(model, nn.Module):
         raise PlanError(
             explain(
@@ -185,16 +196,35 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
     return model
 
 
+def _failed(name: str, failure: Exception) -> PlanError:
+    """What to tell of a factory that raised: what and where, and what is special about models without values."""
+    allowed, fix = "a factory that takes these settings and returns a model", "mend it, or change the settings"
+    if torch.empty(0).is_meta:
+        allowed = "a factory that makes layers and looks at no values: they come later, and no rank ever holds them all"
+        fix = "take what decides shapes from the settings, and draw values in the layers' reset_parameters()"
+    frames = [f for f in traceback.extract_tb(failure.__traceback__) if not f.filename.startswith(_NOT_THEIRS)]
+    where = f"\n           {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+    said = str(failure).strip().splitlines()
+    return PlanError(
+        explain(
+            f"'{name}' failed to build its model" + (" without values" if torch.empty(0).is_meta else ""),
+            given=f"{type(failure).__name__}: {said[0] if said else ''}{where}",
+            allowed=allowed,
+            fix=fix,
+        )
+    )
+
+
 def _load(name: str) -> Callable[..., Any]:
     """The factory that ``package.module:factory`` names."""
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # any Python code may run here
         raise PlanError(
             explain(
                 f"cannot import '{module_name}'",
-                given=f"{name}: {error}",
+                given=f"{name}: {type(error).__name__}: {error}",
                 allowed="package.module:factory, importable from where you are",
                 fix="install the package, or set PYTHONPATH to the folder that holds it",
             )

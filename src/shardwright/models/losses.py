@@ -7,6 +7,8 @@ V vocabulary, or classes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,7 +21,7 @@ class CrossEntropy(nn.Module):
     """The sum of the cross entropies of class targets, and how many targets counted.
 
     Shapes: logits (..., V) and int64 targets (...); returns a 0-d sum like the logits and a 0-d int64 count.
-    Raises: PlanError: the targets' shape is not the logits' without its last dim.
+    Raises: PlanError: the model gave no tensor; the targets' shape is not the logits' without its last dim.
 
     >>> loss_sum, count = CrossEntropy()(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [2, 3, 0]]))
     >>> round(loss_sum.item(), 3), count.item()
@@ -34,6 +36,7 @@ class CrossEntropy(nn.Module):
 
     def forward(self, logits_V: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(sum, count) over every target that is not ignored."""
+        check_tensors(logits_V, targets)
         check_same_shape("logits but for their last dim", logits_V.shape[:-1], "targets", targets.shape)
         loss_sum = functional.cross_entropy(
             logits_V.flatten(0, -2) if logits_V.dim() > 1 else logits_V,
@@ -49,7 +52,7 @@ class MeanSquaredError(nn.Module):
     """The sum of the squared differences, and how many elements there are: their ratio is the mean.
 
     Shapes: outputs and targets of one shape; returns a 0-d sum in the outputs' dtype and a 0-d int64 count.
-    Raises: PlanError: the shapes differ.
+    Raises: PlanError: the model gave no tensor; the shapes differ.
 
     >>> MeanSquaredError()(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 0.0]))
     (tensor(13.), tensor(3))
@@ -57,6 +60,7 @@ class MeanSquaredError(nn.Module):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(sum, count) over every element."""
+        check_tensors(outputs, targets)
         check_same_shape("outputs", outputs.shape, "targets", targets.shape)
         loss_sum = (outputs - targets.to(outputs.dtype)).square().sum()
         return loss_sum, torch.full((), outputs.numel(), dtype=torch.int64, device=outputs.device)
@@ -79,5 +83,33 @@ def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape:
                 given=f"{tuple(shape)} and {tuple(other_shape)}",
                 allowed="equal shapes",
                 fix=f"give {other_name} the shape {tuple(shape)}",
+            )
+        )
+
+
+def check_tensors(output: object, targets: object) -> None:
+    """Raises PlanError unless a model's output and the targets are one tensor each.
+
+    >>> check_tensors({"logits": torch.zeros(2, 3)}, torch.zeros(2))
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the loss takes one tensor as the model's output
+      given:   dict with logits
+      allowed: a tensor
+      fix:     return it alone, or give a loss of your own: forward(output, targets) gives (sum, count)
+    """
+    for what, value in (("the model's output", output), ("the targets", targets)):
+        if isinstance(value, Tensor):
+            continue
+        given = type(value).__name__
+        if isinstance(value, Mapping):
+            given += f" with {', '.join(map(str, value))}"
+        elif isinstance(value, tuple | list):
+            given += f" of {', '.join(type(each).__name__ for each in value)}"
+        raise PlanError(
+            explain(
+                f"the loss takes one tensor as {what}",
+                given=given,
+                allowed="a tensor",
+                fix="return it alone, or give a loss of your own: forward(output, targets) gives (sum, count)",
             )
         )

@@ -131,7 +131,7 @@ def find_chains(model: nn.Module) -> tuple[Chain, ...]:
     taken: set[str] = set()
     shared = registered_twice(model)
     for path, module in model.named_modules():
-        if not any(is_exactly(child, nn.Linear) for _, child in _leaves(module)) or _has_choices(module):
+        if not any(is_exactly(child, nn.Linear) for _, child in _leaves(module)) or has_choices(module):
             continue
         graph = trace(module)
         for node in graph.nodes if graph is not None else ():
@@ -145,7 +145,7 @@ def find_chains(model: nn.Module) -> tuple[Chain, ...]:
     return tuple(found)
 
 
-def _has_choices(module: nn.Module) -> bool:
+def has_choices(module: nn.Module) -> bool:
     """Whether callers may leave arguments out: a trace shows what happens when they do, and no more."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(parameter.default is not inspect.Parameter.empty for parameter in parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
@@ -14,8 +15,8 @@ from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import expected_traffic, hollow, make_plan, twin
 from shardwright.parallelize.run import Run, check_world
-from shardwright.pipeline import Executor
-from shardwright.strategy import Job, Plan, Strategy, summed_axes
+from shardwright.pipeline import Executor, Samples
+from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, summed_axes
 
 __all__ = ["Run", "expected_traffic", "hollow", "make_plan", "parallelize", "place_parameters", "twin"]
 
@@ -27,13 +28,15 @@ def parallelize(
     *,
     loss: nn.Module | None = None,
     seed: int = 0,
+    num_tokens: int = NUM_TOKENS,
     strategies: Sequence[Strategy] | None = None,
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
     Build ``model`` under ``torch.device("meta")`` and no rank ever holds the whole; a model that has values
     is cut as it is. ``model`` itself is left alone. ``loss(output, targets)`` gives (sum, count), cross entropy
-    when left out. ``seed`` fixes initial values and dropout, whatever the layout.
+    when left out. ``seed`` fixes initial values and dropout, whatever the layout. ``num_tokens`` is how many one
+    microbatch of one model copy will have: modes that weigh activations against weights choose by it.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
         starts. Both are raised on every rank before anything is sent.
@@ -49,15 +52,17 @@ def parallelize(
     [(3, 1.163), (2, 1.163)]
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    job = Job(twin(model), twin(loss if loss is not None else CrossEntropy()))
+    job = Job(twin(model), twin(loss if loss is not None else CrossEntropy()), num_tokens)
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)
+    samples = Samples(plan.mesh, plan.row_axes, coord)
+    job = job._replace(samples=samples)
     place_parameters(job.model, plan.compute, coord, seed, world.device)
     job.loss.to(world.device)
     axes = _axes(plan, world)
     draws = Draws(seed)
-    key_dropout(job.model, draws, plan.slices(coord))
+    key_dropout(job.model, draws, plan.slices(coord), {m: partial(samples.ids, r) for m, r in plan.rows.items()})
     each = [s.apply(job, {a: axis.for_strategy(s.name) for a, axis in axes.items()}, plan) for s in chosen]
     applied = [one for one in each if one is not None]
 
@@ -65,7 +70,7 @@ def parallelize(
         return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
 
     sync = GradientSync(job.model, plan, coord, joined)
-    executor = Executor(job.model, plan.units, [*(one.events for one in applied), sync.events()], draws)
+    executor = Executor(job.model, plan.units, [*(one.events for one in applied), sync.events()], draws, samples)
     return Run(job, plan, world, axes, executor, sync, applied)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -14,8 +13,10 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.errors import LayoutError, explain
 from shardwright.layout import Layout
-from shardwright.mesh import Coord, balanced
+from shardwright.mesh import Coord
 from shardwright.models.structure import observe
+from shardwright.pipeline import Samples, samples
+from shardwright.pipeline.samples import microbatch_samples
 from shardwright.strategies import choose
 from shardwright.strategy import Batch, Job, Plan, Strategy, Traffic
 
@@ -58,7 +59,7 @@ def make_plan(
     ({'dp': 0}, 2)
     """
     strategies = choose(layout) if strategies is None else tuple(strategies)
-    whole = Job(hollow(job.model), job.loss)
+    whole = job._replace(model=hollow(job.model))
     if layout.num_microbatches > 1:
         for name, module in whole.model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -83,22 +84,7 @@ def local_samples(plan: Plan, coord: Coord, num_samples: int) -> range:
     >>> local_samples(plan, {"dp": 1}, 5)
     range(3, 5)
     """
-    held = range(num_samples)
-    for axis in plan.mesh.axes:
-        if plan.inputs.get(axis) == 0:
-            cuts = balanced(len(held), plan.mesh[axis])
-            held = held[cuts[coord[axis]] : cuts[coord[axis] + 1]]
-    return held
-
-
-def microbatch_samples(samples: range, num_microbatches: int) -> tuple[range, ...]:
-    """The samples of each microbatch, some of which may be empty.
-
-    >>> microbatch_samples(range(4, 7), 2)
-    (range(4, 6), range(6, 7))
-    """
-    cuts = balanced(len(samples), num_microbatches)
-    return tuple(samples[a:b] for a, b in pairwise(cuts))
+    return samples.local_samples(plan.mesh, plan.row_axes, coord, num_samples)
 
 
 def rows(tree: Any, start: int, stop: int) -> Any:
@@ -132,12 +118,20 @@ def expected_traffic(
     """What each strategy says that one step on this global batch sends from the rank at ``coord``."""
     whole = hollow(job.model)
     on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
-    samples = local_samples(plan, coord, num_rows(inputs))
-    shares = microbatch_samples(samples, plan.layout.num_microbatches)
+    num_global = num_rows(inputs)
+    shares = microbatch_samples(local_samples(plan, coord, num_global), plan.layout.num_microbatches)
     visits = tuple(observe(whole, rows(on_meta, s.start, s.stop)) for s in shares)
     element_bytes = next(whole.parameters()).element_size()
-    batch = Batch(visits, element_bytes)
+    batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global))
     return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in strategies}
+
+
+def in_hand(plan: Plan, coord: Coord, num_global: int) -> tuple[Samples, ...]:
+    """The samples of each microbatch of a global batch, as ``coord`` sees them."""
+    found = tuple(Samples(plan.mesh, plan.row_axes, coord) for _ in range(plan.layout.num_microbatches))
+    for number, each in enumerate(found):
+        each.begin(num_global, number, len(found))
+    return found
 
 
 def numbers_per_sample(targets: Any) -> int:

@@ -43,7 +43,8 @@ class Run:
         sync: GradientSync,
         applied: Sequence[Applied] = (),
     ) -> None:
-        self.model, self.loss = job
+        self.model, self.loss = job.model, job.loss
+        self._samples = job.samples
         self.plan, self.world, self.axes = plan, world, axes
         resting = {name: p for each in applied for name, p in each.parameters.items()}
         self.parameters: Mapping[str, nn.Parameter] = {
@@ -114,6 +115,8 @@ class Run:
         sums: list[Tensor] = []
         was_training = self.model.training
         self.model.eval()
+        if self._samples is not None:
+            self._samples.begin(batch.num_global, 0, 1)
         try:
             loss_sum, count = self.loss(call_model(self.model, batch.inputs), batch.targets)
             sums.append(torch.stack([loss_sum.double(), torch.as_tensor(count).double()]))
@@ -126,14 +129,25 @@ class Run:
         """The model's whole output on inputs that every rank holds, on every rank."""
         was_training = self.model.training
         self.model.eval()
+        if self._samples is not None:
+            self._samples.alone(num_rows(inputs))
         try:
             output: Tensor = call_model(self.model, on_device(inputs, self.world.device))
         finally:
             self.model.train(was_training)
-        for cut in self.plan.activations.get(OUTPUT, ()):
-            sizes = [sum(b - a for a, b in ranges) for ranges in cut.ranges]
-            output = self.axes[cut.axis].all_gather(output, cut.dim, sizes)
-        return output
+        joined: list[str] = []
+        for cut in reversed(self.plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbours
+            output = self.axes[cut.axis].all_gather(output, cut.dim, self._output_sizes(cut.axis, joined))
+            joined.append(cut.axis)
+        return output[: num_rows(inputs)]  # what gathered rows found the same samples on every rank
+
+    def _output_sizes(self, axis: str, joined: Sequence[str]) -> list[int]:
+        """How much of the output's cut dim each member of ``axis`` holds, once ``joined`` are gathered."""
+        def held(index: int) -> int:
+            coords = ({**self.coord, axis: index, **there} for there in self.plan.mesh.coords(joined))
+            return sum(b - a for at in coords for cut in self.plan.slices(at)[OUTPUT] for a, b in cut.ranges)
+
+        return [held(index) for index in range(self.plan.mesh[axis])]
 
     def _mean(self, sums: Sequence[Tensor]) -> tuple[Tensor, float]:
         device = self.world.device

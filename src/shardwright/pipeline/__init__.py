@@ -2,6 +2,7 @@
 
 from shardwright.pipeline.actions import Action, accumulate
 from shardwright.pipeline.executor import End, Ends, Events, Executor, LossEnd, Microbatch, MicrobatchEnd
+from shardwright.pipeline.samples import Rows, Samples
 
 __all__ = [
     "Action",
@@ -12,5 +13,7 @@ __all__ = [
     "LossEnd",
     "Microbatch",
     "MicrobatchEnd",
+    "Rows",
+    "Samples",
     "accumulate",
 ]

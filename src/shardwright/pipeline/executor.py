@@ -7,7 +7,8 @@ One backward, and when each event fires (a *unit* is a block of layers whose par
 
     before_forward(u)  after_forward(u)  ...  before_backward(u)  after_weight_gradients(u, m)  after_action(a)
 
-and once a step ``after_sync``, when the core has summed what it sums, and ``after_optimizer``.
+``after_backward(m)`` comes when autograd is through, before the units that it did not finish: what a strategy has under
+way for weights is put in place there. Once a step come ``after_sync``, when the core has summed what it sums, and ``after_optimizer``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shardwright.draws import Draws, RefusesDraws
 from shardwright.errors import PlanError, explain
 from shardwright.models.structure import call_model
 from shardwright.pipeline.actions import Action
+from shardwright.pipeline.samples import Samples
 
 
 class Unit(NamedTuple):
@@ -54,6 +56,7 @@ class Events:
     before_forward: Callable[[Unit], None] = _nothing
     after_forward: Callable[[Unit], None] = _nothing
     before_backward: Callable[[Unit], None] = _nothing
+    after_backward: Callable[[int], None] = _nothing
     after_weight_gradients: Callable[[Unit, int], None] = _nothing
     after_action: Callable[[Action], None] = _nothing
     after_sync: Callable[[], None] = _nothing
@@ -145,8 +148,15 @@ class Executor:
     two meet in the same calls.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], events: Iterable[Events], draws: Draws) -> None:
-        self.model, self.draws = model, draws
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        events: Iterable[Events],
+        draws: Draws,
+        samples: Samples | None = None,
+    ) -> None:
+        self.model, self.draws, self.samples = model, draws, samples
         self.events = tuple(events)
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
         self.units = held_units(units, self.parameters)
@@ -163,6 +173,8 @@ class Executor:
             number, microbatch = action.microbatch, microbatches[action.microbatch]
             if action.kind == "F":
                 self.draws.samples = microbatch.samples
+                if self.samples is not None:
+                    self.samples.begin(microbatch.num_global, number, len(microbatches))
                 inputs = first.take(number, microbatch)
                 with nullcontext() if self._has_run else RefusesDraws():
                     output = call_model(self.model, inputs)
@@ -177,6 +189,8 @@ class Executor:
         self._microbatch, self._fired = number, set()
         self._missing = {unit.name: set(unit.parameters) for unit in self.units}
         start.backward(last.take_gradient(number))
+        for events in self.events:
+            events.after_backward(number)
         first.give_gradient(number)
         for unit in reversed(self.units):  # what autograd did not reach has no gradient to wait for
             self._fire_gradients(unit)

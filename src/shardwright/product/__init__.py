@@ -1,22 +1,30 @@
 """Operators on cut operands, each with the collectives it needs; the strategies choose among them."""
 
 from shardwright.product.attention import attend_inside, attend_selected
+from shardwright.product.grid import Fetch, Later, Product
 from shardwright.product.guard import Forwarding, guard
 from shardwright.product.heads import head_rows, head_slices, kv_heads, query_heads
-from shardwright.product.linear import enter, row_linear
+from shardwright.product.moves import Move, give, take
+from shardwright.product.norms import cut_layer_norm, cut_rms_norm
 from shardwright.product.vocabulary import cut_cross_entropy, cut_embedding
 
 __all__ = [
+    "Fetch",
     "Forwarding",
+    "Later",
+    "Move",
+    "Product",
     "attend_inside",
     "attend_selected",
     "cut_cross_entropy",
     "cut_embedding",
-    "enter",
+    "cut_layer_norm",
+    "cut_rms_norm",
+    "give",
     "guard",
     "head_rows",
     "head_slices",
     "kv_heads",
     "query_heads",
-    "row_linear",
+    "take",
 ]

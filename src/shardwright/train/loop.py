@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +23,7 @@ import torch
 import shardwright
 from shardwright.checkpoint import find, gather_json, load, save, steps_in
 from shardwright.comm import World, launch
+from shardwright.comm.failures import ToldToStop
 from shardwright.comm.launch import Ranks
 from shardwright.draws import without_values
 from shardwright.errors import CheckpointError, PlanError, explain
@@ -42,10 +44,11 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False  # no lock around it: a second signal may interrupt the handler of the first
+        self.signal = 0
 
-    def ask(self, *_: Any) -> None:
+    def ask(self, number: int = 0, *_: Any) -> None:
         """Asks."""
-        self.asked = True
+        self.asked, self.signal = True, number
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
@@ -67,7 +70,8 @@ def train(
     """Trains, and writes metrics and checkpoints to ``out``; returns the summary.
 
     With ``resume`` it goes on from the newest checkpoint in ``out``, under any layout: the same batches in the
-    same order, the same dropout.
+    same order, the same dropout. A step whose loss or gradients are not finite ends the run, since AdamW does not
+    recover from one: it is not saved, and ``diverged`` of the summary is its number.
 
     Raises: LayoutError, PlanError, CheckpointError: before the first step, whatever can be known by then.
     """
@@ -166,9 +170,16 @@ def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop
     stop = stop or Stop()
     with stop.on_signals(), _alone(world, out):
         summary = _Training(world, config, out, resume, stop).run_all()
-    if stop.asked and not world.local:
-        os._exit(130)  # all is saved, and a launcher that was told to stop takes no more results
+        if summary["stopped"] and not world.local:
+            raise ToldToStop(_who_was_told(world, stop))  # all is saved, and a launcher that stops takes no results
     return summary
+
+
+def _who_was_told(world: World, stop: Stop) -> str:
+    """Which ranks heard a signal, if it was not all of them: then it was not meant for the run."""
+    heard = gather_json(world.everyone(), stop.signal)
+    told = [f"rank {rank} was told to stop by {signal.Signals(sig).name}" for rank, sig in enumerate(heard) if sig]
+    return f"{', '.join(told)}; all ranks have saved and ended" if len(told) < world.size else ""
 
 
 @contextlib.contextmanager
@@ -251,20 +262,24 @@ class _Training:
     def run_all(self) -> dict[str, Any]:
         """All steps, then the last checkpoint; returns the summary."""
         config, rows = self.config, []
-        stopped = False
+        stopped = diverged = False
         first = self.world.rank == 0
         with Log(self.out, config.last_step, self.first_step, writes=first, tensorboard=config.tensorboard) as log:
             while self.run.num_steps < config.last_step and not stopped:
                 row = self._step()
                 log.add(row)
                 rows.append(row)
-                stopped = self._anyone_stops()
+                broken = [f"its {key} is {row[key]}" for key in ("loss", "grad_norm") if not isfinite(row[key] or 0.0)]
+                stopped, diverged = self._anyone(self.stop.asked, bool(broken))
+                if diverged:
+                    log.warn(f"warning: step {row['step']} went wrong, {' and '.join(broken)}: the run ends here")
+                    break
                 done = self.run.num_steps
                 if config.save_every and done % config.save_every == 0 and done < config.last_step and not stopped:
                     self._save()
-            if rows or self.saved is None:
+            if (rows or self.saved is None) and not diverged:
                 self._save()
-        return self._summary(rows, stopped)
+        return {**self._summary(rows, stopped), "diverged": self.run.num_steps if diverged else None}
 
     def _step(self) -> dict[str, Any]:
         config, run = self.config, self.run
@@ -308,9 +323,10 @@ class _Training:
         mine = torch.tensor([peak], dtype=torch.int64, device=self.world.device)
         return [int(value) for value in self.everyone.for_strategy("progress").all_gather(mine)]
 
-    def _anyone_stops(self) -> bool:
-        flag = torch.tensor([int(self.stop.asked)], device=self.world.device)
-        return bool(self.everyone.for_strategy("progress").all_reduce(flag, "max").item())
+    def _anyone(self, *here: bool) -> list[bool]:
+        """Of several things, which hold on any rank."""
+        flags = torch.tensor(here, dtype=torch.uint8, device=self.world.device)
+        return [bool(flag) for flag in self.everyone.for_strategy("progress").all_reduce(flags, "max")]
 
     def _save(self) -> None:
         self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep)
@@ -341,7 +357,7 @@ class _Training:
             "step_ms_median": statistics.median(r["step_ms"] for r in steady) if steady else None,
             "tokens_per_s_median": statistics.median(r["tokens_per_s"] for r in steady) if steady else None,
             "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else self._memory(),
-            "checkpoint": str(self.saved),
+            "checkpoint": str(self.saved) if self.saved is not None else None,
             "stopped": stopped,
         }
 

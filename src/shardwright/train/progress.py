@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from shardwright.units import format_bytes, format_count
+from shardwright.units import format_bytes, format_count, json_text
 
 METRICS_FILE = "metrics.jsonl"
 _LINE_EVERY_S = 5.0
@@ -56,7 +56,7 @@ class Log:
         if not self.writes:
             return
         self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json_text(row) + "\n")
         self._file.flush()
         if self._board is not None:
             for key in ("loss", "eval_loss", "lr", "grad_norm", "tokens_per_s"):
@@ -71,6 +71,11 @@ class Log:
             self._last_line_s = time.monotonic()
             left = (self._steps - row["step"]) * row["step_ms"] / 1000
             print(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left", file=sys.stderr, flush=True)  # noqa: T201
+
+    def warn(self, text: str) -> None:
+        """Tells the person, beside the bar."""
+        if self.writes:
+            Console(stderr=True).print(text) if self._bar is None else self._bar.console.print(text)
 
     def close(self) -> None:
         """Ends the bar and closes the files."""
@@ -106,12 +111,12 @@ def cut_metrics(out: Path, last_step: int) -> None:
     """Drops the rows after ``last_step``: a resumed run writes them again."""
     kept = [row for row in read_metrics(out) if row["step"] <= last_step]
     partial = out / f".{METRICS_FILE}"
-    partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    partial.write_text("".join(json_text(row) + "\n" for row in kept))
     partial.replace(out / METRICS_FILE)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes a JSON file in one step: it is never half there."""
     partial = path.with_name(f".{path.name}")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.write_text(json_text(value, indent=1) + "\n")
     partial.replace(path)

@@ -1,0 +1,229 @@
+"""Gives each module of this rank's part the forward that its note in the plan asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.comm import Axis, cut_to_whole
+from shardwright.grid.features import Features
+from shardwright.grid.mode import (
+    EntryNote,
+    GateNote,
+    Gathering,
+    HeadsNote,
+    LinearNote,
+    LossNote,
+    Mode,
+    NormNote,
+    TableNote,
+)
+from shardwright.grid.place import own_names
+from shardwright.models.attention import Attention
+from shardwright.models.losses import CrossEntropy
+from shardwright.pipeline import Events, Samples
+from shardwright.product import (
+    Fetch,
+    Forwarding,
+    Later,
+    Move,
+    Product,
+    attend_inside,
+    attend_selected,
+    cut_cross_entropy,
+    cut_embedding,
+    cut_layer_norm,
+    cut_rms_norm,
+    guard,
+    take,
+)
+from shardwright.strategy import LOSS, OUTPUT, Applied, Job, Plan
+
+
+def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode) -> Applied:
+    """Changes the model and the loss as :func:`~shardwright.grid.place.place` has planned."""
+    assert job.samples is not None, "a rank knows whose samples it has in hand"
+    applying = _Applying(job, axes, plan, mode, job.samples)
+    applying.everything()
+    return Applied(events=Events(after_backward=applying.later.finish))
+
+
+@dataclass
+class _Applying:
+    job: Job
+    axes: Mapping[str, Axis]
+    plan: Plan
+    mode: Mode
+    samples: Samples
+    later: Later = field(default_factory=Later)
+
+    @property
+    def coord(self) -> dict[str, int]:
+        return {axis.name: self.axes[axis.name].index for axis in self.mode.axes}
+
+    def everything(self) -> None:
+        forwarding = Forwarding()
+        forwarding.watch(self.job.model)
+        for path, note in self.plan.notes.items():
+            if path == LOSS:
+                self._loss(note)
+                continue
+            if path == OUTPUT:
+                self._gate_end(note)
+                continue
+            module = self.job.model.get_submodule(path)
+            if isinstance(note, LinearNote):
+                self._linear(path, module, note)
+            elif isinstance(note, EntryNote):
+                self._entry(module, note)
+            elif isinstance(note, HeadsNote):
+                self._heads(path, module, note)
+            elif isinstance(note, NormNote):
+                self._norm(module, note)
+            elif isinstance(note, TableNote):
+                self._table(path, module, note)
+            elif isinstance(note, GateNote):
+                self._gate(module, note)
+            if module._parameters:
+                guard(module, path, forwarding)
+
+    def moves(self, gatherings: Sequence[Gathering]) -> tuple[Move, ...]:
+        """The messages with what their sizes are found by."""
+        found = []
+        for each in gatherings:
+            axis = self.axes[each.axis]
+            if each.lies == "rows":
+                found.append(Move(axis, "rows", partial(self.samples.sizes, each.rows, each.axis)))
+            elif each.lies == "features":
+                sizes = each.feature_sizes(self.coord)
+                found.append(Move(axis, "features", lambda sizes=sizes: sizes))
+            else:
+                found.append(Move(axis, "whole"))
+        return tuple(found)
+
+    def _linear(self, path: str, module: nn.Module, note: LinearNote) -> None:
+        terms = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "k"]
+        product = Product(
+            take=self.moves(note.takes()),
+            give=self.moves(note.gives()),
+            fetch=self._fetches(path, note.fetches),
+            bias_here=all(self.coord[name] == 0 for name in terms),
+            keep=self.mode.keep,
+            overlap=self.mode.overlap,
+            later=self.later,
+        )
+        module.forward = partial(_linear_forward, module, product)
+
+    def _fetches(self, path: str, names: Sequence[str]) -> tuple[Fetch, ...]:
+        lies = self.plan.compute[own_names(self.job.model, path)["weight"]]
+        found = []
+        for number, name in enumerate(names):
+            inner = self.plan.mesh.coords(names[:number])
+            here = self.plan.mesh.coord(0) | self.coord
+
+            def rows(index: int, name: str = name, inner: Any = inner, here: Any = here) -> int:
+                return sum(lies.local_shape({**here, name: index, **there})[0] for there in inner)
+
+            found.append(Fetch(self.axes[name], tuple(rows(i) for i in range(self.plan.mesh[name]))))
+        return tuple(found)
+
+    def _entry(self, module: nn.Module, note: EntryNote) -> None:
+        moves = self.moves(note.takes())
+
+        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            if args:
+                return (take(args[0], moves), *args[1:]), named
+            name, x = next(iter(named.items()))
+            return args, {**named, name: take(x, moves)}
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _heads(self, path: str, attention: nn.Module, note: HeadsNote) -> None:
+        assert isinstance(attention, Attention)
+        if note.entry is not None:
+            self._entry(attention, note.entry)
+        number = note.heads.number(self.coord)
+        own, parts = note.held[number], note.slices[number]
+        kv = note.held_kv(self.coord)
+        joint = len(note.heads.parts)
+        group = attention.num_heads // attention.num_kv_heads
+        kv_of_head = [kv.index(head // group) for head in own]
+        attention.num_heads, attention.num_kv_heads = len(own), len(kv)
+        if note.inside:
+            if attention.rotary is not None:
+                attention.rotary.pairs = tuple(range(*parts))
+            attention.head_dim = (parts[1] - parts[0]) * (2 if attention.rotary is not None else 1)
+            axis = self.axes[note.heads.names[0]].subset([i for i in range(joint) if note.held[i] == own])
+            attention.attend = partial(attend_inside, attention, axis)  # type: ignore[method-assign]
+        elif len(own) % len(kv) or kv_of_head != [i * len(kv) // len(own) for i in range(len(own))]:
+            attention.attend = partial(attend_selected, attention, kv_of_head)  # type: ignore[method-assign]
+
+    def _norm(self, module: nn.Module, note: NormNote) -> None:
+        splits = tuple((self.axes[name], note.features.sizes(self.coord, name)) for name in note.features.names)
+        module.forward = partial(_norm_forward, module, note.features.size, splits)
+
+    def _table(self, path: str, module: nn.Module, note: TableNote) -> None:
+        start = note.vocabulary.held(self.coord)[0][0]
+        take_moves, give_moves = self.moves(note.gathers), self.moves(note.sums)
+
+        def forward(input: Tensor) -> Tensor:
+            weight = module._parameters["weight"]
+            assert weight is not None
+            return cut_embedding(input, weight, start, note.vocabulary.size, take_moves, give_moves)
+
+        module.forward = forward
+
+    def _loss(self, note: LossNote) -> None:
+        loss = self.job.loss
+        assert isinstance(loss, CrossEntropy)
+        start = note.vocabulary.held(self.coord)[0][0]
+        gathers = self.moves(note.gathers)
+        over = tuple(self.axes[name] for name in reversed(note.vocabulary.names))
+
+        def forward(logits_V: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return cut_cross_entropy(
+                logits_V, targets, start, note.vocabulary.size, over, ignore_index=loss.ignore_index,
+                label_smoothing=loss.label_smoothing, take=gathers,
+            )  # fmt: skip
+
+        loss.forward = forward  # type: ignore[method-assign]
+
+    def _whole(self, x: Tensor, features: Features | None) -> Tensor:
+        """A cut value joined over every axis that cuts features between layers."""
+        joined: tuple[str, ...] = ()
+        for name in reversed(features.names) if features is not None else ():
+            assert features is not None
+            x = cut_to_whole(x, self.axes[name], -1, features.sizes(self.coord, name, joined))
+            joined += (name,)
+        return x
+
+    def _gate(self, module: nn.Module, note: GateNote) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(self._whole(arg, features) for arg, features in zip(args, note.arguments, strict=True))
+
+        module.register_forward_pre_hook(hook)
+
+    def _gate_end(self, note: GateNote) -> None:
+        (features,) = note.arguments
+        self.job.model.register_forward_hook(lambda _, args, output: self._whole(output, features))
+
+
+def _linear_forward(module: nn.Module, product: Product, input: Tensor) -> Tensor:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return product(input, weight, module._parameters["bias"])
+
+
+def _norm_forward(module: nn.Module, size: int, splits: Sequence[tuple[Axis, tuple[int, ...]]], input: Tensor) -> Tensor:
+    weight = module._parameters["weight"]
+    if isinstance(module, nn.LayerNorm):
+        return cut_layer_norm(
+            input, weight, module._parameters["bias"], eps=module.eps, size=size, splits=splits
+        )
+    assert isinstance(module, nn.RMSNorm)
+    return cut_rms_norm(input, weight, eps=module.eps, size=size, splits=splits)
+

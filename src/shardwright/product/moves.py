@@ -1,0 +1,173 @@
+"""How an operand moves along an axis before or after a product: gathered, or summed and cut.
+
+A tensor is seen as a matrix of rows (its samples' tokens) and features (its last dim). Gathering rows is one message
+without a copy; features stay in panels, one for each member, so that gathering them is one too.
+
+N rows, K features; n, k this rank's parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shardwright.comm import Axis, Pending, partial_to_whole, sum_gradient
+from shardwright.comm.axis import done
+
+
+class Move(NamedTuple):
+    """An operand and one axis: its rows or its features lie cut along it, or it lies whole on every member.
+
+    ``sizes`` gives what each member holds: samples where rows are cut (tokens are counted when it runs), features
+    where these are, nothing of a whole operand.
+    """
+
+    axis: Axis
+    lies: Literal["rows", "features", "whole"]
+    sizes: Callable[[], tuple[int, ...]] = tuple
+
+
+class Step(NamedTuple):
+    """A move with the sizes of one call."""
+
+    axis: Axis
+    lies: str
+    sizes: tuple[int, ...]
+
+
+def steps(moves: Sequence[Move], shape: Sequence[int]) -> tuple[Step, ...]:
+    """The moves of an operand of this shape (samples, ..., features): sizes of rows count tokens.
+
+    >>> from shardwright import Mesh, run_on_threads
+    >>> def sizes(axes):
+    ...     return steps([Move(axes["tp"], "rows", lambda: (2, 1))], (2, 10, 8))[0].sizes
+    >>> run_on_threads(Mesh(tp=2), sizes)
+    [(20, 10), (20, 10)]
+    """
+    num_tokens = prod(shape[1:-1])
+    return tuple(
+        Step(axis, lies, tuple(n * num_tokens for n in sizes()) if lies == "rows" else sizes())
+        for axis, lies, sizes in moves
+    )
+
+
+def matrix(x: Tensor) -> Tensor:
+    """``x`` (..., K) as a contiguous matrix (N, K)."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1]).contiguous()
+
+
+def tensor(x_NK: Tensor, like: Tensor) -> Tensor:
+    """A matrix as (samples, ..., K), with the tokens that ``like`` has."""
+    if like.dim() == 1:
+        return x_NK.view(x_NK.shape[1])
+    return x_NK.view(x_NK.shape[0] // max(1, prod(like.shape[1:-1])), *like.shape[1:-1], x_NK.shape[1])
+
+
+def joined(panels: Sequence[Tensor]) -> Tensor:
+    """The panels side by side."""
+    return panels[0] if len(panels) == 1 else torch.cat(list(panels), dim=1)
+
+
+def gather(x_nk: Tensor, moves: Sequence[Step]) -> tuple[list[Tensor], int, Pending[Any]]:
+    """Gathers over each move in turn; moves of features come last.
+
+    Returns panels of features, the number of the one that can be read at once, and what to wait for before the
+    others are. Moves of whole operands do nothing.
+    """
+    panels, own, pending = [x_nk], 0, done(None)
+    for axis, lies, sizes in moves:
+        if lies == "whole":
+            continue
+        pending.wait()
+        x_nk, own = joined(panels), 0
+        if lies == "rows":
+            panels = [axis.all_gather(x_nk, 0, sizes)]
+        else:
+            panels, pending = axis.gather_parts_async(x_nk, [(x_nk.shape[0], size) for size in sizes])
+            own = axis.index
+    return panels, own, pending
+
+
+def scatter(panels: Sequence[Tensor], moves: Sequence[Step]) -> Pending[Tensor]:
+    """Sums over each move in turn and keeps this member's part: what gathering did, backwards.
+
+    ``panels`` are the parts of the first move where that cuts features, and else one. The last message is under way
+    when this returns.
+    """
+    assert len(panels) == 1 or moves[0].lies == "features", "panels are the members' parts of the features"
+    pending: Pending[Tensor] = done(panels[0])
+    parts: Sequence[Tensor] = panels
+    for axis, lies, sizes in moves:
+        y = pending.wait()
+        if lies == "whole":
+            pending = axis.all_reduce_async(y)
+        elif lies == "rows":
+            pending = axis.reduce_scatter_async(y, 0, sizes)
+        else:
+            if parts is not panels or len(panels) == 1:
+                parts = y.split(list(sizes), dim=1)
+            pending = axis.reduce_scatter_parts_async(parts)
+        parts = ()
+    return pending
+
+
+class _Take(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, moves: tuple[Move, ...]) -> Tensor:
+        ctx.moves, ctx.shape = steps(moves, x.shape), x.shape
+        panels, _, pending = gather(matrix(x), ctx.moves)
+        pending.wait()
+        return tensor(joined(panels), x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return scatter([matrix(dy)], tuple(reversed(ctx.moves))).wait().view(ctx.shape), None
+
+
+class _Give(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, moves: tuple[Move, ...]) -> Tensor:
+        ctx.moves, ctx.shape = steps(moves, y.shape), y.shape
+        return tensor(scatter([matrix(y)], ctx.moves).wait(), y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        panels, _, pending = gather(matrix(dy), tuple(reversed(ctx.moves)))
+        pending.wait()
+        return joined(panels).view(ctx.shape), None
+
+
+def take(x: Tensor, moves: Sequence[Move]) -> Tensor:
+    """The operand gathered over each move, for members that each go on with their own share of the work.
+
+    What follows must be matrix products alone: the gradient that they give is overwritten.
+
+    Shapes: x (samples, ..., features); returns it with the samples and features of all members.
+    Traffic: forward, one all-gather for each move of rows or features; backward, a reduce-scatter for each of these
+        and an all-reduce for each move of a whole operand.
+    """
+    cuts = tuple(move for move in moves if move.lies != "whole")
+    for move in moves:
+        if move.lies == "whole":
+            x = sum_gradient(x, move.axis, overwrite=True)
+    return cast(Tensor, _Take.apply(x, cuts)) if cuts else x  # type: ignore[no-untyped-call]
+
+
+def give(y: Tensor, moves: Sequence[Move]) -> Tensor:
+    """The sum of the members' terms, each keeping its part of what a move cuts.
+
+    Traffic: forward, one reduce-scatter for each move of rows or features, an all-reduce for each whole one;
+        backward, an all-gather for each move of rows or features.
+    """
+    cuts = tuple(move for move in moves if move.lies != "whole")
+    if cuts:
+        y = cast(Tensor, _Give.apply(y, cuts))  # type: ignore[no-untyped-call]
+    for move in moves:
+        if move.lies == "whole":
+            y = partial_to_whole(y, move.axis)
+    return y

@@ -1,0 +1,62 @@
+"""Tensor parallel in two and a half dimensions: a depth of 2D grids, weights copied over it.
+
+::
+
+      depth 0: samples of the first half     depth 1: samples of the second half
+      +-----+-----+                          +-----+-----+
+      | 0,0 | 0,1 |   <- same weights ->     | 0,0 | 0,1 |     weight gradients are summed over depth
+      +-----+-----+                          +-----+-----+
+      | 1,0 | 1,1 |                          | 1,0 | 1,1 |
+      +-----+-----+                          +-----+-----+
+
+Shapes: between layers an activation (B, ..., H) is (B / (depth rows), ..., H / columns) on a rank; a weight has
+    1 / (R C) of its elements. Depth 1 is 2D.
+Traffic: of each 2D grid on its share of the samples, and 2 (D-1)/D W / (R C) elements for each weight's gradient.
+Source: Solomonik, Demmel 2011 (2.5D); Wang et al. 2021, arXiv:2105.14500 (Tesseract).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from shardwright import grid
+from shardwright.comm import Axis
+from shardwright.grid import Mode
+from shardwright.mesh import Coord
+from shardwright.strategy import Applied, Batch, Job, Plan, Traffic
+
+STREAM: Mapping[str, grid.State] = {"depth": "T", "row": "T", "col": "F"}
+"""How activations lie along each axis between layers: rows or features cut."""
+
+
+@dataclass(frozen=True)
+class Tensor2p5D:
+    """A depth of 2D grids: depth cuts samples and copies weights."""
+
+    name: ClassVar[str] = "tensor_2p5d"
+    axis: ClassVar[str] = "tp"
+    phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
+    default: ClassVar[bool] = False
+    options: ClassVar[Mapping[str, str]] = {"2.5d": "depth x rows x columns: tp2x2x2/2.5d, tp8/2.5d:d2", **grid.OPTIONS}
+    source: ClassVar[str] = "Wang et al. 2021, arXiv:2105.14500"
+
+    def mode(self, plan: Plan) -> Mode:
+        """Depth, rows and columns; weights cut over the last two."""
+        return grid.mode(self.name, plan, STREAM, copied=("depth",))
+
+    def place(self, job: Job, plan: Plan) -> Plan:
+        """Cuts every layer that the grid can. Raises LayoutError when none can be."""
+        return grid.place(job, plan, self.mode(plan))
+
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
+        """Gives each module the forward of its roles."""
+        return grid.apply(job, axes, plan, self.mode(plan))
+
+    def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
+        """The calls of one step: each microbatch's forward and backward, then shared gradients."""
+        return grid.traffic(plan, batch, coord, self.mode(plan))
+
+
+STRATEGY = Tensor2p5D()

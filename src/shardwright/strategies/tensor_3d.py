@@ -1,0 +1,65 @@
+"""Tensor parallel in three dimensions: a cube, every operand cut over all three axes.
+
+::
+
+            col                    X: samples over depth and row, features over col
+           +---+---+               W: cut over all three, no element held twice
+      row /   /   /|               Y: as X; from layer to layer the axes change their roles
+         +---+---+ +
+         |   |   |/| depth
+         +---+---+ +
+         |   |   |/
+         +---+---+
+
+Shapes: between blocks an activation (B, ..., H) is (B / (depth rows), ..., H / columns) on a rank; a weight has
+    1 / (depth rows columns) of its elements. A side of 1 is left out.
+Traffic: roles are chosen for each block so that least is sent; t, h and k on one axis each, k and h changing places
+    from layer to layer, the classic choice, sends 2 (l-1)/l^3 (X + W + Y) elements for each layer of a cube.
+Source: Agarwal et al. 1995 (3D multiplication); Bian et al. 2021, arXiv:2105.14450.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from shardwright import grid
+from shardwright.comm import Axis
+from shardwright.grid import Mode
+from shardwright.mesh import Coord
+from shardwright.strategy import Applied, Batch, Job, Plan, Traffic
+
+STREAM: Mapping[str, grid.State] = {"depth": "T", "row": "T", "col": "F"}
+"""How activations lie along each axis between layers: rows or features cut."""
+
+
+@dataclass(frozen=True)
+class Tensor3D:
+    """A cube: samples over two axes, features over the third, weights over all."""
+
+    name: ClassVar[str] = "tensor_3d"
+    axis: ClassVar[str] = "tp"
+    phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
+    default: ClassVar[bool] = False
+    options: ClassVar[Mapping[str, str]] = {"3d": "a cube: tp2x2x2/3d, tp8/3d", **grid.OPTIONS}
+    source: ClassVar[str] = "Bian et al. 2021, arXiv:2105.14450"
+
+    def mode(self, plan: Plan) -> Mode:
+        """A cube, weights cut over all of it."""
+        return grid.mode(self.name, plan, STREAM)
+
+    def place(self, job: Job, plan: Plan) -> Plan:
+        """Cuts every layer that the grid can. Raises LayoutError when none can be."""
+        return grid.place(job, plan, self.mode(plan))
+
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
+        """Gives each module the forward of its roles."""
+        return grid.apply(job, axes, plan, self.mode(plan))
+
+    def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
+        """The calls of one step: each microbatch's forward and backward, then shared gradients."""
+        return grid.traffic(plan, batch, coord, self.mode(plan))
+
+
+STRATEGY = Tensor3D()
