@@ -17,6 +17,7 @@ from torch import nn
 from shardwright.boxes import Box, Lies, Ranges
 from shardwright.comm import Axis, ring_factor
 from shardwright.draws import SliceOfDim
+from shardwright.errors import LayoutError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.structure import Visits, owners
@@ -343,6 +344,31 @@ def sync_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tuple[Tra
     return tuple(found)
 
 
+# ---- what cannot be cut
+
+
+def check_samples_apart(model: nn.Module, factor: str) -> None:
+    """Raises LayoutError for layers that mix the samples of a batch, which ``factor`` cuts.
+
+    >>> check_samples_apart(nn.Sequential(nn.BatchNorm1d(4)), "dp2")
+    Traceback (most recent call last):
+    shardwright.errors.LayoutError: '0' computes statistics over the batch, which 'dp2' cuts
+      given:   BatchNorm1d on dp2
+      allowed: layers that treat each sample alone
+      fix:     use GroupNorm or LayerNorm
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise LayoutError(
+                explain(
+                    f"'{name}' computes statistics over the batch, which '{factor}' cuts",
+                    given=f"{type(module).__name__} on {factor}",
+                    allowed="layers that treat each sample alone",
+                    fix="use GroupNorm or LayerNorm",
+                )
+            )
+
+
 # ---- the Protocol
 
 
@@ -352,13 +378,15 @@ class Applied:
 
     ``events`` are fired by the executor. ``parameters`` take the place of the model's for the optimizer, where a
     parameter rests in another form than it computes in; they carry the gradients too. ``first`` and ``last``
-    are the ends of this rank's stage.
+    are the ends of this rank's stage. ``late`` are parameters whose gradients do not come from autograd: they are in
+    place when ``after_backward`` has returned.
     """
 
     events: Events = field(default_factory=Events)
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     first: End | None = None
     last: Ends | None = None
+    late: frozenset[str] = frozenset()
 
 
 class Strategy(Protocol):

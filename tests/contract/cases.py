@@ -45,9 +45,13 @@ VALUES = {
 
 def spellings(strategy, size: int) -> list[str]:
     """The factors that ask for ``strategy`` on so many ranks, with each of its options in turn."""
-    options = [""] if strategy.default else []
-    for name in strategy.options:
-        options += [f"/{name}:{value}" for value in VALUES[name]] if name in VALUES else [f"/{name}"]
+    def written(name: str) -> list[str]:
+        return [f"/{name}:{value}" for value in VALUES[name]] if name in VALUES else [f"/{name}"]
+
+    # a default strategy takes its options alone; another one is asked for by its first, which the others join
+    first, *rest = ("", *strategy.options) if strategy.default else strategy.options
+    names = written(first) if first else [""]
+    options = names + [name + other for each in rest for other in written(each) for name in names[:1]]
     found = []
     for option in options:
         try:

@@ -49,7 +49,12 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode) -> Applied
     assert job.samples is not None, "a rank knows whose samples it has in hand"
     applying = _Applying(job, axes, plan, mode, job.samples)
     applying.everything()
-    return Applied(events=Events(after_backward=applying.later.finish))
+    late = frozenset(
+        own_names(job.model, path)["weight"]
+        for path, note in plan.notes.items()
+        if isinstance(note, LinearNote) and note.fetches
+    )
+    return Applied(events=Events(after_backward=applying.later.finish), late=late)
 
 
 @dataclass

@@ -31,13 +31,24 @@ from shardwright.models import CrossEntropy
 from shardwright.models.attention import Attention
 from shardwright.models.structure import Chain, find_chains, find_head, is_exactly, owners, registered_twice
 from shardwright.product.heads import head_rows, head_slices, kv_heads, query_heads
-from shardwright.strategy import LOSS, OUTPUT, Activation, Job, Partial, Plan, Replicate, Shard
+from shardwright.strategy import (
+    LOSS,
+    OUTPUT,
+    Activation,
+    Job,
+    Partial,
+    Plan,
+    Replicate,
+    Shard,
+    check_samples_apart,
+)
 
 
 def place(job: Job, plan: Plan, mode: Mode) -> Plan:
     """Finds what the mode can cut and cuts it. Raises LayoutError when nothing can be, naming the sizes found."""
     for axis in mode.axes:
         if axis.stream == "T":
+            check_samples_apart(job.model, str(plan.layout.factor("tp")))
             plan = plan.cut_inputs(axis.name, dim=0)
     if mode.axes:
         plan = _Placing(job, mode, plan).everything()

@@ -65,12 +65,13 @@ def parallelize(
     key_dropout(job.model, draws, plan.slices(coord), {m: partial(samples.ids, r) for m, r in plan.rows.items()})
     each = [s.apply(job, {a: axis.for_strategy(s.name) for a, axis in axes.items()}, plan) for s in chosen]
     applied = [one for one in each if one is not None]
+    late = frozenset[str]().union(*(one.late for one in applied))
 
     def joined(names: tuple[str, ...]) -> Axis:
         return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
 
     sync = GradientSync(job.model, plan, coord, joined)
-    executor = Executor(job.model, plan.units, [*(one.events for one in applied), sync.events()], draws, samples)
+    executor = Executor(job.model, plan.units, [*(one.events for one in applied), sync.events()], draws, samples, late)
     return Run(job, plan, world, axes, executor, sync, applied)
 
 

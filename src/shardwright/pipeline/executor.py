@@ -144,6 +144,7 @@ def held_units(units: Sequence[Unit], held: Collection[str]) -> tuple[Unit, ...]
 class Executor:
     """Runs the actions of one step on this rank's part of the model.
 
+    ``late`` are the parameters whose gradients a strategy puts in place itself, before ``after_backward`` has returned.
     A microbatch without samples runs like any other, on tensors of no rows: another rank's may have some, and the
     two meet in the same calls.
     """
@@ -155,8 +156,9 @@ class Executor:
         events: Iterable[Events],
         draws: Draws,
         samples: Samples | None = None,
+        late: Collection[str] = (),
     ) -> None:
-        self.model, self.draws, self.samples = model, draws, samples
+        self.model, self.draws, self.samples, self.late = model, draws, samples, frozenset(late)
         self.events = tuple(events)
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
         self.units = held_units(units, self.parameters)
@@ -200,7 +202,7 @@ class Executor:
         for unit in self.units:
             for name in unit.parameters:
                 parameter = self.parameters[name]
-                if parameter.requires_grad:
+                if parameter.requires_grad and name not in self.late:  # autograd calls hooks of no gradient too
                     parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, name))
             edges = [self.model.get_submodule(module) for module in unit.modules]
             if any(e.before_forward is not _nothing or e.before_backward is not _nothing for e in self.events):

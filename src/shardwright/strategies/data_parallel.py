@@ -19,12 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from torch import nn
-
 from shardwright.comm import Axis
 from shardwright.errors import LayoutError, explain
 from shardwright.mesh import Coord
-from shardwright.strategy import Batch, Job, Plan, Traffic, blocks, sync_traffic
+from shardwright.strategy import Batch, Job, Plan, Traffic, blocks, check_samples_apart, sync_traffic
 
 
 @dataclass(frozen=True)
@@ -51,16 +49,8 @@ class DataParallel:
                     fix=f"write dp{factor.size}",
                 )
             )
-        for name, module in job.model.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and factor.size > 1:
-                raise LayoutError(
-                    explain(
-                        f"'{name}' computes statistics over the batch, which 'dp' cuts",
-                        given=f"{type(module).__name__} on {factor}",
-                        allowed="layers that treat each sample alone",
-                        fix="use GroupNorm or LayerNorm",
-                    )
-                )
+        if factor.size > 1:
+            check_samples_apart(job.model, str(factor))
         bucket = factor.option("bucket")
         if bucket is not None:
             plan = replace(plan, units=blocks(job.model, least_bytes=_kib(str(factor), bucket.value) * 1024))
