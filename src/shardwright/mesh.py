@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -33,6 +34,16 @@ def balanced(size: int, parts: int) -> tuple[int, ...]:
     """
     base, extra = divmod(size, parts)
     return tuple(part * base + min(part, extra) for part in range(parts + 1))
+
+
+def balanced_part(size: int, parts: int, part: int) -> range:
+    """One of the runs that :func:`balanced` cuts, without the others.
+
+    >>> balanced_part(10, 4, 1), len(balanced_part(10**12, 10**9, 7))
+    (range(3, 6), 1000)
+    """
+    base, extra = divmod(size, parts)
+    return range(part * base + min(part, extra), (part + 1) * base + min(part + 1, extra))
 
 
 @dataclass(frozen=True, init=False)
@@ -100,8 +111,7 @@ class Mesh:
     def group(self, axes: str | Iterable[str], rank: int) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` only on ``axes``, in rank order, itself included."""
         varied = {axes} if isinstance(axes, str) else set(axes)
-        here = self.coord(rank)
-        return tuple(self.rank({**here, **there}) for there in self.coords(varied))
+        return _group(self.sizes, frozenset(varied), rank)
 
     def groups(self, axes: str | Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The partition of all ranks into groups that vary in ``axes``."""
@@ -110,3 +120,13 @@ class Mesh:
 
     def __str__(self) -> str:
         return " ".join(f"{axis}={size}" for axis, size in self.sizes) or "one rank"
+
+
+@lru_cache(maxsize=4)  # every parameter is asked for the same group in turn, and groups may be large
+def _group(sizes: tuple[tuple[str, int], ...], varied: frozenset[str], rank: int) -> tuple[int, ...]:
+    ranks, stride = [0], prod(size for _, size in sizes)
+    for axis, size in sizes:
+        stride //= size
+        indices = range(size) if axis in varied else (rank // stride % size,)
+        ranks = [first + index * stride for first in ranks for index in indices]
+    return tuple(ranks)

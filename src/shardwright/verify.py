@@ -5,6 +5,11 @@ Only its dropout is ours too, because masks that differ would hide everything el
 
 A gradient's error is its largest difference over its largest entry, but never over less than a thousandth of the
 model's largest entry: a gradient that is truly zero (the bias of an attention's keys) is nothing but rounding.
+
+AdamW as it comes makes too much of such a gradient: it divides each by its own size plus an ``eps`` of 1e-8, so that
+1e-17 of rounding becomes 1e-12 in the parameter, and 1e-10 of a bias that starts from zero. Here both sides step with
+an ``eps`` of a thousandth of the model's largest gradient entry, the same floor. Then a difference of rounding stays
+one, no entry is left out, and a wrong factor that AdamW would have divided out again shows.
 """
 
 from __future__ import annotations
@@ -36,13 +41,19 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 LEARNING_RATE = 1e-3
 
+FLOOR = 1e-3
+"""Below this share of the model's largest entry an error counts as one of an entry of that size."""
+
 Batch = tuple[Any, Any]
 Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What ``verify`` found; ``first_difference`` is the first parameter in forward order beyond the tolerance."""
+    """What ``verify`` found; ``first_difference`` is the first parameter in forward order beyond the tolerance.
+
+    ``max_relative_error`` is the larger of the gradients' and the parameters', and ``worst_parameter`` has it.
+    """
 
     equal: bool
     max_relative_error: float
@@ -50,6 +61,7 @@ class Verdict:
     first_difference: str
     first_error: float
     loss_error: float
+    gradients_error: float
     parameters_error: float
     tolerance: float
     parameters: int
@@ -70,7 +82,7 @@ class Verdict:
         return (
             f"NOT equal to one device: first at {self.first_difference or 'the loss'} by {self.first_error:.1e}, worst "
             f"at {self.worst_parameter} by {self.max_relative_error:.1e}, allowed {self.tolerance:.0e}; "
-            f"loss off by {self.loss_error:.1e}, "
+            f"loss off by {self.loss_error:.1e}, gradients by {self.gradients_error:.1e}, "
             f"parameters after {self.steps} steps by {self.parameters_error:.1e}"
         )
 
@@ -91,8 +103,8 @@ def verify(
     """Trains one step per batch under ``layout`` and on one device, and compares.
 
     ``model`` may be on the meta device. ``batches`` are global (inputs, targets). Gradients are compared after
-    the first step; the parameters after the last in float64 only, since AdamW turns the rounding of a gradient
-    near zero into steps of full size. ``alter`` changes each rank's run before it starts: to see a check fail.
+    the first step; the parameters after the last in float64 only, since in float32 AdamW makes too much of the
+    rounding of a gradient near zero. ``alter`` changes each rank's run before it starts: to see a check fail.
     ``launcher(work, *args)`` runs ``work(world, *args)`` on ranks that are there already, instead of starting some.
 
     >>> batch = (torch.randn(5, 6), torch.randint(3, (5,)))
@@ -118,14 +130,15 @@ def verify(
             explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
         )
     expected = _reference(plain, loss, batches, seed)
+    work = (plain, layout, batches, loss, seed, expected.eps)
     if launcher is not None:
-        found = launcher(_rank, plain, layout, batches, loss, seed, strategies, alter)
+        found = launcher(_rank, *work, strategies, alter)
     elif ranks == "processes":
         assert alter is None, "threads only"
         assert strategies is None, "threads only"
-        found = launch(_rank, layout, plain, layout, batches, loss, seed, ranks="processes", debug=True)
+        found = launch(_rank, layout, *work, ranks="processes", debug=True)
     else:
-        found = launch(_rank, layout, plain, layout, batches, loss, seed, strategies, alter, ranks="threads")
+        found = launch(_rank, layout, *work, strategies, alter, ranks="threads")
     return _compare(plan, expected, found, dtype, len(batches))
 
 
@@ -134,6 +147,7 @@ class _Outcome:
     losses: list[float]
     gradients: Named
     parameters: Named
+    eps: float = 0.0
 
 
 def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int) -> _Outcome:
@@ -154,19 +168,21 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
         outcome.losses.append(mean.item())
         if step == 0:
             outcome.gradients = _gradients(dict(model.named_parameters()))
+            outcome.eps = FLOOR * _largest(outcome.gradients) or 1e-8
+            optimizer.param_groups[0]["eps"] = outcome.eps
         optimizer.step()
     outcome.parameters = {name: p.detach() for name, p in model.named_parameters()}
     return outcome
 
 
 def _rank(
-    world: World, plain: nn.Module, layout: Layout, batches: Sequence[Batch], loss: nn.Module, seed: int,
+    world: World, plain: nn.Module, layout: Layout, batches: Sequence[Batch], loss: nn.Module, seed: int, eps: float,
     strategies: Any = None, alter: Callable[[Any], None] | None = None,
 ) -> _Outcome:  # fmt: skip
     run = parallelize(plain, layout, world, loss=loss, seed=seed, strategies=strategies)
     if alter is not None:
         alter(run)
-    optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, eps=eps)
     outcome = _Outcome([], {}, {})
     for step, batch in enumerate(run.shard(batches)):
         outcome.losses.append(run.step(batch).item())
@@ -197,9 +213,13 @@ def _by_rank(found: Sequence[_Outcome], num_ranks: int) -> dict[int, _Outcome]:
     return {int(os.environ["RANK"]): found[0]}
 
 
+def _largest(named: Named) -> float:
+    return max((float(tensor.abs().max()) for tensor in named.values() if tensor.numel()), default=0.0)
+
+
 def _errors(lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Mapping[int, Named]) -> dict[str, float]:
     """The error of each tensor, over all ranks, in the model's order."""
-    floor = 1e-3 * max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
+    floor = FLOOR * _largest(expected)
     errors = {}
     for name, whole in expected.items():
         scale = max(float(whole.abs().max()), floor) or 1.0
@@ -236,16 +256,18 @@ def _compare(
         for each in by_rank.values()
         for mine, theirs in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
     )
-    worst = max(gradients, key=lambda name: gradients[name])
+    errors = {name: max(gradients.get(name, 0.0), parameters.get(name, 0.0)) for name in expected.parameters}
+    worst = max(errors, key=lambda name: errors[name])
     beyond = [name for name, error in gradients.items() if not error <= tolerance]
     beyond += [name for name, error in parameters.items() if not error <= tolerance and name not in beyond]
     return Verdict(
         equal=not beyond and loss_error <= tolerance,
-        max_relative_error=gradients[worst],
+        max_relative_error=errors[worst],
         worst_parameter=worst,
         first_difference=beyond[0] if beyond else "",
-        first_error=max(gradients.get(beyond[0], 0.0), parameters.get(beyond[0], 0.0)) if beyond else loss_error,
+        first_error=errors[beyond[0]] if beyond else loss_error,
         loss_error=loss_error,
+        gradients_error=max(gradients.values()),
         parameters_error=max(parameters.values(), default=0.0),
         tolerance=tolerance,
         parameters=len(gradients),

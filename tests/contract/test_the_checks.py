@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,8 +76,8 @@ def test_gradients_that_are_not_summed_are_caught():
 def test_gradients_that_are_not_summed_backward_are_caught():
     def forgetful(job, axes, plan):
         TENSOR.apply(job, axes, plan)
-        job.model.linear1._forward_pre_hooks.clear()
-        job.model.linear3._forward_pre_hooks.clear()
+        for column in (job.model.linear1, job.model.linear3):
+            column.forward = partial(nn.functional.linear, **column._parameters)
 
     with pytest.raises(AssertionError, match=r"NOT equal to one device: first at linear1\.weight"):
         check_equal("tp2", MLP, strategies=[Wrong(TENSOR, {"apply": forgetful})])

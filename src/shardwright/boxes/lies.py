@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from math import prod
 from typing import NamedTuple
 
@@ -205,12 +205,14 @@ class Lies:
         """
         self._check(mesh)
         theirs = mesh.coords(set(axes) & set(self.axes))
-        copies = mesh.coords(set(axes) - set(self.axes))
+        copied = set(axes) - set(self.axes)
         held = [(n, [p.whole for p in self.pieces({**at, **there})]) for n, there in enumerate(theirs)]
-        return tuple(
-            (box, tuple(sorted(mesh.rank({**at, **theirs[n], **copy}) for n in who for copy in copies)))
-            for box, who in cells(held)
-        )
+
+        def ranks(who: Iterable[int]) -> tuple[int, ...]:
+            groups = [mesh.group(copied, mesh.rank({**at, **theirs[n]})) for n in who]
+            return groups[0] if len(groups) == 1 else tuple(sorted(chain.from_iterable(groups)))
+
+        return tuple((box, ranks(who)) for box, who in cells(held))
 
     def owned(self, coord: Coord, mesh: Mesh) -> tuple[Piece, ...]:
         """What ``coord`` holds and answers for: over all coordinates of the mesh each element is owned once.

@@ -93,7 +93,7 @@ class _Applying:
                 self._table(path, module, note)
             elif isinstance(note, GateNote):
                 self._gate(module, note)
-            if module._parameters:
+            if isinstance(note, LinearNote | NormNote | TableNote):
                 guard(module, path, forwarding)
 
     def moves(self, gatherings: Sequence[Gathering]) -> tuple[Move, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from itertools import chain, pairwise
 from typing import Literal
 
-from shardwright.mesh import Coord, Mesh, balanced
+from shardwright.mesh import Coord, Mesh, balanced, balanced_part
 
 Rows = tuple[tuple[Literal["gather", "cut"], str], ...]
 """What was done to dim 0 since the model's input, oldest first."""
@@ -29,8 +29,8 @@ def local_samples(mesh: Mesh, axes: Collection[str], coord: Coord, num_samples: 
     held = range(num_samples)
     for axis in mesh.axes:
         if axis in axes:
-            cuts = balanced(len(held), mesh[axis])
-            held = held[cuts[coord[axis]] : cuts[coord[axis] + 1]]
+            part = balanced_part(len(held), mesh[axis], coord[axis])
+            held = held[part.start : part.stop]
     return held
 
 

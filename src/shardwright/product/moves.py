@@ -164,10 +164,8 @@ def give(y: Tensor, moves: Sequence[Move]) -> Tensor:
     Traffic: forward, one reduce-scatter for each move of rows or features, an all-reduce for each whole one;
         backward, an all-gather for each move of rows or features.
     """
-    cuts = tuple(move for move in moves if move.lies != "whole")
-    if cuts:
-        y = cast(Tensor, _Give.apply(y, cuts))  # type: ignore[no-untyped-call]
+    if any(move.lies != "whole" for move in moves):
+        return cast(Tensor, _Give.apply(y, tuple(moves)))  # type: ignore[no-untyped-call]
     for move in moves:
-        if move.lies == "whole":
-            y = partial_to_whole(y, move.axis)
+        y = partial_to_whole(y, move.axis)
     return y

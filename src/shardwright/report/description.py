@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from math import prod
 from typing import Any, NamedTuple
 
 from shardwright.boxes import Lies
+from shardwright.errors import LayoutError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.models.structure import owners
@@ -22,6 +24,15 @@ from shardwright.strategy import Job, Plan, Role, Strategy, partial_axes
 Description = Mapping[str, Any]
 """What ``describe`` returns."""
 
+DRAWN = 8
+"""So many indices of an axis are drawn one by one, and the last."""
+
+MOST_RANKS = 4096
+"""Up to so many ranks are described one by one; of more, those that are alike by the first of them."""
+
+MOST_IN_ALL = 10**6
+"""A layout for more ranks is not described."""
+
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 """The keys of a rank that add up to what its state takes."""
 
@@ -32,9 +43,10 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
     """What each rank holds, what is done at each layer and why; with ``inputs``, also what each rank sends in a step.
 
     Pure: it plans on the meta device, and neither values nor ranks are needed. The optimizer is taken to be AdamW.
+    Of more than ``MOST_RANKS`` ranks only some have an entry, which says under ``alike`` how many it stands for.
 
     Returns: plain dicts, lists, numbers and text, ready for JSON. ``inputs`` is a global batch, without targets.
-    Raises: LayoutError: what cannot be laid out.
+    Raises: LayoutError: what cannot be laid out, or more than ``MOST_IN_ALL`` ranks.
 
     >>> import torch
     >>> from torch import nn
@@ -48,6 +60,15 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
     >>> found["layers"][1]["role"], found["layers"][1]["why"]
     ('row', '8 in-features over tp=2: one all-reduce forward')
     """
+    if layout.num_ranks > MOST_IN_ALL:
+        raise LayoutError(
+            explain(
+                "these are too many ranks to describe",
+                given=f"{layout}: {layout.num_ranks:,} ranks",
+                allowed=f"up to {MOST_IN_ALL:,}",
+                fix="describe the same layout with fewer data-parallel ranks",
+            )
+        )
     plan, strategies = make_plan(job, layout)
     return {
         "layout": str(layout),
@@ -97,14 +118,43 @@ def _ranks(job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) ->
     slices: dict[tuple[int, ...], int] = {}
     sent = None if inputs is None else _Sent(job, plan, strategies, inputs)
     ranks = []
-    for rank, coord in enumerate(plan.mesh.coords()):
+    for coord, alike in _coords(plan, cut_axes, 0 if inputs is None else num_rows(inputs)):
+        rank = plan.mesh.rank(coord)
         key = tuple(coord[a] if a in cut_axes else min(coord[a], 1) for a in plan.mesh.axes)
         if key not in held_at:
             held_at[key] = _held(plan, coord, sizes)
         letter = slices.setdefault(tuple(coord[a] for a in slice_axes), len(slices))
         entry: dict[str, Any] = {"rank": rank, "coord": coord, "slice": letter, **held_at[key].entry}
+        entry |= {"alike": alike} if plan.mesh.size > MOST_RANKS else {}
         ranks.append(entry if sent is None else entry | sent.of(coord, held_at[key]))
     return ranks
+
+
+def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator[tuple[Coord, int]]:
+    """The coordinates to describe, in rank order, and how many ranks are like each."""
+    sizes, row_axes = dict(plan.mesh.sizes), plan.row_axes
+    starts: dict[str, list[int]] = {}
+    counts = {num_samples}
+    for axis, size in sizes.items():
+        firsts = set(range(size))
+        if plan.mesh.size > MOST_RANKS and axis in row_axes and axis not in cut_axes:
+            # where a share of the samples ends one smaller begins; the first ones and the last are there to be drawn
+            firsts = {*range(min(size, DRAWN)), size - 1, *(count % size for count in counts)}
+        if axis in row_axes:
+            counts = {count // size + more for count in counts for more in {0, min(count % size, 1)}}
+        starts[axis] = sorted(firsts)
+    if prod(map(len, starts.values())) > MOST_RANKS:
+        raise LayoutError(
+            explain(
+                "these ranks are too many to describe, and too few of them are alike",
+                given=f"{plan.layout}: {plan.mesh.size:,} ranks",
+                allowed=f"up to {MOST_RANKS:,} ranks that differ",
+                fix="describe the same layout with fewer ranks that cut parameters",
+            )
+        )
+    for index in product(*starts.values()):
+        ends = (next((s for s in starts[axis] if s > i), sizes[axis]) for axis, i in zip(sizes, index, strict=True))
+        yield dict(zip(sizes, index, strict=True)), prod(end - i for end, i in zip(ends, index, strict=True))
 
 
 def _axes(plan: Plan, every: Iterable[Lies]) -> tuple[str, ...]:

@@ -53,8 +53,14 @@ def _choice(factor: Factor, phase: str, layout: Layout, known: Mapping[str, Stra
             )
         )
     candidates = [s for s in of_axis if s.phase == phase]
-    named = [s for s in candidates if not s.default and any(o.name in s.options for o in factor.options)]
-    return next(iter(named), next((s for s in candidates if s.default), None))
+    given = {option.name for option in factor.options}
+
+    def is_named(strategy: Strategy) -> bool:
+        """Whether an option is given that only this strategy has."""
+        others = {name for s in candidates if s is not strategy for name in s.options}
+        return not strategy.default and bool(given & (set(strategy.options) - others))
+
+    return next(filter(is_named, candidates), next((s for s in candidates if s.default), None))
 
 
 def _without(layout: Layout, factor: Factor) -> str:
