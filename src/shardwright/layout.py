@@ -35,6 +35,7 @@ _AXES = {  # the axes of the mesh by how many numbers the size has, and how the 
     "tp": (("tp", "row col", "depth row col"), "tp4 tp2x4/2d tp8/2d tp2x2x2/2.5d tp8/2.5d:d2 tp8/3d"),
 }
 _GRIDS = {"2d": 2, "2.5d": 3, "3d": 3}  # how many numbers a grid has
+_PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}  # the algorithm that a mode is known by
 _ITEMS = "single, or ppN dpN cpN tpN /options, mbN bf16 fp16 recompute:full|selective|PATTERN; N from 1"
 _SIZED = re.compile(r"(pp|dp|cp|tp)([0-9]+(?:x[0-9]+){0,2})((?:/.*)?)")
 _OPTION = re.compile(r"file:\S+|[a-z0-9.-]+(?::[^/\s]+)?")
@@ -294,7 +295,9 @@ def _settle_grid(sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Settle
     if not modes and len(sizes) == 1:
         return sizes, options
     mode = modes[0] if modes else Option("2d" if len(sizes) == 2 else "3d")
-    settled = (Option(mode.name), *(option for option in options if option.name not in _GRIDS))
+    pins = mode.value in _PINS[mode.name]
+    kept = Option(mode.name, mode.value if pins else None)
+    settled = (kept, *(option for option in options if option.name not in _GRIDS))
     num_numbers, deep = _GRIDS[mode.name], mode.name == "2.5d"
     written = re.fullmatch("d([1-9][0-9]{0,6})", mode.value or "")
     depth = int(written[1]) if written else 2
@@ -302,7 +305,7 @@ def _settle_grid(sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Settle
     for wrong, what in (
         (not modes, "two or three numbers need a grid mode"),
         (len(modes) > 1, "a grid has one mode"),
-        (mode.value and not (deep and written), "only 2.5d has a value, its depth: 2.5d:d2"),
+        (mode.value and not pins and not (deep and written), f"{mode.name} has no such value: {_values(mode.name)}"),
         (len(sizes) not in (1, num_numbers), f"a {mode.name} grid has {num_numbers} numbers"),
         (deep and len(sizes) == 1 and not written, "a 2.5d grid needs its depth"),
         (written and depth != grid[0], "the depth does not fit the ranks"),
@@ -310,6 +313,10 @@ def _settle_grid(sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Settle
         if wrong:
             raise _ItemError(what, _AXES["tp"][1], _show("tp", grid, settled))
     return grid, settled
+
+
+def _values(mode: str) -> str:
+    return " or ".join(f"{mode}:{value}" for value in (*_PINS[mode], *(["d2"] if mode == "2.5d" else [])))
 
 
 def _grid(mode: str, num_ranks: int, depth: int = 1) -> tuple[int, ...]:

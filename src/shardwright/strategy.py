@@ -23,6 +23,7 @@ from shardwright.mesh import Coord, Mesh
 from shardwright.models.structure import Visits, owners
 from shardwright.pipeline import Action, End, Ends, Events, Rows, Samples
 from shardwright.pipeline.executor import Unit
+from shardwright.product.batch_norm import SYNCHRONISED, batch_norms, uses_batch
 
 # ---- how a tensor lies along one axis
 
@@ -147,6 +148,10 @@ class Plan:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     rows: Mapping[str, Rows] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
+    statistics: tuple[str, ...] = ()
+    """The modules that compute statistics of the batch: over all axes that cut its samples."""
+    buffers: Mapping[str, Lies] = field(default_factory=dict)
+    """Where buffers lie that are cut; any other is whole on every rank."""
 
     @staticmethod
     def of(job: Job, layout: Layout) -> Plan:
@@ -157,12 +162,21 @@ class Plan:
         uses = tuple(Use(name, path, {}, {}) for path, _, _, name in owners(job.model))
         dtypes = {name: p.dtype for name, p in job.model.named_parameters()}
         frozen = frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad)
-        return Plan(layout, layout.mesh, compute, rest, uses, {}, blocks(job.model), frozen=frozen, dtypes=dtypes)
+        statistics = tuple(path for path, module in batch_norms(job.model) if uses_batch(module))
+        return Plan(
+            layout, layout.mesh, compute, rest, uses, {}, blocks(job.model), frozen=frozen, dtypes=dtypes,
+            statistics=statistics,
+        )  # fmt: skip
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:
         """Parameter ``name`` lies cut: index i of ``axis`` holds ``ranges[i]`` of ``dim``, at rest as in compute."""
         lies = self.compute[name].cut(axis, dim, ranges)
         return replace(self, compute={**self.compute, name: lies}, rest={**self.rest, name: Rest(lies, lies, lies)})
+
+    def cut_buffer(self, name: str, size: int, axis: str, ranges: Ranges) -> Plan:
+        """Buffer ``name``, of ``size`` elements, lies cut: index i of ``axis`` holds ``ranges[i]``."""
+        lies = self.buffers.get(name, Lies.whole((size,))).cut(axis, 0, ranges)
+        return replace(self, buffers={**self.buffers, name: lies})
 
     def cut_inputs(self, axis: str, dim: int) -> Plan:
         """The batch is cut along ``dim``, and with it every activation: gradients become terms of a sum."""
@@ -344,27 +358,53 @@ def sync_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tuple[Tra
     return tuple(found)
 
 
+def statistics_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tuple[Traffic, ...]:
+    """What the BatchNorms send over ``axis``, which cuts their samples.
+
+    Forward, each member's count, means and sums of squares; backward, two sums for each channel held.
+    """
+    found = []
+    for visits in batch.visits:
+        for path in plan.statistics:
+            cuts = {each.dim: each.ranges for each in plan.slices(coord).get(path, ())}
+            for visit in visits.get(path, ()):
+                held = sum(b - a for a, b in cuts.get(1, ((0, visit.x_shape[1]),)))
+                num_bytes = max(visit.element_bytes, 4)  # statistics are no narrower than float32
+                size = plan.mesh[axis]
+                found.append(Traffic("all_gather", axis, size * (2 * held + 1) * num_bytes, size))
+                if visit.needs_gradient:
+                    found.append(Traffic("all_reduce", axis, 2 * held * num_bytes, size))
+    return tuple(each for each in found if each.num_ranks > 1)
+
+
 # ---- what cannot be cut
 
 
 def check_samples_apart(model: nn.Module, factor: str) -> None:
-    """Raises LayoutError for layers that mix the samples of a batch, which ``factor`` cuts.
+    """Raises LayoutError for layers that mix the samples of a batch, which ``factor`` cuts, in ways not known here.
 
-    >>> check_samples_apart(nn.Sequential(nn.BatchNorm1d(4)), "dp2")
+    torch's own BatchNorms are known: they share their statistics.
+
+    >>> class Halved(nn.BatchNorm1d):
+    ...     def forward(self, input): return super().forward(input) / 2
+    >>> check_samples_apart(nn.Sequential(nn.BatchNorm1d(4), Halved(4)), "dp2")
     Traceback (most recent call last):
-    shardwright.errors.LayoutError: '0' computes statistics over the batch, which 'dp2' cuts
-      given:   BatchNorm1d on dp2
-      allowed: layers that treat each sample alone
-      fix:     use GroupNorm or LayerNorm
+    shardwright.errors.LayoutError: '1' computes statistics over the batch, which 'dp2' cuts
+      given:   Halved on dp2
+      allowed: BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm, and layers that treat each sample alone
+      fix:     use one of these as it is, or GroupNorm, or LayerNorm
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        mixes = isinstance(module, nn.modules.batchnorm._NormBase)
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+            mixes = module.track_running_stats  # it keeps a mean over the samples
+        if mixes and (type(module) not in SYNCHRONISED or "forward" in vars(module)):
             raise LayoutError(
                 explain(
                     f"'{name}' computes statistics over the batch, which '{factor}' cuts",
                     given=f"{type(module).__name__} on {factor}",
-                    allowed="layers that treat each sample alone",
-                    fix="use GroupNorm or LayerNorm",
+                    allowed=f"{', '.join(k.__name__ for k in SYNCHRONISED)}, and layers that treat each sample alone",
+                    fix="use one of these as it is, or GroupNorm, or LayerNorm",
                 )
             )
 

@@ -32,7 +32,7 @@ from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.structure import call_model
-from shardwright.parallelize import make_plan, parallelize, place_parameters, twin
+from shardwright.parallelize import make_plan, parallelize, place_parameters, tokens_of, twin
 from shardwright.parallelize.planning import num_rows
 from shardwright.strategy import Job, Plan
 
@@ -124,7 +124,8 @@ def verify(
     loss = CrossEntropy() if loss is None else loss
     plain = twin(model).to(dtype)
     batches = [_cast(batch, dtype) for batch in batches]
-    plan, _ = make_plan(Job(plain, loss), layout, strategies)  # a layout that cannot be is refused here
+    num_tokens = tokens_of(batches[0][0], layout) if batches else 1
+    plan, _ = make_plan(Job(plain, loss, num_tokens), layout, strategies)  # a layout that cannot be is refused here
     if not batches:
         raise PlanError(
             explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
@@ -179,7 +180,8 @@ def _rank(
     world: World, plain: nn.Module, layout: Layout, batches: Sequence[Batch], loss: nn.Module, seed: int, eps: float,
     strategies: Any = None, alter: Callable[[Any], None] | None = None,
 ) -> _Outcome:  # fmt: skip
-    run = parallelize(plain, layout, world, loss=loss, seed=seed, strategies=strategies)
+    num_tokens = tokens_of(batches[0][0], layout)
+    run = parallelize(plain, layout, world, loss=loss, seed=seed, num_tokens=num_tokens, strategies=strategies)
     if alter is not None:
         alter(run)
     optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, eps=eps)

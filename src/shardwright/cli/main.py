@@ -165,7 +165,7 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
 
     with without_values():
         model, loss, _ = config.build()
-    description = describe(Job(model, loss), LayoutLine.parse(config.layout))
+    description = describe(Job(model, loss, config.num_tokens), LayoutLine.parse(config.layout))
     rows = read_metrics(out)
     pictures = {"loss": out / "loss.png", "layout": out / "layout.png"}
     draw_loss(rows, pictures["loss"])
@@ -270,7 +270,7 @@ def show(
     if model_config is not None:
         draw = torch.Generator().manual_seed(0)
         inputs = MODELS[whole.model].example_batch(model_config, whole.batch, whole.seq, draw)[0]
-    description = describe(Job(plain, loss), LayoutLine.parse(whole.layout), inputs=inputs)
+    description = describe(Job(plain, loss, whole.num_tokens), LayoutLine.parse(whole.layout), inputs=inputs)
     if png is not None:
         draw_layout(description, png)
     emit(description, show_text(description, shutil.get_terminal_size((100, 40)).columns), as_json=as_json)

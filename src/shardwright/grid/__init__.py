@@ -2,8 +2,8 @@
 
 from shardwright.grid.apply import apply
 from shardwright.grid.mode import OPTIONS, Mode, mode
-from shardwright.grid.place import place
+from shardwright.grid.place import place, sent
 from shardwright.grid.roles import GridAxis, State
 from shardwright.grid.traffic import traffic
 
-__all__ = ["OPTIONS", "GridAxis", "Mode", "State", "apply", "mode", "place", "traffic"]
+__all__ = ["OPTIONS", "GridAxis", "Mode", "State", "apply", "mode", "place", "sent", "traffic"]

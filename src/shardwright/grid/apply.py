@@ -32,6 +32,7 @@ from shardwright.product import (
     Later,
     Move,
     Product,
+    Split,
     attend_inside,
     attend_selected,
     cut_cross_entropy,
@@ -105,7 +106,7 @@ class _Applying:
                 found.append(Move(axis, "rows", partial(self.samples.sizes, each.rows, each.axis)))
             elif each.lies == "features":
                 sizes = each.feature_sizes(self.coord)
-                found.append(Move(axis, "features", lambda sizes=sizes: sizes))
+                found.append(Move(axis, "features", partial(tuple[int, ...], sizes)))
             else:
                 found.append(Move(axis, "whole"))
         return tuple(found)
@@ -223,12 +224,9 @@ def _linear_forward(module: nn.Module, product: Product, input: Tensor) -> Tenso
     return product(input, weight, module._parameters["bias"])
 
 
-def _norm_forward(module: nn.Module, size: int, splits: Sequence[tuple[Axis, tuple[int, ...]]], input: Tensor) -> Tensor:
+def _norm_forward(module: nn.Module, size: int, splits: Sequence[Split], input: Tensor) -> Tensor:
     weight = module._parameters["weight"]
     if isinstance(module, nn.LayerNorm):
-        return cut_layer_norm(
-            input, weight, module._parameters["bias"], eps=module.eps, size=size, splits=splits
-        )
+        return cut_layer_norm(input, weight, module._parameters["bias"], eps=module.eps, size=size, splits=splits)
     assert isinstance(module, nn.RMSNorm)
     return cut_rms_norm(input, weight, eps=module.eps, size=size, splits=splits)
-

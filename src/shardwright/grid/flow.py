@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 
 from shardwright.models.attention import Attention
 from shardwright.models.structure import (
@@ -128,7 +127,7 @@ class _Walk:
         if is_exactly(module, Attention):
             return self._layer(path, "attention", x, module.o.out_features, may_cut)  # type: ignore
         if is_exactly(module, nn.Linear):
-            width = min(module.in_features, module.out_features)  # type: ignore
+            width: int = min(module.in_features, module.out_features)  # type: ignore[type-var, assignment]
             if width < self.parts:
                 return self._gate(path, args)
             return self._layer(path, "linear", x, module.out_features, may_cut)  # type: ignore
@@ -144,9 +143,8 @@ class _Walk:
         return self._gate(path, args) if cut and not _has_children(module) else None
 
     def _open_chain(self, row: str, x: Value, may_cut: bool) -> None:
-        size = self.model.get_submodule(row).out_features  # type: ignore[union-attr]
-        gives = may_cut and size >= self.parts
-        self.note(row, Place("chain", x.cut, bool(gives), int(size)))  # type: ignore[arg-type]
+        size = int(self.model.get_submodule(row).out_features)  # type: ignore[arg-type]
+        self.note(row, Place("chain", x.cut, may_cut and size >= self.parts, size))
 
     def _layer(self, path: str, kind: Literal["linear", "attention"], x: Value, size: int, may_cut: bool) -> Value:
         if size < self.parts:
@@ -218,9 +216,7 @@ def _has_children(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
-def follow(
-    model: nn.Module, parts: int, chains: Sequence[Chain], kept_whole: frozenset[str], head: str | None
-) -> Flow:
+def follow(model: nn.Module, parts: int, chains: Sequence[Chain], kept_whole: frozenset[str], head: str | None) -> Flow:
     """What is done at each module when features are cut in ``parts`` between layers; 1 keeps them whole.
 
     >>> from shardwright.models.structure import find_chains

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,14 +17,15 @@ from shardwright.strategy import Plan
 class Mode:
     """Which axes a mode has and how activations and weights lie along them between layers.
 
-    ``pinned`` replaces the search for the cheapest roles where a classic algorithm is asked for.
+    ``middle`` pins how activations lie inside a block, where a classic algorithm is asked for instead of the cheapest
+    roles; there input features are gathered, and sums of features are not cut.
     """
 
     name: str
     axes: tuple[GridAxis, ...]
     keep: bool = True
     overlap: bool = True
-    pinned: Callable[[tuple[Layer, ...], tuple[Boundary, ...]], Choice | None] | None = None
+    middle: States | None = None
 
     @property
     def stream(self) -> States:
@@ -48,12 +49,15 @@ class Mode:
     def choose(
         self, layers: tuple[Layer, ...], boundaries: tuple[Boundary, ...], num_tokens: int, rows_end: Rows | None = ()
     ) -> Choice | None:
-        """The roles of a path of layers."""
-        if self.pinned is not None and rows_end is not None:
-            found = self.pinned(layers, boundaries)
+        """The roles of a path of layers: the cheapest, or those of the classic algorithm where it fits."""
+        regather = not self.keep
+        if self.middle is not None:
+            inner = [b._replace(states=self.middle, sums=False) for b in boundaries[1:-1]]
+            last = boundaries[-1]._replace(sums=False)
+            found = cheapest(layers, (boundaries[0], *inner, last), self.axes, num_tokens, rows_end=rows_end)
             if found is not None:
                 return found
-        return cheapest(layers, boundaries, self.axes, num_tokens, regather=not self.keep, rows_end=rows_end)
+        return cheapest(layers, boundaries, self.axes, num_tokens, regather=regather, rows_end=rows_end)
 
 
 OPTIONS: Mapping[str, str] = {
@@ -76,8 +80,12 @@ def mode(name: str, plan: Plan, stream: Mapping[str, State], copied: Collection[
         for axis, size in zip(factor.mesh_axes, factor.sizes, strict=True)
         if size > 1
     )
-    keep, overlap = factor.option("regather") is None, factor.option("no-overlap") is None
-    return Mode(name, axes, keep, overlap)
+    overlap = factor.option("no-overlap") is None
+    pinned = next((option.value for option in factor.options if option.value in ("summa", "classic")), None)
+    keep = factor.option("regather") is None and pinned != "summa"
+    turned: Mapping[str, State] = {**stream, "row": "F", "col": "T"} if pinned == "classic" else stream
+    middle = tuple(turned[axis.name] for axis in axes) if pinned is not None else None
+    return Mode(name, axes, keep, overlap, middle)
 
 
 class Gathering(NamedTuple):
@@ -97,7 +105,7 @@ class Gathering(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearNote:
-    """How one Linear runs: its roles, its features, and the axes of role t from which its weight is fetched."""
+    """How one Linear runs: its roles, its features, the axes that its weight is fetched over, and what it sends."""
 
     step: Step
     x: Features
@@ -105,6 +113,7 @@ class LinearNote:
     axes: tuple[GridAxis, ...]
     enters: bool = True
     fetches: tuple[str, ...] = ()
+    elements: float = 0.0
 
     def takes(self) -> tuple[Gathering, ...]:
         """The messages that bring the input, in order; none where an entry before brings it."""
@@ -182,7 +191,7 @@ class LossNote:
 
 @dataclass(frozen=True)
 class GateNote:
-    """A module that takes whole features, for each of its arguments the cut one; or the model's end, which gives them."""
+    """A module that takes whole features: for each argument how it comes cut. At the model's end, what goes out."""
 
     arguments: tuple[Features | None, ...]
 
@@ -223,4 +232,3 @@ def gives(step: Step, axes: tuple[GridAxis, ...], y: Features) -> tuple[Gatherin
         if role == "k" and state == "C"
     ]
     return tuple(found)
-

@@ -26,7 +26,7 @@ from shardwright.grid.mode import (
     gives,
     takes,
 )
-from shardwright.grid.roles import Boundary, Layer, States, Step
+from shardwright.grid.roles import Boundary, Layer, States, Step, sent_elements
 from shardwright.models import CrossEntropy
 from shardwright.models.attention import Attention
 from shardwright.models.structure import Chain, find_chains, find_head, is_exactly, owners, registered_twice
@@ -42,6 +42,12 @@ from shardwright.strategy import (
     Shard,
     check_samples_apart,
 )
+from shardwright.units import format_bytes, format_count
+
+
+def sent(plan: Plan) -> float:
+    """The elements that one rank sends in a step for all linear layers, as far as roles decide it."""
+    return sum(note.elements for note in plan.notes.values() if isinstance(note, LinearNote))
 
 
 def place(job: Job, plan: Plan, mode: Mode) -> Plan:
@@ -144,8 +150,13 @@ class _Placing:
 
     # ---- linear layers
 
-    def _cut_weight(self, path: str, step: Step, x: Features, y: Features, *, enters: bool = True) -> LinearNote:
-        """Cuts a Linear's parameters as its roles want, and says so of its uses."""
+    def _cut_weight(
+        self, path: str, step: Step, x: Features, y: Features, *, enters: bool = True, first: bool = True
+    ) -> None:
+        """Cuts a Linear's parameters as its roles want, and says so of its uses.
+
+        ``enters``: it brings its input itself; ``first``: of those that share an input, it is the one that pays.
+        """
         names, axes = self.names[path], self.mode.axes
         roles = dict(zip((axis.name for axis in axes), step.roles, strict=True))
         rows_cut = [axis for axis in axes if roles[axis.name] == "h"]
@@ -158,19 +169,21 @@ class _Placing:
                 self._cut(names["weight"], axis.name, 1, x.along(axis.name))
         fetches: list[str] = []
         if not y.overlaps:
-            held = {(): y.held({n: 0 for n in y.names}, over=y.names) or ((0, y.size),)}
+            held: dict[tuple[int, ...], Sequence[Range]] = {
+                (): y.held(dict.fromkeys(y.names, 0), over=y.names) or ((0, y.size),)
+            }
             if rows_cut:
                 coords = self.plan.mesh.coords([axis.name for axis in rows_cut])
                 others = [n for n in y.names if roles[n] != "h"]
-                held = {
-                    tuple(at.values()): y.held({**{n: 0 for n in y.names}, **at}, over=others) for at in coords
-                }
+                held = {tuple(at.values()): y.held({**dict.fromkeys(y.names, 0), **at}, over=others) for at in coords}
             for axis in axes:
                 if roles[axis.name] == "t" and axis.stored:
                     ranges = nested(held, axis.size)
                     self._cut(names["weight"], axis.name, 0, ranges)
                     held = {
-                        (*key, i): merged(_common(ranges[i], each)) for key, each in held.items() for i in range(axis.size)
+                        (*key, i): merged(_common(ranges[i], each))
+                        for key, each in held.items()
+                        for i in range(axis.size)
                     }
                     fetches.append(axis.name)
         x_spec: dict[str, Any] = {}
@@ -182,9 +195,11 @@ class _Placing:
             if role == "h" and y.overlaps:
                 dy_spec[axis.name] = Partial()
         self.plan = self.plan.use(path, x=x_spec, dy=dy_spec)
-        note = LinearNote(step, x, y, axes, enters, tuple(reversed(fetches)))
+        elements = sent_elements(
+            Layer(x.size, y.size), step, axes, self.job.num_tokens, regather=not self.mode.keep, with_input=first
+        )
+        note = LinearNote(step, x, y, axes, enters, tuple(reversed(fetches)), elements)
         self.plan = self.plan.note(path, note)
-        return note
 
     def _cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> None:
         if axis not in self.plan.compute[name].axes:
@@ -202,7 +217,11 @@ class _Placing:
 
     def _role(self, path: str, what: str, step: Step) -> None:
         names = " ".join(f"{a.name}:{role}" for a, role in zip(self.mode.axes, step.roles, strict=True))
-        self.plan = self.plan.role(path, self.mode.name, names, what)
+        note = self.plan.notes[path]
+        assert isinstance(note, LinearNote)
+        num_bytes = note.elements * self.plan.dtypes[self.names[path]["weight"]].itemsize
+        sends = f"sends {format_bytes(num_bytes)} for {format_count(self.job.num_tokens)} tokens"
+        self.plan = self.plan.role(path, self.mode.name, names, f"{what}; {sends}")
 
     def _chain(self, chain: Chain, place: Place) -> None:
         layers = (*chain.columns, chain.row)
@@ -230,7 +249,8 @@ class _Placing:
             self.plan = self.plan.note(chain.entry, EntryNote(before, x, self.mode.axes))
             self.plan = self.plan.role(chain.entry, self.mode.name, "entry", "its layers share one input")
         for column in chain.columns:
-            self._cut_weight(column, before, x, mid, enters=chain.entry is None)
+            enters = chain.entry is None
+            self._cut_weight(column, before, x, mid, enters=enters, first=enters or column == chain.columns[0])
             self._role(column, f"{middle} features before '{chain.row}'", before)
         self._cut_weight(chain.row, after, mid, y)
         self._role(chain.row, f"{middle} features to {row.out_features}", after)
@@ -266,7 +286,10 @@ class _Placing:
     def _attention(self, path: str, attention: Attention, place: Place) -> None:
         q_width = attention.num_heads * attention.head_dim
         kv_width = attention.num_kv_heads * attention.head_dim
-        hidden, out = attention.qkv.in_features if attention.fused else attention.q.in_features, attention.o.out_features
+        hidden, out = (
+            attention.qkv.in_features if attention.fused else attention.q.in_features,
+            attention.o.out_features,
+        )
         start, stop = self.mode.states(place.takes_cut), self.mode.states(place.gives_cut)
         layers = (Layer(hidden, q_width + 2 * kv_width), Layer(q_width, out))
 
@@ -293,7 +316,9 @@ class _Placing:
         prefix = f"{path}." if path else ""
         entry = None if attention.fused else EntryNote(before, x, self.mode.axes)
         for own, (size, ranges) in cuts.items():
-            self._cut_weight(prefix + own, before, x, Features(size, axes, ranges), enters=attention.fused)
+            self._cut_weight(
+                prefix + own, before, x, Features(size, axes, ranges), enters=attention.fused, first=own in ("q", "qkv")
+            )
             self._role(prefix + own, f"rows of the heads that '{path}' holds", before)
         self._cut_weight(f"{prefix}o", after, Features(q_width, axes, q), y)
         self._role(f"{prefix}o", "in-features of the heads held", after)
@@ -305,7 +330,7 @@ class _Placing:
         )
         note = HeadsNote(held, kv_held, heads, slices, inside, before.rows_after, entry)
         self.plan = self.plan.note(path, note)
-        why = f"{attention.num_heads} heads in {parts} parts"
+        why = f"{attention.num_heads} heads, " + (f"in {parts} parts" if parts > 1 else "all of them for fewer samples")
         why += ": each head over several ranks, scores summed" if inside else ""
         self.plan = self.plan.role(path, self.mode.name, "inside a head" if inside else "heads", why)
 
@@ -394,7 +419,8 @@ class _Placing:
         numbers = 4 if self.job.loss.label_smoothing > 0 else 3
         gathers = tuple(g for g in takes(step, self.mode.axes, x) if g.lies == "rows")
         self.plan = self.plan.note(LOSS, LossNote(head, y, gathers, numbers))
-        why = f"{layer.out_features} classes in {len(y.parts)} parts: a gather for each token"
+        parts = len(y.parts)
+        why = f"{layer.out_features} classes" + (f" in {parts} parts: a gather for each token" if parts > 1 else "")
         self.plan = self.plan.role(LOSS, self.mode.name, f"{'four' if numbers == 4 else 'three'} numbers", why)
         for axis in y.names:
             activation = Activation(axis, -1, y.size, y.along(axis))
@@ -418,10 +444,10 @@ class _Placing:
         width_cut = self._in(after, table.embedding_dim)
         by_width = [name for name in width_cut.names if name not in by_rows]
         name = self.names[path]["weight"]
-        for axis in by_rows:
-            self._cut(name, axis, 0, vocabulary.along(axis))
-        for axis in by_width:
-            self._cut(name, axis, 1, width_cut.along(axis))
+        for each in by_rows:
+            self._cut(name, each, 0, vocabulary.along(each))
+        for each in by_width:
+            self._cut(name, each, 1, width_cut.along(each))
         if not by_rows and not by_width:
             return
         step = _table_step(self.mode, by_rows, by_width, after)
@@ -486,4 +512,3 @@ def _nothing_to_cut(model: nn.Module, mode: Mode) -> LayoutError:
             fix=f"write dp{total}",
         )
     )
-

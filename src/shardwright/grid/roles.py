@@ -8,7 +8,7 @@ it plays there::
     C  copied: every member has it     C -h-> F
 
 A path begins and ends in the states that the mode promises; in between the roles are free. What a layer sends is
-counted as in ``DESIGN``: an operand gathered by g members costs (g - 1) / g of the gathered whole, forward and backward.
+rings send: an operand gathered by g members costs (g - 1) / g of the gathered whole, forward and backward.
 """
 
 from __future__ import annotations
@@ -110,9 +110,17 @@ class Choice:
 
 
 def sent_elements(
-    layer: Layer, step: Step, axes: Sequence[GridAxis], num_tokens: int, *, regather: bool = False
+    layer: Layer,
+    step: Step,
+    axes: Sequence[GridAxis],
+    num_tokens: int,
+    *,
+    regather: bool = False,
+    with_input: bool = True,
 ) -> float:
     """What one rank sends for one layer, forward and backward, ranks forming rings.
+
+    ``with_input=False`` leaves out the input: another layer that shares it is counted with it.
 
     >>> tp = [GridAxis("tp", 4, "C")]
     >>> column = Step(("C",), ("h",), ("F",))
@@ -125,6 +133,8 @@ def sent_elements(
     elements = 0.0
     for axis, state, role in zip(axes, step.before, step.roles, strict=True):
         share = (axis.size - 1) / axis.size
+        if role == "h" and not with_input:
+            continue
         if role == "h" and state == "C":
             elements += 2 * share * x if layer.needs_gradient else 0.0
         elif role == "h":

@@ -11,6 +11,7 @@ from shardwright.comm import Axis, World
 from shardwright.draws import Draws, key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import expected_traffic, hollow, make_plan, twin
@@ -18,7 +19,7 @@ from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Executor, Samples
 from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, summed_axes
 
-__all__ = ["Run", "expected_traffic", "hollow", "make_plan", "parallelize", "place_parameters", "twin"]
+__all__ = ["Run", "expected_traffic", "hollow", "make_plan", "parallelize", "place_parameters", "tokens_of", "twin"]
 
 
 def parallelize(

@@ -15,6 +15,7 @@ from shardwright.errors import LayoutError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.models.structure import observe
+from shardwright.parallelize.auto import settle
 from shardwright.pipeline import Samples, samples
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.strategies import choose
@@ -58,6 +59,7 @@ def make_plan(
     >>> plan.inputs, plan.mesh.size
     ({'dp': 0}, 2)
     """
+    layout = settle(layout, lambda tried: make_plan(job, tried)[0])
     strategies = choose(layout) if strategies is None else tuple(strategies)
     whole = job._replace(model=hollow(job.model))
     if layout.num_microbatches > 1:

@@ -16,13 +16,13 @@ from shardwright.models.structure import call_model
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.planning import (
     local_samples,
-    microbatch_samples,
     num_rows,
     numbers_per_sample,
     on_device,
     rows,
 )
 from shardwright.pipeline import Action, End, Ends, Executor, LossEnd, Microbatch, MicrobatchEnd, accumulate
+from shardwright.pipeline.samples import microbatch_samples
 from shardwright.strategy import OUTPUT, Applied, Job, Plan
 
 
@@ -143,6 +143,7 @@ class Run:
 
     def _output_sizes(self, axis: str, joined: Sequence[str]) -> list[int]:
         """How much of the output's cut dim each member of ``axis`` holds, once ``joined`` are gathered."""
+
         def held(index: int) -> int:
             coords = ({**self.coord, axis: index, **there} for there in self.plan.mesh.coords(joined))
             return sum(b - a for at in coords for cut in self.plan.slices(at)[OUTPUT] for a, b in cut.ranges)

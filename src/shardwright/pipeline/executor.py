@@ -8,7 +8,8 @@ One backward, and when each event fires (a *unit* is a block of layers whose par
     before_forward(u)  after_forward(u)  ...  before_backward(u)  after_weight_gradients(u, m)  after_action(a)
 
 ``after_backward(m)`` comes when autograd is through, before the units that it did not finish: what a strategy has under
-way for weights is put in place there. Once a step come ``after_sync``, when the core has summed what it sums, and ``after_optimizer``.
+way for weights is put in place there. Once a step come ``after_sync``, when the core has summed what it sums, and
+``after_optimizer``.
 """
 
 from __future__ import annotations

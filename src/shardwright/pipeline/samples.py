@@ -92,9 +92,7 @@ class Samples:
             return tuple(microbatch_samples(held, self._count)[self._number])
         (what, axis), before = rows[-1], rows[:-1]
         if what == "gather":
-            members: Sequence[tuple[int, ...]] = [
-                self.ids(before, {**at, axis: i}) for i in range(self.mesh[axis])
-            ]
+            members: Sequence[tuple[int, ...]] = [self.ids(before, {**at, axis: i}) for i in range(self.mesh[axis])]
             return tuple(chain.from_iterable(members))
         held_before = self.ids(before, at)
         cuts = balanced(len(held_before), self.mesh[axis])

@@ -1,11 +1,12 @@
 """Operators on cut operands, each with the collectives it needs; the strategies choose among them."""
 
 from shardwright.product.attention import attend_inside, attend_selected
+from shardwright.product.batch_norm import batch_norms, share_statistics, shared_batch_norm
 from shardwright.product.grid import Fetch, Later, Product
 from shardwright.product.guard import Forwarding, guard
 from shardwright.product.heads import head_rows, head_slices, kv_heads, query_heads
 from shardwright.product.moves import Move, give, take
-from shardwright.product.norms import cut_layer_norm, cut_rms_norm
+from shardwright.product.norms import Split, cut_layer_norm, cut_rms_norm
 from shardwright.product.vocabulary import cut_cross_entropy, cut_embedding
 
 __all__ = [
@@ -14,8 +15,10 @@ __all__ = [
     "Later",
     "Move",
     "Product",
+    "Split",
     "attend_inside",
     "attend_selected",
+    "batch_norms",
     "cut_cross_entropy",
     "cut_embedding",
     "cut_layer_norm",
@@ -26,5 +29,7 @@ __all__ = [
     "head_slices",
     "kv_heads",
     "query_heads",
+    "share_statistics",
+    "shared_batch_norm",
     "take",
 ]

@@ -67,9 +67,7 @@ class _LayerNorm(Function):
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w_f: Tensor | None, eps: float, size: int, splits: tuple[Split, ...]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w_f: Tensor | None, eps: float, size: int, splits: tuple[Split, ...]) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         x_Nf = x.reshape(-1, x.shape[-1]).to(dtype)
         squares_N = x_Nf.square().sum(dim=1)

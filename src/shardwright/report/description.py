@@ -14,23 +14,24 @@ from shardwright.mesh import Coord
 from shardwright.models.structure import owners
 from shardwright.parallelize.planning import (
     expected_traffic,
+    in_hand,
     local_samples,
     make_plan,
-    microbatch_samples,
     num_rows,
 )
+from shardwright.pipeline.samples import microbatch_samples
 from shardwright.strategy import Job, Plan, Role, Strategy, partial_axes
 
 Description = Mapping[str, Any]
 """What ``describe`` returns."""
 
 DRAWN = 8
-"""So many indices of an axis are drawn one by one, and the last."""
+"""So many indices of an axis may be drawn one by one, and the last."""
 
 MOST_RANKS = 4096
 """Up to so many ranks are described one by one; of more, those that are alike by the first of them."""
 
-MOST_IN_ALL = 10**6
+MOST_IN_ALL = 2**20
 """A layout for more ranks is not described."""
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -71,7 +72,7 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
         )
     plan, strategies = make_plan(job, layout)
     return {
-        "layout": str(layout),
+        "layout": str(plan.layout),
         "world_size": plan.mesh.size,
         "mesh": dict(plan.mesh.sizes),
         "num_parameters": sum(parameter.numel() for parameter in job.model.parameters()),
@@ -125,9 +126,13 @@ def _ranks(job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) ->
             held_at[key] = _held(plan, coord, sizes)
         letter = slices.setdefault(tuple(coord[a] for a in slice_axes), len(slices))
         entry: dict[str, Any] = {"rank": rank, "coord": coord, "slice": letter, **held_at[key].entry}
-        entry |= {"alike": alike} if plan.mesh.size > MOST_RANKS else {}
+        entry |= {"alike": alike} if _is_large(plan) else {}
         ranks.append(entry if sent is None else entry | sent.of(coord, held_at[key]))
     return ranks
+
+
+def _is_large(plan: Plan) -> bool:
+    return plan.mesh.size > MOST_RANKS
 
 
 def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator[tuple[Coord, int]]:
@@ -137,7 +142,7 @@ def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator
     counts = {num_samples}
     for axis, size in sizes.items():
         firsts = set(range(size))
-        if plan.mesh.size > MOST_RANKS and axis in row_axes and axis not in cut_axes:
+        if _is_large(plan) and axis in row_axes and axis not in cut_axes:
             # where a share of the samples ends one smaller begins; the first ones and the last are there to be drawn
             firsts = {*range(min(size, DRAWN)), size - 1, *(count % size for count in counts)}
         if axis in row_axes:
@@ -146,15 +151,15 @@ def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator
     if prod(map(len, starts.values())) > MOST_RANKS:
         raise LayoutError(
             explain(
-                "these ranks are too many to describe, and too few of them are alike",
+                "these ranks are too many to describe, and too few are alike",
                 given=f"{plan.layout}: {plan.mesh.size:,} ranks",
                 allowed=f"up to {MOST_RANKS:,} ranks that differ",
                 fix="describe the same layout with fewer ranks that cut parameters",
             )
         )
-    for index in product(*starts.values()):
-        ends = (next((s for s in starts[axis] if s > i), sizes[axis]) for axis, i in zip(sizes, index, strict=True))
-        yield dict(zip(sizes, index, strict=True)), prod(end - i for end, i in zip(ends, index, strict=True))
+    runs = [[*zip(firsts, [*firsts[1:], sizes[axis]], strict=True)] for axis, firsts in starts.items()]
+    for ends in product(*runs):
+        yield dict(zip(sizes, (first for first, _ in ends), strict=True)), prod(end - first for first, end in ends)
 
 
 def _axes(plan: Plan, every: Iterable[Lies]) -> tuple[str, ...]:
@@ -178,7 +183,10 @@ class _Sent:
         samples = local_samples(self.plan, coord, self.num_samples)
         microbatches = microbatch_samples(samples, self.plan.layout.num_microbatches)
         apart = tuple(coord[axis] for axis in self.plan.mesh.axes if self.plan.inputs.get(axis) != 0)
-        key = (apart, held.counts, tuple(map(len, microbatches)))
+        together = tuple(
+            each.sizes((), axis) for each in in_hand(self.plan, coord, self.num_samples) for axis in self.plan.row_axes
+        )
+        key = (apart, held.counts, tuple(map(len, microbatches)), together)
         if key not in self.found:
             traffic = expected_traffic(self.job, self.plan, self.strategies, self.inputs, coord)
             self.found[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}

@@ -16,12 +16,18 @@ MANY_RANKS = 16
 
 
 class Grid(NamedTuple):
-    """The ranks that differ on the two fastest axes: one row for each index on ``rows``, one column on ``columns``."""
+    """The ranks that differ on the two fastest axes: one row for each index on ``rows``, one column on ``columns``.
+
+    ``height`` and ``width`` count all indices. Of very many ranks not all are described, and ``cells`` has those that
+    are: at the first indices and the last.
+    """
 
     title: str
     rows: str
     columns: str
-    cells: tuple[tuple[Rank, ...], ...]
+    height: int
+    width: int
+    cells: Mapping[tuple[int, int], Rank]
 
 
 def rank_grids(description: Description) -> tuple[Grid, ...]:
@@ -29,19 +35,24 @@ def rank_grids(description: Description) -> tuple[Grid, ...]:
 
     >>> ranks = [{"rank": r, "coord": {"pp": r // 4, "dp": r // 2 % 2, "tp": r % 2}} for r in range(8)]
     >>> first, second = rank_grids({"mesh": {"pp": 2, "dp": 2, "tp": 2}, "ranks": ranks})
-    >>> second.title, second.rows, second.columns, [[cell["rank"] for cell in row] for row in second.cells]
-    ('pp 1', 'dp', 'tp', [[4, 5], [6, 7]])
+    >>> second.title, second.rows, second.columns, [rank["rank"] for rank in second.cells.values()]
+    ('pp 1', 'dp', 'tp', [4, 5, 6, 7])
     """
-    mesh, ranks = description["mesh"], description["ranks"]
+    mesh = description["mesh"]
     axes: list[str] = ["", "", *mesh]
     *outer, rows, columns = axes
-    width, height = mesh.get(columns, 1), mesh.get(rows, 1)
-    grids = []
-    for start in range(0, len(ranks), width * height):
-        cells = [tuple(ranks[a : a + width]) for a in range(start, start + width * height, width)]
-        title = ", ".join(f"{axis} {ranks[start]['coord'][axis]}" for axis in outer if axis)
-        grids.append(Grid(title, rows, columns, tuple(cells)))
-    return tuple(grids)
+    found: dict[str, dict[tuple[int, int], Rank]] = {}
+    for rank in description["ranks"]:
+        coord = rank["coord"]
+        title = ", ".join(f"{axis} {coord[axis]}" for axis in outer if axis)
+        found.setdefault(title, {})[coord.get(rows, 0), coord.get(columns, 0)] = rank
+    height, width = mesh.get(rows, 1), mesh.get(columns, 1)
+    return tuple(Grid(title, rows, columns, height, width, cells) for title, cells in found.items())
+
+
+def num_grids(description: Description) -> int:
+    """How many grids all ranks make, described or not."""
+    return prod([*description["mesh"].values()][:-2])
 
 
 def slice_letter(index: int) -> str:
@@ -85,7 +96,7 @@ def rank_groups(description: Description, many: int = MANY_RANKS) -> list[RankGr
     ['rank 0', 'rank 1']
     """
     ranks = description["ranks"]
-    if len(ranks) <= many:
+    if len(ranks) <= many and len(ranks) == description.get("world_size", len(ranks)):
         return [RankGroup(f"rank {rank['rank']}", (rank,)) for rank in ranks]
     groups: dict[object, list[Rank]] = {}
     for rank in ranks:
@@ -96,12 +107,15 @@ def rank_groups(description: Description, many: int = MANY_RANKS) -> list[RankGr
 
 
 def _group_name(ranks: Sequence[Rank], mesh: Mapping[str, int]) -> str:
-    """By the axes where they are a block of the mesh, else by their numbers."""
+    """By the axes where they are a block of the mesh, else by their numbers; by the first where it stands for more."""
+    total = sum(rank.get("alike", 1) for rank in ranks)
+    if total == prod(mesh.values()) > 1:
+        return f"all {total:,} ranks"
+    if total > len(ranks):
+        return f"rank {ranks[0]['rank']} and {total - 1:,} like it"
     if len(ranks) == 1:
         return f"rank {ranks[0]['rank']}"
     indices = {axis: sorted({rank["coord"][axis] for rank in ranks}) for axis in mesh}
-    if len(ranks) == prod(mesh.values()):
-        return f"all {len(ranks):,} ranks"
     some = [f"{axis} {numbers(found)}" for axis, found in indices.items() if len(found) < mesh[axis]]
     if len(ranks) == prod(map(len, indices.values())):
         return f"{', '.join(some)} ({len(ranks):,} ranks)"

@@ -17,6 +17,7 @@ from shardwright.report.outline import (
     Grid,
     Rank,
     RankGroup,
+    num_grids,
     rank_grids,
     rank_groups,
     shortened,
@@ -69,9 +70,9 @@ def layout_figure(description: Description) -> Figure:
     >>> [patch.get_gid() for patch in figure.axes[0].patches if patch.get_gid()]
     ['rank 0', 'rank 1', 'rank 2']
     """
-    grids = rank_grids(description)
-    shown = shortened(len(grids), _MOST_GRIDS)
-    columns, rows = shortened(len(grids[0].cells[0]), _MOST_CELLS), shortened(len(grids[0].cells), _MOST_CELLS)
+    grids, total = rank_grids(description), num_grids(description)
+    shown = shortened(total, _MOST_GRIDS)
+    columns, rows = shortened(grids[0].width, _MOST_CELLS), shortened(grids[0].height, _MOST_CELLS)
     across = 2 if len(shown) > 1 and len(columns) <= 4 else 1
     grid_height = _HEAD * bool(grids[0].columns) + _CELL * len(rows) + 0.28
     groups = _few(rank_groups(description, many=1))
@@ -86,10 +87,10 @@ def layout_figure(description: Description) -> Figure:
     for place, index in enumerate(shown):
         left, top = _LEFT + place % across * (width + 0.3), _TOP + place // across * grid_height
         if index is None:
-            more = f"{len(grids) - _MOST_GRIDS + 1:,} more like these"
+            more = f"{total - _MOST_GRIDS + 1:,} more like these"
             axes.text(left + width / 2, top + grid_height / 2, more, ha="center", fontsize=12, color=_MUTED)
         else:
-            _draw_grid(axes, grids[index], _Area(left, top, width), columns, rows)
+            _draw_grid(axes, grids[min(index, len(grids) - 1)], _Area(left, top, width), columns, rows)
     _draw_memory(axes, groups, bars_top)
     return figure
 
@@ -130,7 +131,7 @@ def _draw_grid(axes: Axes, grid: Grid, area: _Area, columns: Sequence[int | None
                 middle = place.left + place.width / 2, place.top + 0.45 * _CELL
                 axes.text(*middle, gap, ha="center", va="center", color=_MUTED, fontsize=14)
             else:
-                _draw_rank(axes, grid.cells[row][column], place, "rank " if len(columns) <= 6 else "")
+                _draw_rank(axes, grid.cells[row, column], place, "rank " if len(columns) <= 6 else "")
 
 
 def _draw_rank(axes: Axes, rank: Rank, place: _Area, word: str) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.report.description import STATES, Description, describe
-from shardwright.report.outline import Rank, layer_rows, rank_grids, rank_groups, shortened, slice_letter
+from shardwright.report.outline import Rank, layer_rows, num_grids, rank_grids, rank_groups, shortened, slice_letter
 from shardwright.units import format_bytes, format_count
 
 __all__ = ["describe", "show_text"]
@@ -48,18 +48,18 @@ def show_text(description: Description, width: int = 100) -> str:
 
 
 def _grid_texts(description: Description, width: int) -> Iterable[str]:
-    grids = rank_grids(description)
-    for index in shortened(len(grids), 4):
+    grids, total = rank_grids(description), num_grids(description)
+    for index in shortened(total, 4):
         yield ""
         if index is None:
-            yield f"  ... {len(grids) - 3:,} more grids ..."
+            yield f"  ... {total - 3:,} more grids ..."
             continue
-        grid = grids[index]
-        columns, rows = shortened(len(grid.cells[0]), max(3, min(10, width // 10))), shortened(len(grid.cells), 8)
+        grid = grids[min(index, len(grids) - 1)]
+        columns, rows = shortened(grid.width, max(3, min(10, width // 10))), shortened(grid.height, 8)
         lines = [[grid.title, *("" if c is None else f"{grid.columns} {c}" for c in columns)]] if grid.columns else []
         for r in rows:
             label = "" if r is None or not grid.rows else f"{grid.rows} {r}"
-            lines.append([label, *("..." if r is None or c is None else _cell(grid.cells[r][c]) for c in columns)])
+            lines.append([label, *("..." if r is None or c is None else _cell(grid.cells[r, c]) for c in columns)])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             cells = [f"{text:{w}}" for text, w in zip(line, widths, strict=True) if w]

@@ -9,7 +9,8 @@
 
 Shapes: inputs (B, ...) on one device; (B / dp, ...) on a rank, the first B mod dp ranks holding one sample more.
 Traffic: backward, one all-reduce of each unit's gradients, P elements in all, while the units before compute;
-    none for any microbatch but the last.
+    none for any microbatch but the last. For each BatchNorm of C channels, 2 C + 1 numbers of each rank forward,
+    2 C summed backward.
 Source: Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704 (buckets reduced while backward runs).
 """
 
@@ -22,7 +23,17 @@ from typing import ClassVar, Literal
 from shardwright.comm import Axis
 from shardwright.errors import LayoutError, explain
 from shardwright.mesh import Coord
-from shardwright.strategy import Batch, Job, Plan, Traffic, blocks, check_samples_apart, sync_traffic
+from shardwright.product import batch_norms, share_statistics
+from shardwright.strategy import (
+    Batch,
+    Job,
+    Plan,
+    Traffic,
+    blocks,
+    check_samples_apart,
+    statistics_traffic,
+    sync_traffic,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class DataParallel:
     source: ClassVar[str] = "Li et al. 2020, arXiv:2006.15704"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Cuts dim 0 of the inputs. Raises LayoutError for layers that mix the samples of a batch."""
+        """Cuts dim 0 of the inputs. Raises LayoutError for layers that mix the samples in unknown ways."""
         factor = plan.layout.factor("dp")
         assert factor is not None, "chosen for a layout with dp"
         if len(factor.sizes) > 1:
@@ -57,11 +68,12 @@ class DataParallel:
         return plan.cut_inputs("dp", dim=0)
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> None:
-        """Nothing to change: operators see a smaller batch, and gradient sync is derived from the plan."""
+        """Operators see a smaller batch, and gradient sync is derived from the plan: only BatchNorms ask the others."""
+        share_statistics((norm for _, norm in batch_norms(job.model)), [axes["dp"]])
 
     def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
-        """One all-reduce of each unit's gradients."""
-        return sync_traffic(plan, batch, coord, "dp")
+        """One all-reduce of each unit's gradients; BatchNorms' statistics."""
+        return (*sync_traffic(plan, batch, coord, "dp"), *statistics_traffic(plan, batch, coord, "dp"))
 
 
 def _kib(given: str, value: str | None) -> int:

@@ -40,7 +40,10 @@ class Tensor2D:
     axis: ClassVar[str] = "tp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, str]] = {"2d": "a grid of rows and columns: tp2x3/2d", **grid.OPTIONS}
+    options: ClassVar[Mapping[str, str]] = {
+        "2d": "a grid of rows and columns, tp2x3/2d; 2d:summa pins the classic roles",
+        **grid.OPTIONS,
+    }
     source: ClassVar[str] = "Xu et al. 2021, arXiv:2104.05343"
 
     def mode(self, plan: Plan) -> Mode:

@@ -39,7 +39,10 @@ class Tensor2p5D:
     axis: ClassVar[str] = "tp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, str]] = {"2.5d": "depth x rows x columns: tp2x2x2/2.5d, tp8/2.5d:d2", **grid.OPTIONS}
+    options: ClassVar[Mapping[str, str]] = {
+        "2.5d": "depth x rows x columns: tp2x2x2/2.5d, tp8/2.5d:d2; 2.5d:summa pins",
+        **grid.OPTIONS,
+    }
     source: ClassVar[str] = "Wang et al. 2021, arXiv:2105.14500"
 
     def mode(self, plan: Plan) -> Mode:

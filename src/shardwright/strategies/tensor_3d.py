@@ -42,7 +42,10 @@ class Tensor3D:
     axis: ClassVar[str] = "tp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, str]] = {"3d": "a cube: tp2x2x2/3d, tp8/3d", **grid.OPTIONS}
+    options: ClassVar[Mapping[str, str]] = {
+        "3d": "a cube, tp2x2x2/3d, tp8/3d; 3d:classic pins",
+        **grid.OPTIONS,
+    }
     source: ClassVar[str] = "Bian et al. 2021, arXiv:2105.14450"
 
     def mode(self, plan: Plan) -> Mode:

@@ -84,6 +84,13 @@ class TrainConfig:
         share = (1 + cos(pi * done)) / 2 if self.schedule == "cosine" else 1 - done
         return self.lr * (0.1 + 0.9 * share)
 
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of one microbatch of one model copy: what modes that weigh activations choose by."""
+        layout = Layout.parse(self.layout)
+        data = layout.factor("dp")
+        return max(1, self.batch * self.seq // (layout.num_microbatches * (data.size if data is not None else 1)))
+
     def build(self) -> tuple[nn.Module, nn.Module, Any]:
         """The plain model, its loss, and the model's config; build it under ``torch.device("meta")``."""
         model = build(self.model, self.settings)

@@ -1,0 +1,90 @@
+"""``tp8/auto``: the tensor-parallel mode and the grid that send least for this model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from shardwright import grid
+from shardwright.errors import LayoutError, explain
+from shardwright.layout import Factor, Layout, Option
+from shardwright.strategy import Plan
+
+AUTO = "auto"
+
+
+def candidates(factor: Factor) -> Iterator[Factor]:
+    """Every mode that cuts weights over all of so many ranks, on every grid, the simplest first.
+
+    2.5D is not among them: it copies weights over its depth, so with enough tokens a depth of all ranks would always
+    send least, and hold the whole model.
+
+    >>> [str(each) for each in candidates(Factor("tp", (4,), (Option("auto"),)))][:5]
+    ['tp4', 'tp4/sp', 'tp1x4/2d', 'tp2x2/2d', 'tp4x1/2d']
+    """
+    size = factor.size
+    others = tuple(option for option in factor.options if option.name != AUTO)
+    yield Factor("tp", (size,), others)
+    yield Factor("tp", (size,), (*others, Option("sp")))
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    for rows in divisors:
+        yield Factor("tp", (rows, size // rows), (*others, Option("2d")))
+    for depth in divisors[1:]:
+        for rows in (n for n in divisors if size // depth % n == 0):
+            yield Factor("tp", (depth, rows, size // depth // rows), (*others, Option("3d")))
+
+
+def settle(layout: Layout, plan_of: Callable[[Layout], Plan]) -> Layout:
+    """The layout with ``auto`` replaced by the mode that sends least; the simplest of equal ones.
+
+    ``plan_of`` plans a layout. Raises: LayoutError: no mode fits the model; the text of the plainest.
+    """
+    factor = layout.factor("tp")
+    if factor is None or factor.option(AUTO) is None:
+        return layout
+    if len(factor.sizes) > 1:
+        raise LayoutError(
+            explain(
+                "'auto' chooses the grid itself",
+                given=str(layout),
+                allowed=f"tp{factor.size}/auto",
+                fix=f"write tp{factor.size}/auto",
+            )
+        )
+    best: tuple[float, Layout] | None = None
+    refusal: LayoutError | None = None
+    for candidate in candidates(factor):
+        others = tuple(f for f in layout.factors if f.axis != "tp")
+        tried = replace(layout, factors=(*others, candidate))
+        try:
+            elements = grid.sent(plan_of(tried))
+        except LayoutError as error:
+            refusal = refusal or error
+            continue
+        if best is None or elements < best[0] * (1 - 1e-9):
+            best = (elements, tried)
+    if best is None:
+        assert refusal is not None, "there is always the plainest"
+        raise refusal
+    return best[1]
+
+
+def tokens_of(inputs: Any, layout: Layout) -> int:
+    """The tokens of one microbatch of one model copy: of integers each one, of numbers all but their last dim.
+
+    >>> import torch
+    >>> tokens_of(torch.zeros(8, 16, dtype=torch.int64), Layout.parse("dp2 mb2 tp4"))
+    32
+    """
+    tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    if not tensors:
+        return 1
+    first = tensors[0]
+    shape = first.shape[:-1] if first.is_floating_point() and first.dim() > 1 else first.shape
+    data = layout.factor("dp")
+    return max(1, prod(shape) // (layout.num_microbatches * (data.size if data is not None else 1)))
