@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import LayoutError
-from shardwright.mesh import AXES, Mesh, balanced
+from shardwright.mesh import AXES, Mesh, balanced, balanced_part
 
 MESHES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4), max_size=4).map(lambda sizes: Mesh(**sizes))
 
@@ -58,6 +58,7 @@ def test_a_balanced_cut_sums_to_the_whole_and_its_parts_differ_by_at_most_one(si
     assert (points[0], points[-1], len(lengths)) == (0, size, parts)
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] - lengths[-1] in (0, 1)
+    assert [balanced_part(size, parts, part) for part in range(parts)] == [range(*ends) for ends in pairwise(points)]
 
 
 def test_a_mesh_without_axes_is_one_rank():

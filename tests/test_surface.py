@@ -17,7 +17,7 @@ NAMES = [
     *("launch", "load", "parallelize", "run_on_threads", "save", "verify", "without_values"),
 ]
 
-RUN = {"--layout", "--model", "--set", "--batch", "--seq", "--config", "--json"}
+RUN = {"--layout", "--model", "--set", "--role", "--batch", "--seq", "--config", "--json"}
 FLAGS = {
     "train": RUN
     | {"--data", "--steps", "--stop-at", "--seed", "--lr", "--schedule", "--warmup", "--weight-decay", "--clip"}
@@ -32,7 +32,8 @@ FLAGS = {
 }
 
 OPTIONS = [
-    *("layout", "model", "settings", "data", "batch", "seq", "steps", "stop_at", "seed", "lr", "schedule", "warmup"),
+    *("layout", "model", "settings", "roles", "data", "batch", "seq", "steps", "stop_at", "seed", "lr", "schedule"),
+    "warmup",
     *("weight_decay", "clip", "save_every", "keep", "eval_every", "eval_batches", "tensorboard", "deterministic"),
     *("debug", "timeout_s"),
 ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from comm.scenarios import SCENARIOS, held_by, same, uneven
-from shardwright.comm import launch
+from shardwright.comm import launch, transport
+from shardwright.errors import CommunicationError
 
 LINKS = ("auto", "sockets")
 SIZES = (2, 3, 4)
@@ -220,3 +222,58 @@ def num_blocks(world, num_calls: int) -> list[int]:
 def test_blocks_of_shared_memory_are_used_again(pools, num_ranks):
     for counts in pools(num_ranks).run(num_blocks, 200):
         assert counts[-1] - counts[0] <= 8 * num_ranks, "a few of each size, and not a few for each call"
+
+
+# ---- names and keys
+
+
+def num_keys(world, num_calls: int) -> list[int]:
+    """How many keys the store has after each call; a barrier on each side, so that nobody writes meanwhile."""
+    axis, store = world.everyone(), world.transport.witness.store
+    counts = []
+    for _ in range(num_calls):
+        axis.all_reduce(torch.ones(3))
+        axis.subset([0, 1] if axis.index < 2 else [axis.index]).all_gather(torch.ones(2))
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+@EVERY_LINK
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_the_witness_writes_does_not_pile_up(pools, num_ranks, links):
+    for counts in pools(num_ranks, links).run(num_keys, 20):
+        assert counts[-1] - counts[5] < 5, "the launcher may have written some of its own, and a rank two for each turn"
+
+
+class OneForAll:
+    """A hash that takes all names for the same one."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def digest(self) -> bytes:
+        return bytes(8)
+
+
+def same_keys(world) -> str:
+    """What the ranks are told whose second group has the key of the first."""
+    everyone, before = world.everyone(), transport.hashlib.blake2b
+    world.transport._names.clear()
+    transport.hashlib.blake2b = OneForAll
+    try:
+        first = everyone.subset([1, 0])
+        assert torch.equal(first.all_reduce(torch.ones(2)), torch.full((2,), 2.0))
+        world.everyone()
+    except CommunicationError as refusal:
+        return str(refusal)
+    finally:
+        transport.hashlib.blake2b = before
+        world.transport._names.clear()
+    return "not noticed"
+
+
+def test_two_groups_of_the_same_key_are_refused_on_every_rank(pools):
+    for text in pools(2).run(same_keys):
+        assert text.startswith("two groups of ranks have the same key\n  given:   1-0/"), text

@@ -1,32 +1,48 @@
 """A rank that fails ends the others in seconds, and what a person reads first is its own words."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from tests_dist.command import left_in, semaphores_of, temporary_folder
 
 from shardwright import CrossEntropy, Layout, launch, parallelize
+from shardwright.comm import processes
+from shardwright.comm.exchange import folder_for_sockets
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
 
 
-def raises_on_one(world):
+def raises_on_one(world, when):
     if world.rank == 1:
+        when.write_text(repr(time.time()))
         raise KeyError("the milk is gone")
     world.everyone().barrier()
 
 
-def is_killed(world, after_s):
+def is_killed(world, when, number, after_s=0.0):
     axis = world.everyone()
     if world.rank == 1:
         time.sleep(after_s)
-        os.kill(os.getpid(), signal.SIGKILL)
+        when.write_text(repr(time.time()))
+        os.kill(os.getpid(), number)
     for _ in range(10_000):
         axis.all_reduce(torch.ones(100_000))
+
+
+def exits(world, when):
+    if world.rank == 1:
+        when.write_text(repr(time.time()))
+        os._exit(3)
+    world.everyone().barrier()
 
 
 def disagrees(world, kind):
@@ -51,13 +67,30 @@ def cannot_be_laid_out(world):
     parallelize(torch.nn.Linear(3, 3), "tp2", world, loss=CrossEntropy())
 
 
+@pytest.fixture
+def failed(tmp_path, monkeypatch):
+    """``failed(work, *args)``: what is said of ranks of which one fails, within 5 s of its failure, leaving nothing."""
+    processes._start_server(folder_for_sockets())  # what it needs stays until this process ends
+    here, when = [psutil.Process()], tmp_path / "when"
+
+    def told(work, *args, **options):
+        before = semaphores_of(here)
+        with temporary_folder() as folder, monkeypatch.context() as patched:
+            patched.setattr(tempfile, "tempdir", str(folder))
+            with pytest.raises(RankFailedError) as failure:
+                launch(work, 3, when, *args, **options)
+            assert time.time() - float(when.read_text()) < 5
+            assert left_in(folder) == []
+        gc.collect()
+        assert not [name for name in semaphores_of(here) - before if Path(name).exists()]
+        return str(failure.value)
+
+    return told
+
+
 @pytest.mark.parametrize("links", ["auto", "sockets"])
-def test_a_rank_that_raises_is_heard_and_ends_the_others(links):
-    start = time.monotonic()
-    with pytest.raises(RankFailedError) as failure:
-        launch(raises_on_one, 3, links=links)
-    assert time.monotonic() - start < 15
-    text = str(failure.value)
+def test_a_rank_that_raises_is_heard_and_ends_the_others(failed, links):
+    text = failed(raises_on_one, links=links)
     assert text.startswith("rank 1 failed")
     assert "the milk is gone" in text
     assert "LostPartnerError" not in text
@@ -65,11 +98,21 @@ def test_a_rank_that_raises_is_heard_and_ends_the_others(links):
 
 @pytest.mark.parametrize("links", ["auto", "sockets"])
 @pytest.mark.parametrize("after_s", [0.0, 0.5])
-def test_a_rank_that_is_killed_is_named(links, after_s):
-    start = time.monotonic()
-    with pytest.raises(RankFailedError, match="rank 1 was killed"):
-        launch(is_killed, 3, after_s, links=links)
-    assert time.monotonic() - start < 15
+def test_a_rank_that_is_killed_is_named(failed, links, after_s):
+    text = failed(is_killed, signal.SIGKILL, after_s, links=links)
+    assert text.startswith("rank 1 was killed by SIGKILL; the other ranks were ended")
+    assert "ran out of memory" in text
+
+
+@pytest.mark.parametrize(("number", "cause"), [(signal.SIGTERM, "who sent it"), (signal.SIGSEGV, "native code")])
+def test_a_rank_that_any_other_signal_ends_is_named_with_it(failed, number, cause):
+    text = failed(is_killed, number)
+    assert text.startswith(f"rank 1 was killed by {number.name}; the other ranks were ended")
+    assert cause in text
+
+
+def test_a_rank_that_exits_is_named_with_its_exit_code(failed):
+    assert failed(exits).startswith("rank 1 ended with exit code 3; the other ranks were ended")
 
 
 @pytest.mark.parametrize("kind", ["kind", "shape", "dtype", "axis"])

@@ -9,11 +9,9 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
-import time
 
-import psutil
 import pytest
+from tests_dist.command import COMMAND, ranks_in, said_by, start, temporary_folder, wait_for_step
 
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
@@ -26,32 +24,11 @@ TINY = {
     "batch": 5,
     "steps": STEPS,
 }
-COMMAND = [sys.executable, "-m", "shardwright.cli", "train", "--layout", "dp2 tp2", "--save-every", "3"]
-FLAGS = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=4", "--set", "dropout=0.1"]
-FLAGS += ["--seq", "16", "--batch", "5", "--steps", str(STEPS)]
+FLAGS = ["--steps", str(STEPS)]
 
 
 def losses_of(out):
     return [row["loss"] for row in read_metrics(out)]
-
-
-def start(out, *more):
-    out.mkdir()
-    with (out.parent / "said").open("w") as said:
-        command = [*COMMAND, *FLAGS, *more, "--out", str(out)]
-        return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=said)
-
-
-def wait_for_step(process, out, step):
-    end = time.monotonic() + 60
-    while len(read_metrics(out)) < step:
-        assert process.poll() is None, (out.parent / "said").read_text()
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def ranks_of(process):
-    return [p for p in psutil.Process(process.pid).children(recursive=True) if p.num_threads() > 1]
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +40,13 @@ def uninterrupted(tmp_path_factory):
 
 def test_a_run_killed_at_a_random_step_follows_the_uninterrupted_curve_under_any_layout(tmp_path, uninterrupted):
     out = tmp_path / "run"
-    process = start(out)
-    wait_for_step(process, out, 4 + random.randrange(12))
-    random.choice(ranks_of(process)).kill()
-    process.wait(timeout=30)
-    assert process.returncode == 1
-    assert "was killed" in (tmp_path / "said").read_text()
+    with temporary_folder() as folder:
+        process = start(out, *FLAGS, folder=folder)
+        wait_for_step(process, out, 4 + random.randrange(12))
+        rank, killed = random.choice([*ranks_in(folder).items()])
+        killed.kill()
+        assert process.wait(timeout=30) == 1
+    assert f"rank {rank} was killed by SIGKILL" in said_by(out)
     shutil.copytree(out, tmp_path / "copy")
     before = len(losses_of(out))
     assert before < STEPS, "it was killed too late to show anything"
@@ -80,7 +58,7 @@ def test_a_run_killed_at_a_random_step_follows_the_uninterrupted_curve_under_any
 
 def test_ctrl_c_saves_and_the_run_can_go_on(tmp_path, uninterrupted):
     out = tmp_path / "run"
-    process = start(out)
+    process = start(out, *FLAGS)
     wait_for_step(process, out, 2)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=30) == 130

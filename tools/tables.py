@@ -5,6 +5,7 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``--check`
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from shardwright.strategies import STRATEGIES
@@ -25,9 +26,9 @@ def strategies() -> str:
 
 
 def newest(folder: str) -> dict:
-    """The rows measured last."""
+    """The rows measured last; none where nothing has been measured yet."""
     found = sorted((ROOT / "benchmarks" / folder / "results").glob("*.json"))
-    return json.loads(found[-1].read_text())
+    return json.loads(found[-1].read_text()) if found else {"table": []}
 
 
 def gpt_step() -> str:
@@ -64,7 +65,64 @@ def startup() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"strategies": strategies, "gpt_step": gpt_step, "collectives": collectives, "startup": startup}
+def tensor_modes(model: str) -> str:
+    """Every tensor mode beside one process with two threads."""
+    peer = "; a peer's" if model == "mlp" else ""
+    goal = " goal |" if model == "mlp" else ""
+    lines = [
+        f"| layout | ms | limits (median) | range |{goal} CPU seconds, in limits | range | MB sent per rank{peer} |",
+        "|---|---|---|---|" + ("---|" if goal else "") + "---|---|---|",
+    ]
+    for row in newest("tensor_modes")["table"]:
+        if row["model"] != model:
+            continue
+        wall = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        cpu = f"{row['cpu_ratio_median']:.3f} | {row['cpu_ratio_min']:.2f} to {row['cpu_ratio_max']:.2f}"
+        wanted = (f" {row['goal']:.2f} |" if row["goal"] else " - |") if goal else ""
+        sent = f"{row['sent_mb']:.1f}" + (f"; {row['peer_sent_mb']:.1f}" if peer else "")
+        lines.append(f"| `{row['layout']}` | {row['ms_median']:.0f} | {wall} |{wanted} {cpu} | {sent} |")
+    return "\n".join(lines)
+
+
+def tensor_memory() -> str:
+    """What a rank holds under every tensor mode, and how many shares of one device that is."""
+    shares = "shares of one device"
+    lines = [
+        f"| model | layout | parameters, MB | {shares} | saved for backward, MB | {shares} |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model in ("mlp", "gpt"):
+        for row in newest("tensor_memory")["table"]:
+            if row["model"] == model:
+                held = (f"{row[f'{w}_bytes'] / 1e6:.2f} | {row[f'{w}_shares']:.2f}" for w in ("parameter", "saved"))
+                lines.append(f"| {model} | `{row['layout']}` | {' | '.join(held)} |")
+    return "\n".join(lines)
+
+
+def tensor_overlap() -> str:
+    """Steps over emulated links, with and without overlap."""
+    lines = [
+        "| link | model | layout | ms | without overlap | ratio (median) | range | no link |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in newest("tensor_overlap")["table"]:
+        times = f"{row['ms_median']:.0f} | {row['limit_ms_median']:.0f}"
+        ratio = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        what = f"{row['link']} | {row['model']} | `{row['layout']}`"
+        lines.append(f"| {what} | {times} | {ratio} | {row['free_ms_median']:.0f} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "strategies": strategies,
+    "gpt_step": gpt_step,
+    "collectives": collectives,
+    "startup": startup,
+    "tensor_modes mlp": partial(tensor_modes, "mlp"),
+    "tensor_modes gpt": partial(tensor_modes, "gpt"),
+    "tensor_memory": tensor_memory,
+    "tensor_overlap": tensor_overlap,
+}
 
 
 def rebuilt(text: str) -> str:

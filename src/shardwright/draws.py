@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,29 +128,104 @@ def keep_mask(
     return words.bitwise_and_(0xFFFFFF) >= round(p * 2**24)
 
 
-def _dropout(
-    module: nn.Dropout,
-    draws: Draws,
-    layer: str,
-    cuts: tuple[SliceOfDim, ...],
-    rows: Callable[[], Sequence[int]] | None,
-    input: Tensor,
-) -> Tensor:
-    if not module.training or module.p == 0:
-        return input
-    samples = draws.samples if rows is None else rows()
-    if input.shape[0] != len(samples):
-        raise PlanError(
-            explain(
-                f"dropout '{layer}' does not see one row for each sample",
-                given=f"a tensor of shape {list(input.shape)} for {len(samples)} samples",
-                allowed="activations whose dim 0 is the samples",
-                fix="apply dropout after the samples are in dim 0",
+@dataclass(frozen=True)
+class Dropper:
+    """Dropout with masks from ``draws``, for one layer that sees these cuts of these samples."""
+
+    draws: Draws
+    layer: str
+    cuts: tuple[SliceOfDim, ...] = ()
+    rows: Callable[[], Sequence[int]] | None = None
+
+    def __call__(self, input: Tensor, p: float) -> Tensor:
+        """The input with elements dropped. Raises PlanError unless its dim 0 is the samples."""
+        samples = self.draws.samples if self.rows is None else self.rows()
+        if input.shape[0] != len(samples):
+            raise PlanError(
+                explain(
+                    f"dropout '{self.layer}' does not see one row for each sample",
+                    given=f"a tensor of shape {list(input.shape)} for {len(samples)} samples",
+                    allowed="activations whose dim 0 is the samples",
+                    fix="apply dropout after the samples are in dim 0",
+                )
             )
-        )
-    keep = keep_mask(draws, draws.call(layer), input.shape, cuts, module.p, samples).to(input.device)
-    scale = 1 / (1 - module.p) if module.p < 1 else 0.0
-    return input * (keep.to(input.dtype) * scale)
+        keep = keep_mask(self.draws, self.draws.call(self.layer), input.shape, self.cuts, p, samples)
+        scale = 1 / (1 - p) if p < 1 else 0.0
+        return input * (keep.to(input.device).to(input.dtype) * scale)
+
+
+def _dropout(module: nn.Dropout, drop: Dropper, input: Tensor) -> Tensor:
+    return drop(input, module.p) if module.training and module.p > 0 else input
+
+
+def attend_dropping(
+    q_BNTD: Tensor,
+    k_BNSD: Tensor,
+    v_BNSD: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    drop: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """``scaled_dot_product_attention`` with a dropout of our own: (B, N, T, D).
+
+    ``mask`` is added to the scores. A query that may see nothing gives zeros, as torch's does.
+
+    >>> q, mask = torch.ones(1, 1, 2, 4), torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
+    >>> attend_dropping(q, q, q, mask, causal=False, drop=lambda weights: weights)[0, 0, :, 0]
+    tensor([1., 0.])
+    """
+    scores = q_BNTD @ k_BNSD.mT * q_BNTD.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if mask is not None:
+        scores = scores + mask
+    blind = (scores == -torch.inf).all(dim=-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0.0).softmax(dim=-1).masked_fill(blind, 0.0)
+    return drop(weights) @ v_BNSD
+
+
+def _keyed_multihead(module: nn.MultiheadAttention, drop: Dropper) -> Callable[..., Any]:
+    """The module's own forward, torch's own code, with other functions under the names of those that drop."""
+
+    def dropout(weights: Tensor, p: float, **_: Any) -> Tensor:
+        by_head = weights.view(-1, module.num_heads, *weights.shape[-2:])
+        return drop(by_head, p).view(weights.shape)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool) -> Tensor:
+        if p == 0:
+            return functional.scaled_dot_product_attention(q, k, v, mask, p, causal)
+        return attend_dropping(q, k, v, mask, causal=causal, drop=lambda weights: drop(weights, p))
+
+    attention = _with_names(
+        functional.multi_head_attention_forward,
+        dropout=dropout,
+        scaled_dot_product_attention=attend,
+        has_torch_function=lambda _: False,  # or else whoever looks at calls is handed torch's own again
+    )
+    names = SimpleNamespace(**{**vars(functional), "multi_head_attention_forward": attention})
+    return partial(_with_names(nn.MultiheadAttention.forward, F=names), module)
+
+
+def _with_names(function: Any, **names: Any) -> FunctionType:
+    """The same code, in which these global names mean something else."""
+    assert names.keys() <= {*function.__code__.co_names}, f"this torch's {function.__name__} calls others"
+    copied = FunctionType(function.__code__, {**function.__globals__, **names}, argdefs=function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def dropper_of(module: nn.MultiheadAttention) -> Callable[[Tensor], Tensor] | None:
+    """How the attention weights of a module that :func:`key_dropout` has seen are dropped now; None: not at all.
+
+    >>> dropper_of(nn.MultiheadAttention(4, 2)) is None
+    True
+    """
+    drop: Dropper | None = module.__dict__.get("_dropper")
+    if drop is None or not module.training:
+        return None
+    return lambda weights_BNTS: drop(weights_BNTS, module.dropout)
 
 
 def key_dropout(
@@ -158,7 +234,7 @@ def key_dropout(
     cuts: Mapping[str, tuple[SliceOfDim, ...]] | None = None,
     rows: Mapping[str, Callable[[], Sequence[int]]] | None = None,
 ) -> None:
-    """Makes every ``nn.Dropout`` of ``model`` compute its masks from ``draws``.
+    """Makes every ``nn.Dropout`` of ``model``, and that of attention weights, compute its masks from ``draws``.
 
     ``cuts`` says which elements a layer sees, ``rows`` whose samples, where they are not all and this rank's own.
 
@@ -172,6 +248,12 @@ def key_dropout(
     (True, False)
     """
     for name, module in model.named_modules():
+        drop = Dropper(draws, name, (cuts or {}).get(name, ()), (rows or {}).get(name))
+        if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
+            if module.dropout > 0:
+                module.forward = _keyed_multihead(module, drop)  # type: ignore[method-assign]
+                module.__dict__["_dropper"] = drop
+            continue
         inner = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
         other = isinstance(module, nn.Dropout) and type(module) is not nn.Dropout and module.p > 0
         if isinstance(module, UNKEYED) or inner or other:
@@ -179,12 +261,12 @@ def key_dropout(
                 explain(
                     f"the random numbers of '{name}' would depend on the layout",
                     given=type(module).__name__,
-                    allowed="nn.Dropout",
+                    allowed="nn.Dropout, and nn.MultiheadAttention with dropout",
                     fix="use nn.Dropout, or take the layer out",
                 )
             )
         if type(module) in KEYED:
-            module.forward = partial(_dropout, module, draws, name, (cuts or {}).get(name, ()), (rows or {}).get(name))
+            module.forward = partial(_dropout, module, drop)
 
 
 class RefusesDraws(TorchFunctionMode):

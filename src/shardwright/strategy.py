@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
@@ -20,10 +21,10 @@ from shardwright.draws import SliceOfDim
 from shardwright.errors import LayoutError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
-from shardwright.models.structure import Visits, owners
+from shardwright.models.structure import BATCH_NORMS, Visits, owners
 from shardwright.pipeline import Action, End, Ends, Events, Rows, Samples
 from shardwright.pipeline.executor import Unit
-from shardwright.product.batch_norm import SYNCHRONISED, batch_norms, uses_batch
+from shardwright.product.batch_norm import batch_norms, uses_batch
 
 # ---- how a tensor lies along one axis
 
@@ -89,13 +90,15 @@ class Job(NamedTuple):
     """What a person hands over: a plain model, the loss that gives (sum, count), and how much is computed at once.
 
     ``num_tokens`` are those of one microbatch of one model copy, as far as they are known when it is laid out; a
-    wrong number costs speed, never the result. ``samples`` says, on a rank, whose samples are in hand.
+    wrong number costs speed, never the result. ``samples`` says, on a rank, whose samples are in hand. ``roles`` are
+    those that a person gives to single layers, by patterns of names.
     """
 
     model: nn.Module
     loss: nn.Module
     num_tokens: int = NUM_TOKENS
     samples: Samples | None = None
+    roles: Mapping[str, str] = MappingProxyType({})
 
 
 LOSS = "(loss)"
@@ -398,12 +401,12 @@ def check_samples_apart(model: nn.Module, factor: str) -> None:
         mixes = isinstance(module, nn.modules.batchnorm._NormBase)
         if isinstance(module, nn.modules.instancenorm._InstanceNorm):
             mixes = module.track_running_stats  # it keeps a mean over the samples
-        if mixes and (type(module) not in SYNCHRONISED or "forward" in vars(module)):
+        if mixes and (type(module) not in BATCH_NORMS or "forward" in vars(module)):
             raise LayoutError(
                 explain(
                     f"'{name}' computes statistics over the batch, which '{factor}' cuts",
                     given=f"{type(module).__name__} on {factor}",
-                    allowed=f"{', '.join(k.__name__ for k in SYNCHRONISED)}, and layers that treat each sample alone",
+                    allowed=f"{', '.join(k.__name__ for k in BATCH_NORMS)}, and layers that treat each sample alone",
                     fix="use one of these as it is, or GroupNorm, or LayerNorm",
                 )
             )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ def verify(
     strategies: Any = None,
     alter: Callable[[Any], None] | None = None,
     launcher: Callable[..., Sequence[Any]] | None = None,
+    roles: Mapping[str, str] = MappingProxyType({}),
 ) -> Verdict:
     """Trains one step per batch under ``layout`` and on one device, and compares.
 
@@ -106,6 +108,7 @@ def verify(
     the first step; the parameters after the last in float64 only, since in float32 AdamW makes too much of the
     rounding of a gradient near zero. ``alter`` changes each rank's run before it starts: to see a check fail.
     ``launcher(work, *args)`` runs ``work(world, *args)`` on ranks that are there already, instead of starting some.
+    ``roles`` are those of ``parallelize``.
 
     >>> batch = (torch.randn(5, 6), torch.randint(3, (5,)))
     >>> print(verify(nn.Linear(6, 3), "dp2", [batch]))
@@ -125,13 +128,14 @@ def verify(
     plain = twin(model).to(dtype)
     batches = [_cast(batch, dtype) for batch in batches]
     num_tokens = tokens_of(batches[0][0], layout) if batches else 1
-    plan, _ = make_plan(Job(plain, loss, num_tokens), layout, strategies)  # a layout that cannot be is refused here
+    job = Job(plain, loss, num_tokens, roles=dict(roles))
+    plan, _ = make_plan(job, layout, strategies)  # a layout that cannot be is refused here
     if not batches:
         raise PlanError(
             explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
         )
     expected = _reference(plain, loss, batches, seed)
-    work = (plain, layout, batches, loss, seed, expected.eps)
+    work = (plain, layout, batches, loss, seed, expected.eps, job.roles)
     if launcher is not None:
         found = launcher(_rank, *work, strategies, alter)
     elif ranks == "processes":
@@ -178,10 +182,12 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
 
 def _rank(
     world: World, plain: nn.Module, layout: Layout, batches: Sequence[Batch], loss: nn.Module, seed: int, eps: float,
-    strategies: Any = None, alter: Callable[[Any], None] | None = None,
+    roles: Mapping[str, str], strategies: Any = None, alter: Callable[[Any], None] | None = None,
 ) -> _Outcome:  # fmt: skip
     num_tokens = tokens_of(batches[0][0], layout)
-    run = parallelize(plain, layout, world, loss=loss, seed=seed, num_tokens=num_tokens, strategies=strategies)
+    run = parallelize(
+        plain, layout, world, loss=loss, seed=seed, num_tokens=num_tokens, strategies=strategies, roles=roles
+    )
     if alter is not None:
         alter(run)
     optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, eps=eps)

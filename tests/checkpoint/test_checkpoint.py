@@ -162,6 +162,38 @@ def test_buffers_and_parameters_without_a_dim_are_kept_to_the_last_bit(tmp_path,
         assert torch.equal(found[name][0], tensor), name
 
 
+class WithTables(nn.Module):
+    """Two tables that are not persistent, one of them under a second name that is, and a count that is."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.layer = nn.Linear(4, 19)
+        self.register_buffer("table", torch.full((4,), value), persistent=False)
+        self.register_buffer("shared", torch.full((2,), value), persistent=False)
+        self.layer.register_buffer("known", self.shared)
+        self.layer.register_buffer("count", torch.tensor(value))
+
+    def forward(self, x):
+        return self.layer(x * self.table)
+
+
+def test_buffers_that_are_not_persistent_are_neither_saved_nor_loaded(tmp_path):
+    def work(world, value):
+        run, _ = start(world, "dp2", WithTables(value))
+        if value == 1.0:
+            save(tmp_path, run)
+        else:
+            load(tmp_path, run)
+        return {name: buffer.unique().tolist() for name, buffer in run.model.named_buffers()}
+
+    launch(work, 2, 1.0, ranks="threads")
+    kept = {"layer.weight", "layer.bias", "layer.known", "layer.count"}
+    assert set(read(find(tmp_path)).tensors) == kept == set(WithTables(0.0).state_dict())
+    for found in launch(work, 2, 5.0, ranks="threads"):
+        assert found["table"] == [5.0]
+        assert found["layer.count"] == [1.0]
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adam])
 def test_other_optimizers_keep_their_state_too(tmp_path, kind):
     def work(world, resumes):
@@ -360,6 +392,27 @@ def test_a_folder_that_is_a_file_is_refused_on_every_rank(tmp_path):
         save(tmp_path / "file", run, optimizer)
 
     assert "rank 0" in refused(2, work)
+
+
+CIRCLE: list[object] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), Path("x"), {(1, 2): 3}, CIRCLE, {1, 2}], ids=lambda v: type(v).__name__
+)
+def test_what_is_not_json_is_refused_on_every_rank_before_anything_is_sent(tmp_path, value):
+    def work(world):
+        run, optimizer = start(world, "dp2")
+        with world.recorder.recording() as records:
+            try:
+                save(tmp_path, run, optimizer, extra={"best": value})
+            finally:
+                assert records == []
+
+    text = refused(2, work)
+    assert text.startswith("'extra' cannot be kept as JSON")
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- what cannot be loaded

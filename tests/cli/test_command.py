@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -51,7 +52,7 @@ def test_train_resume_inspect_sample_and_export_work_one_after_the_other(tmp_pat
 BAD = {
     "an unknown factor": ["verify", "--layout", "xp2"],
     "a factor that is not built": ["verify", "--layout", "pp2"],
-    "an option that is not built": ["verify", "--layout", "tp2x2/2d"],
+    "an option that is not built": ["verify", "--layout", "dp2/zero3"],
     "an empty layout": ["verify", "--layout", ""],
     "more ranks than elements": ["verify", "--layout", "tp64", "--model", "attention", "--set", "width=8"],
     "an unknown setting": ["verify", "--set", "widht=8"],
@@ -111,3 +112,30 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
     found = run("train", "--steps", "1", "--ranks", "threads", "--out", out, *TINY)
     assert found.exit_code == 2
     assert "--resume" in found.stderr
+
+
+def strict(text):
+    return json.loads(text, parse_constant=pytest.fail)
+
+
+def test_a_run_whose_loss_is_not_finite_fails_with_a_fix_and_prints_json_all_the_same(tmp_path):
+    out = str(tmp_path / "run")
+    more = ["--lr", "1e30", "--warmup", "0", "--steps", "9", "--save-every", "1", "--ranks", "threads", "--out", out]
+    found = run("train", "--json", *more, *TINY)
+    assert found.exit_code == 1, found.output
+    summary = strict(found.stdout)
+    *_, last = map(strict, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert None in (last["loss"], last["grad_norm"])
+    assert last["loss"] == summary["last_loss"]
+    step = summary["diverged"]
+    assert f"warning: step {step} went wrong" in found.stderr
+    assert f"error: the run ended at step {step}, which was not saved" in found.stderr
+    assert f"--resume goes on from {out}/checkpoints/step-{step - 1:08d}" in found.stderr
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_numbers_that_are_not_finite_are_null_in_what_every_verb_prints(monkeypatch):
+    monkeypatch.setattr(sys.modules["shardwright.verify"], "_errors", lambda *_: {"token.weight": float("inf")})
+    found = run("verify", "--layout", "dp2", "--json", *TINY)
+    assert found.exit_code == 1
+    assert strict(found.stdout)["max_relative_error"] is None

@@ -1,9 +1,12 @@
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
+from shardwright.comm import launch
 from shardwright.errors import PlanError
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
+from shardwright.parallelize import parallelize
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (2, 5), (2, 3, 4)])
@@ -75,3 +78,49 @@ def test_shapes_that_would_broadcast_are_refused():
         MeanSquaredError()(torch.zeros(4, 1), torch.zeros(4))
     with pytest.raises(PlanError, match="differ in shape"):
         CrossEntropy()(torch.zeros(4, 5, 6), torch.zeros(5, 4, dtype=torch.int64))
+
+
+class Output(dict):
+    """What some libraries return: a dict with names of its own."""
+
+
+@pytest.mark.parametrize(
+    ("output", "given"),
+    [
+        ({"logits": torch.zeros(2, 3), "hidden": None}, "dict with logits, hidden"),
+        (Output(logits=torch.zeros(2, 3)), "Output with logits"),
+        ((torch.zeros(2, 3), None), "tuple of Tensor, NoneType"),
+        (None, "NoneType"),
+    ],
+)
+@pytest.mark.parametrize("loss", [CrossEntropy(), MeanSquaredError()], ids=lambda loss: type(loss).__name__)
+def test_an_output_that_is_no_tensor_is_refused_with_a_fix(loss, output, given):
+    with pytest.raises(PlanError) as refusal:
+        loss(output, torch.zeros(2, 3))
+    assert f"as the model's output\n  given:   {given}\n" in str(refusal.value)
+    assert "fix:     return it alone, or give a loss of your own" in str(refusal.value)
+    with pytest.raises(PlanError, match="one tensor as the targets"):
+        loss(torch.zeros(2, 3), output)
+
+
+class GivesDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return {"logits": self.down(self.up(x).relu())}
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2"])
+def test_a_model_with_such_an_output_is_refused_on_every_rank_in_the_same_words(line):
+    def work(world):
+        run = parallelize(GivesDict(), line, world)
+        try:
+            run.step(next(run.shard([(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))])))
+        except PlanError as refusal:
+            return str(refusal)
+        return "not refused"
+
+    (text,) = set(launch(work, 2, ranks="threads"))
+    assert "given:   dict with logits" in text

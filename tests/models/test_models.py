@@ -4,6 +4,7 @@ import types
 import pytest
 import torch
 
+from shardwright.draws import without_values
 from shardwright.errors import PlanError
 from shardwright.models import MODELS, GPTConfig, build, configure, entry_of, read_config
 from shardwright.models.settings import parse_value
@@ -76,6 +77,9 @@ def own_module(monkeypatch):
     module.network = lambda width=4, **more: torch.nn.Linear(width, more.get("out", 1))
     module.strict = lambda width: torch.nn.Linear(width, 1)
     module.nothing = lambda: 3
+    module.looks = lambda: torch.nn.Linear(int(torch.ones(3).sum().item()), 1)
+    module.fails = lambda: {}["width"]
+    module.refuses = lambda: build("gtp", {})
     monkeypatch.setitem(sys.modules, "own_models", module)
 
 
@@ -98,3 +102,32 @@ def test_a_factory_of_any_package_is_called_with_the_settings():
 def test_what_builds_no_model_is_refused_with_a_fix(name, settings, message):
     with pytest.raises(PlanError, match=message):
         build(name, settings)
+
+
+@pytest.mark.usefixtures("own_module")
+def test_a_factory_that_looks_at_values_where_there_are_none_is_told_what_and_where():
+    assert build("own_models:looks", {}).in_features == 3
+    with without_values(), pytest.raises(PlanError) as refusal:
+        build("own_models:looks", {})
+    text = str(refusal.value)
+    assert text.startswith("'own_models:looks' failed to build its model without values\n  given:   RuntimeError: ")
+    assert "item() cannot be called on meta tensors" in text
+    assert "test_models.py:" in text
+    assert "looks at no values" in text
+
+
+@pytest.mark.usefixtures("own_module")
+def test_a_factory_that_fails_in_any_other_way_is_told_what_and_where():
+    with pytest.raises(PlanError, match=r"KeyError: 'width'\n.*test_models.py:\d+, in <lambda>"):
+        build("own_models:fails", {})
+    with pytest.raises(PlanError, match="no such model"):
+        build("own_models:refuses", {})
+    with pytest.raises(PlanError, match=r"TypeError: .* missing .*'in_features'"):
+        build("torch.nn:Linear", {"out_features": 3})
+
+
+def test_a_module_that_fails_while_it_is_imported_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "half_written.py").write_text("def factory(:")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PlanError, match="cannot import 'half_written'\n  given:   half_written:factory: SyntaxError"):
+        build("half_written:factory", {})

@@ -29,7 +29,8 @@ def batches(batch, steps=2):
     "line",
     [
         "dp2/zero3", "dp3/zero3 mb2", "dp2/zero3 tp2", "pp2 mb3", "pp3 mb4", "pp2 tp2 mb2", "pp2 dp2 mb2",
-        "pp2 dp2/zero3 mb2", "pp2 dp2/zero3 tp2 mb2",
+        "pp2 dp2/zero3 mb2", "pp2 dp2/zero3 tp2 mb2", "pp3 tp2", "pp2 tp2/sp mb2", "pp2 tp2x2/2d mb2", "pp3 tp2x1x2/2.5d",
+        "pp2 tp2x2x2/3d mb2", "dp2/zero3 tp2x2/2d",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("style", ["gpt2", "llama"])
@@ -70,3 +71,23 @@ def test_between_steps_a_rank_holds_only_its_slices():
     total = sum(p.numel() for p in gpt().parameters())
     assert [held for held, _ in found] == [0] * 4
     assert sum(size for _, size in found) == total
+
+
+@pytest.mark.parametrize(("mode", "parts"), [("tp2x2/2d", 4), ("tp2x1x2/2.5d", 4), ("tp2x2x2/3d", 8), ("tp2/sp", 2)])
+def test_between_stages_an_activation_moves_as_the_blocks_that_it_is(mode, parts):
+    from shardwright import launch, parallelize
+
+    layout = Layout.parse(f"pp2 {mode}")
+    ((tokens, targets),) = batches(8, steps=1)
+
+    def work(world):
+        run = parallelize(gpt(), layout, world, loss=CrossEntropy(), strategies=choose(layout, KNOWN))
+        with world.recorder.recording() as records:
+            (batch,) = run.shard([(tokens, targets)])
+            run.step(batch)
+        return [r.num_bytes for r in records if r.source == "pipeline" and r.kind == "send"]
+
+    whole = 8 * 6 * 12 * 4  # samples, tokens, width, bytes
+    header = pipeline.HEADER * 8
+    for sent in launch(work, layout, ranks="threads"):
+        assert sent == [header, whole // parts]

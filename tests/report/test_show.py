@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,10 +17,11 @@ from shardwright.boxes import Lies
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.models import MODELS
-from shardwright.parallelize.planning import expected_traffic, make_plan
+from shardwright.parallelize.planning import expected_traffic, local_samples, make_plan
 from shardwright.report import describe, description, show_text
-from shardwright.report.outline import layer_rows, rank_grids, rank_groups, shortened
-from shardwright.strategy import Job, Rest
+from shardwright.report.outline import layer_rows, num_grids, rank_grids, rank_groups, shortened
+from shardwright.report.pictures import layout_figure
+from shardwright.strategy import Job, Plan, Rest
 
 CASES = [
     ("single", "mlp", {}),
@@ -173,6 +175,68 @@ def test_three_thousand_ranks_are_described_and_shown_within_ten_seconds():
     assert "3071" in text
 
 
+@pytest.mark.parametrize("line", ["dp1000000", "dp500000 tp2", "mb3 dp125000 tp8"])
+def test_a_million_ranks_are_described_and_shown_within_ten_seconds(line):
+    job, inputs = job_and_inputs("gpt", {"num_layers": 2, "num_heads": 8})
+    start = time.perf_counter()
+    found = describe(job, Layout.parse(line), inputs=inputs)
+    text = show_text(found)
+    layout_figure(found)
+    assert time.perf_counter() - start < 10
+    assert found["world_size"] == sum(rank["alike"] for rank in found["ranks"]) == 10**6
+    assert len(json.dumps(found)) < 2**20
+    assert " like it" in text
+    assert "999999 " in text
+
+
+@pytest.mark.parametrize("line", ["dp13", "dp13 tp2", "mb2 dp17 tp2", "mb3 dp40"])
+@pytest.mark.parametrize("num_samples", [3, 7, 30, 100])
+def test_ranks_that_are_said_to_be_alike_are(monkeypatch, line, num_samples):
+    job, inputs = job_and_inputs("mlp", {}, num_samples)
+    every = describe(job, Layout.parse(line), inputs=inputs)["ranks"]
+    assert "alike" not in every[0]
+    monkeypatch.setattr(description, "MOST_RANKS", 12)
+    monkeypatch.setattr(description, "DRAWN", 2)
+    some = describe(job, Layout.parse(line), inputs=inputs)["ranks"]
+    assert len(some) < len(every) == sum(rank["alike"] for rank in some)
+    assert {some[0]["rank"], some[-1]["rank"]} == {0, len(every) - 1}
+
+    def kinds(ranks):
+        counts = Counter()
+        for rank in ranks:
+            told = {key: value for key, value in rank.items() if key not in ("rank", "coord", "alike")}
+            counts[json.dumps(told, sort_keys=True)] += rank.get("alike", 1)
+        return counts
+
+    assert kinds(some) == kinds(every)
+    for rank in some:
+        assert every[rank["rank"]] | {"alike": rank["alike"]} == rank
+
+
+@given(integers(1, 9), integers(1, 9), integers(0, 100))
+def test_where_two_axes_cut_the_samples_ranks_that_are_alike_compute_as_many(replica, dp, num_samples):
+    plan = Plan.of(Job(nn.Linear(1, 1), nn.Identity()), Layout.parse(f"dp{replica}x{dp}/zero3"))
+    plan = plan.cut_inputs("replica", 0).cut_inputs("dp", 0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(description, "_is_large", lambda plan: True)
+        patched.setattr(description, "DRAWN", 1)
+        some = [*description._coords(plan, (), num_samples)]
+    found, expected = Counter(), Counter()
+    for coord, alike in some:
+        found[len(local_samples(plan, coord, num_samples))] += alike
+    for coord in plan.mesh.coords():
+        expected[len(local_samples(plan, coord, num_samples))] += 1
+    assert found == expected
+    assert len(some) <= 25
+
+
+@pytest.mark.parametrize(("line", "words"), [("dp1048576 tp2", "up to 1,048,576"), ("dp9 tp512", "too few are alike")])
+def test_what_cannot_be_described_in_few_entries_is_refused(line, words):
+    job = Job(nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)), nn.Identity())
+    with pytest.raises(LayoutError, match=words):
+        describe(job, Layout.parse(line))
+
+
 @given(integers(1, 4), integers(1, 4), integers(1, 4), integers(1, 70))
 def test_grids_show_every_rank_once_at_its_coordinate(pp, dp, tp, many):
     mesh = {"pp": pp, "dp": dp, "tp": tp}
@@ -182,11 +246,12 @@ def test_grids_show_every_rank_once_at_its_coordinate(pp, dp, tp, many):
         for r in range(pp * dp * tp)
     ]
     grids = rank_grids({"mesh": mesh, "ranks": ranks})
-    assert [cell["rank"] for grid in grids for row in grid.cells for cell in row] == list(range(len(ranks)))
+    assert len(grids) == num_grids({"mesh": mesh}) == pp
+    assert [cell["rank"] for grid in grids for cell in grid.cells.values()] == list(range(len(ranks)))
     for grid in grids:
-        for y, row in enumerate(grid.cells):
-            for x, cell in enumerate(row):
-                assert (cell["coord"][grid.rows], cell["coord"][grid.columns]) == (y, x)
+        assert (grid.height, grid.width) == (dp, tp)
+        for (y, x), cell in grid.cells.items():
+            assert (cell["coord"][grid.rows], cell["coord"][grid.columns]) == (y, x)
     groups = rank_groups({"mesh": mesh, "ranks": ranks}, many)
     assert sorted(rank["rank"] for group in groups for rank in group.ranks) == list(range(len(ranks)))
     assert all(len({rank["samples"] for rank in group.ranks}) == 1 for group in groups)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import math
 import os
 import shutil
 import signal
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from shardwright.checkpoint import steps_in
 from shardwright.comm import launch
@@ -208,3 +211,38 @@ def test_a_run_in_threads_hears_ctrl_c_saves_and_goes_on(tmp_path, monkeypatch):
     assert [Path(step).name for step in steps_in(out / "checkpoints")] == [f"step-{done:08d}"]
     monkeypatch.undo()
     assert train(config(layout="tp2", steps=done + 1), out, resume=True, ranks="threads")["steps"] == done + 1
+
+
+# ---- a loss that is not finite
+
+
+def strict(line):
+    """One JSON value as the standard has it: no NaN, no Infinity."""
+    return json.loads(line, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("line", ["single", "dp2 tp2"])
+def test_a_loss_that_is_not_finite_ends_the_run_naming_the_step_and_is_not_saved(tmp_path, capsys, line):
+    out = tmp_path / "run"
+    options = {"layout": line, "lr": 1e30, "steps": 20, "save_every": 1, "warmup": 0, "keep": 1}
+    summary = train(config(**options), out, ranks="threads")
+    rows = [strict(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    last = summary["diverged"]
+    assert 1 < last < 20
+    assert [row["step"] for row in rows] == [*range(1, last + 1)]
+    assert rows[-1]["loss"] is None or rows[-1]["grad_norm"] is None
+    assert all(row["loss"] is not None and row["grad_norm"] is not None for row in rows[:-1])
+    assert f"warning: step {last} went wrong, its " in capsys.readouterr().err
+    assert [step.name for step in steps_in(out / "checkpoints")] == [f"step-{last - 1:08d}"]
+    assert summary["checkpoint"].endswith(f"step-{last - 1:08d}")
+    assert not summary["stopped"]
+    with pytest.raises(PlanError, match="'lr'"):
+        config(lr=float("nan"))
+
+
+def test_a_first_step_that_goes_wrong_leaves_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop.Run, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    summary = train(config(layout="dp2"), tmp_path / "run", ranks="threads")
+    assert (summary["diverged"], summary["checkpoint"]) == (1, None)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert "ended before its first checkpoint" in refused(CheckpointError, config(), tmp_path / "run", resume=True)

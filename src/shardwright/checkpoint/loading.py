@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.boxes import Lies, Piece, plan_transfer, write
 from shardwright.checkpoint.manifest import Manifest, check_files, find
 from shardwright.checkpoint.manifest import read as read_manifest
-from shardwright.checkpoint.saving import gather_json, kept_buffers
+from shardwright.checkpoint.saving import buffer_lies, gather_json, kept_buffers
 from shardwright.errors import CheckpointError, explain
 from shardwright.mesh import Coord
 from shardwright.parallelize import Run
@@ -90,14 +90,14 @@ def _wanted(
             state = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             states.append((parameter, key, state))
             found.append((f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, state))
-    found += [(name, Lies.whole(tuple(b.shape)), b) for name, b in kept_buffers(run.model).items()]
+    found += [(name, buffer_lies(run, name, b), b) for name, b in kept_buffers(run.model).items()]
     return found, states
 
 
 def _check_names(folder: Path, manifest: Manifest, run: Run) -> None:
     held = {name for name in manifest.tensors if not name.startswith("optimizer/")}
     wanted = {name: lies.shape for name, lies in run.plan.compute.items()}
-    buffers = {name: list(b.shape) for name, b in kept_buffers(run.model).items()}
+    buffers = {name: list(buffer_lies(run, name, b).shape) for name, b in kept_buffers(run.model).items()}
     for theirs in gather_json(run.axes["world"].for_strategy("checkpoint"), buffers):  # other stages have others
         wanted.update({name: tuple(shape) for name, shape in theirs.items()})
     wrong = sorted(held ^ wanted.keys())

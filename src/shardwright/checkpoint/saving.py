@@ -129,9 +129,9 @@ def _owned(
     """What this rank writes: entries of the manifest, and the tensors of its file; of each buffer, the owner's."""
     entries: Entries = {}
     tensors: dict[str, Tensor] = {}
-    mine = [name for name, rank in owners.items() if rank == run.world.rank]
+    mine = [name for name, rank in owners.items() if rank == run.world.rank or name in run.plan.buffers]
     for name, lies, local in (*_state(run, optimizer), *_buffers(run, mine)):
-        whole = name in mine
+        whole = name in mine and not lies.axes
         pieces = _outermost(lies.pieces(run.coord) if whole else lies.owned(run.coord, run.plan.mesh))
         stored = []
         for number, piece in enumerate(pieces):
@@ -177,7 +177,12 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 def _buffers(run: Run, names: Iterable[str]) -> Iterator[tuple[str, Lies, Tensor]]:
     for name in names:
         buffer = run.model.get_buffer(name)
-        yield name, Lies.whole(tuple(buffer.shape)), buffer
+        yield name, buffer_lies(run, name, buffer), buffer
+
+
+def buffer_lies(run: Run, name: str, buffer: Tensor) -> Lies:
+    """Where a buffer lies: whole on every rank, but for those that the plan cuts."""
+    return run.plan.buffers.get(name, Lies.whole(tuple(buffer.shape)))
 
 
 def is_cut_like(value: Any, parameter: Tensor) -> bool:

@@ -9,7 +9,7 @@ import typer
 
 import shardwright
 from shardwright.cli import options as opt
-from shardwright.cli.options import emit, exits_well, given, say, settings_of
+from shardwright.cli.options import emit, exits_well, given, roles_of, say, settings_of, takes
 
 app = typer.Typer(
     name="shardwright",
@@ -22,14 +22,6 @@ app = typer.Typer(
 checkpoints = typer.Typer(help="Looks into checkpoints and takes them elsewhere.", no_args_is_help=True)
 app.add_typer(checkpoints, name="checkpoint")
 
-Layout = Annotated[str | None, opt.LAYOUT]
-Model = Annotated[str | None, opt.MODEL]
-Set = Annotated[list[str] | None, opt.SET]
-Data = Annotated[str | None, opt.DATA]
-Batch = Annotated[int | None, opt.BATCH]
-Seq = Annotated[int | None, opt.SEQ]
-Seed = Annotated[int | None, opt.SEED]
-Config = Annotated[Path | None, opt.CONFIG]
 Json = Annotated[bool, opt.JSON]
 
 
@@ -40,28 +32,26 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-def _config(config: Path | None, base: dict[str, Any] | None = None, **flags: Any) -> Any:
+def _config(shared: opt.Shared, base: dict[str, Any] | None = None, **flags: Any) -> Any:
     """Defaults, then an earlier run, then a TOML file, then flags."""
     from shardwright.train.config import TrainConfig, read_options, read_toml
 
-    settings = settings_of(flags.pop("set_", None))
+    flags |= shared
+    config, settings = flags.pop("config", None), settings_of(flags.pop("set_", None))
+    roles = roles_of(flags.pop("role", None))
     values = {**(base or {}), **(read_toml(config) if config is not None else {})}
     values.update(read_options(given(**flags), given_in="the command"))
-    return TrainConfig(**{**values, "settings": {**values.get("settings", {}), **settings}})
+    tables = {"settings": settings, "roles": roles}
+    return TrainConfig(**{**values, **{name: {**values.get(name, {}), **more} for name, more in tables.items()}})
 
 
 @app.command()
 @exits_well
+@takes("layout", "model", "set_", "role", "data", "batch", "seq", "seed", "config")
 def train(
-    layout: Layout = None,
-    model: Model = None,
-    set_: Set = None,
-    data: Data = None,
-    batch: Batch = None,
-    seq: Seq = None,
+    shared: opt.Shared,
     steps: Annotated[int | None, typer.Option(help="Steps in all.", show_default="100")] = None,
     stop_at: Annotated[int | None, typer.Option(help="End after this step, to resume later; 0: after all.")] = None,
-    seed: Seed = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate.", show_default="0.001")] = None,
     schedule: Annotated[str | None, typer.Option(help="cosine, linear or constant.", show_default="cosine")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps until the highest rate.", show_default="10")] = None,
@@ -79,10 +69,12 @@ def train(
     out: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/train"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
     ranks: Annotated[str, opt.RANKS] = "processes",
-    config: Config = None,
     as_json: Json = False,
 ) -> None:
-    """Trains a model under a layout: progress, metrics, checkpoints and a report page."""
+    """Trains a model under a layout: progress, metrics, checkpoints and a report page.
+
+    A step whose loss or gradients are not finite ends the run with exit code 1, and is not saved.
+    """
     from shardwright.checkpoint import steps_in
     from shardwright.train.config import read_run
     from shardwright.train.loop import CHECKPOINTS
@@ -90,11 +82,9 @@ def train(
 
     opt.check_ranks(ranks)
     whole = _config(
-        config, read_run(out) if resume else None, set_=set_, layout=layout, model=model, data=data, batch=batch,
-        seq=seq, steps=steps, stop_at=stop_at, seed=seed, lr=lr, schedule=schedule, warmup=warmup,
-        weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
-        tensorboard=tensorboard,
-        deterministic=deterministic, debug=debug, timeout_s=timeout_s,
+        shared, read_run(out) if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
+        warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
+        tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
     )  # fmt: skip
     try:
         summary = run_training(whole, out, resume=resume, ranks=ranks)  # type: ignore[arg-type]
@@ -165,7 +155,9 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
 
     with without_values():
         model, loss, _ = config.build()
-    description = describe(Job(model, loss, config.num_tokens), LayoutLine.parse(config.layout))
+    description = describe(
+        Job(model, loss, config.num_tokens, roles=config.roles), LayoutLine.parse(config.layout)
+    )
     rows = read_metrics(out)
     pictures = {"loss": out / "loss.png", "layout": out / "layout.png"}
     draw_loss(rows, pictures["loss"])
@@ -184,18 +176,12 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
 
 @app.command()
 @exits_well
+@takes("layout", "model", "set_", "role", "data", "batch", "seq", "seed", "config")
 def verify(
-    layout: Layout = None,
-    model: Model = None,
-    set_: Set = None,
-    data: Data = None,
-    batch: Batch = None,
-    seq: Seq = None,
+    shared: opt.Shared,
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 2,
-    seed: Seed = None,
     dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
     ranks: Annotated[str, opt.RANKS] = "threads",
-    config: Config = None,
     as_json: Json = False,
 ) -> None:
     """Proves a layout equal to one device: the loss, every gradient, the parameters after some steps."""
@@ -209,18 +195,7 @@ def verify(
     opt.check_ranks(ranks)
     if dtype not in ("float64", "float32"):
         raise PlanError(explain("verify compares in float64 or float32", given=dtype, allowed="both", fix="float64"))
-    whole = _config(
-        config,
-        {"seq": 64},
-        set_=set_,
-        layout=layout,
-        model=model,
-        data=data,
-        batch=batch,
-        seq=seq,
-        seed=seed,
-        steps=steps,
-    )
+    whole = _config(shared, {"seq": 64}, steps=steps)
     with without_values():
         plain, loss, model_config = whole.build()
     dropped = False
@@ -231,7 +206,8 @@ def verify(
     order = Order(len(samples), whole.batch, whole.seed)
     batches = [global_batch(samples, order.batch(step)) for step in range(whole.steps)]
     verdict = compare(
-        plain, whole.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=whole.seed, ranks=ranks  # type: ignore[arg-type]
+        plain, whole.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=whole.seed, ranks=ranks,  # type: ignore[arg-type]
+        roles=whole.roles,
     )  # fmt: skip
     note = ", with dropout 0.1" if dropped else ""
     if _is_first_rank() or not verdict.equal:
@@ -242,17 +218,16 @@ def verify(
 
 @app.command()
 @exits_well
+@takes("layout", "model", "set_", "role", "batch", "seq", "config")
 def show(
-    layout: Layout = None,
-    model: Model = None,
-    set_: Set = None,
-    batch: Batch = None,
-    seq: Seq = None,
+    shared: opt.Shared,
     png: Annotated[Path | None, typer.Option(help="Draw the layout into this file as well.")] = None,
-    config: Config = None,
     as_json: Json = False,
 ) -> None:
-    """Draws a layout: which rank holds what, what was done to each layer and why, and what is sent."""
+    """Draws a layout: which rank holds what, what was done to each layer and why, and what is sent.
+
+    Of more than 4,096 ranks it lists those that differ, and says how many are like each.
+    """
     import shutil
 
     import torch
@@ -263,14 +238,15 @@ def show(
     from shardwright.report import describe, draw_layout, show_text
     from shardwright.strategy import Job
 
-    whole = _config(config, set_=set_, layout=layout, model=model, batch=batch, seq=seq)
+    whole = _config(shared)
     with without_values():
         plain, loss, model_config = whole.build()
     inputs = None
     if model_config is not None:
         draw = torch.Generator().manual_seed(0)
         inputs = MODELS[whole.model].example_batch(model_config, whole.batch, whole.seq, draw)[0]
-    description = describe(Job(plain, loss, whole.num_tokens), LayoutLine.parse(whole.layout), inputs=inputs)
+    job = Job(plain, loss, whole.num_tokens, roles=whole.roles)
+    description = describe(job, LayoutLine.parse(whole.layout), inputs=inputs)
     if png is not None:
         draw_layout(description, png)
     emit(description, show_text(description, shutil.get_terminal_size((100, 40)).columns), as_json=as_json)
@@ -278,13 +254,13 @@ def show(
 
 @app.command()
 @exits_well
+@takes("layout", "seed")
 def sample(
+    shared: opt.Shared,
     run: Annotated[Path, typer.Option("--from", help="The --out folder of a run.")] = Path("runs/train"),
-    layout: Layout = None,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "def ",
     num: Annotated[int, typer.Option(help="Bytes to write, or samples to classify.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest.")] = 0.8,
-    seed: Seed = None,
     ranks: Annotated[str, opt.RANKS] = "threads",
     as_json: Json = False,
 ) -> None:
@@ -293,8 +269,9 @@ def sample(
     from shardwright.train.sampling import sample as draw
 
     opt.check_ranks(ranks)
-    found = TrainConfig(**{**read_run(run), "layout": layout or "single"})
-    text = draw(found, run, prompt=prompt, num=num, temperature=temperature, seed=seed or 0, ranks=ranks)  # type: ignore[arg-type]
+    found = TrainConfig(**{**read_run(run), "layout": shared.get("layout", "single")})
+    seed = shared.get("seed", 0)
+    text = draw(found, run, prompt=prompt, num=num, temperature=temperature, seed=seed, ranks=ranks)  # type: ignore[arg-type]
     emit({"text": text, "layout": found.layout}, text, as_json=as_json)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -23,30 +25,65 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
 
-LAYOUT = typer.Option(help="One line of layout, such as 'dp2 tp2'.", show_default="single")
-MODEL = typer.Option(help="mlp, attention, convnet, gpt, or package.module:factory.", show_default="gpt")
-SET = typer.Option("--set", help="key=value for the model's config; repeat for more.")
-DATA = typer.Option(help="stdlib, synthetic, a text file, or a CIFAR-10 binary folder.", show_default="stdlib")
-BATCH = typer.Option(help="Samples in a step, over all ranks.", show_default="8")
-SEQ = typer.Option(help="Tokens in a sample.", show_default="128")
-SEED = typer.Option(help="Fixes initial values, data order and dropout.", show_default="0")
-CONFIG = typer.Option(help="A TOML file of these options; flags win over it.")
+Shared = Mapping[str, Any]
+"""The options of several verbs that were given, by name."""
+
+_text, _whole = str | None, int | None
+SHARED: Mapping[str, Any] = {
+    "layout": Annotated[_text, typer.Option(help="One line of layout, such as 'dp2 tp2'.", show_default="single")],
+    "model": Annotated[
+        _text, typer.Option(help="mlp, attention, convnet, gpt, or package.module:factory.", show_default="gpt")
+    ],
+    "set_": Annotated[
+        list[str] | None, typer.Option("--set", help="key=value for the model's config; repeat for more.")
+    ],
+    "role": Annotated[
+        list[str] | None,
+        typer.Option("--role", help="PATTERN=column, row or copied for the layers so named; repeat for more."),
+    ],
+    "data": Annotated[
+        _text,
+        typer.Option(help="stdlib, synthetic, a text file, or a CIFAR-10 binary folder.", show_default="stdlib"),
+    ],
+    "batch": Annotated[_whole, typer.Option(help="Samples in a step, over all ranks.", show_default="8")],
+    "seq": Annotated[_whole, typer.Option(help="Tokens in a sample.", show_default="128")],
+    "seed": Annotated[_whole, typer.Option(help="Fixes initial values, data order and dropout.", show_default="0")],
+    "config": Annotated[Path | None, typer.Option(help="A TOML file of these options; flags win over it.")],
+}
+"""The options that several verbs take."""
+
 JSON = typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
 RANKS = typer.Option(help="Where ranks run: threads of this process, or processes.")
 
 
 def settings_of(pairs: list[str] | None) -> dict[str, str]:
     """The settings that ``--set key=value`` gives."""
+    return _pairs("--set", "key", "value", pairs)
+
+
+def roles_of(pairs: list[str] | None) -> dict[str, str]:
+    """The roles that ``--role PATTERN=ROLE`` gives.
+
+    >>> roles_of(["layers.*.up=column", "head=copied"])
+    {'layers.*.up': 'column', 'head': 'copied'}
+    """
+    return _pairs("--role", "PATTERN", "ROLE", pairs)
+
+
+def _pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dict[str, str]:
     found = {}
     for pair in pairs or []:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
+        name, equals, given = pair.partition("=")
+        if not equals or not name:
             raise PlanError(
                 explain(
-                    "--set takes key=value", given=pair, allowed="key=value", fix=f"write --set {key or 'key'}=VALUE"
+                    f"{flag} takes {key}={value}",
+                    given=pair,
+                    allowed=f"{key}={value}",
+                    fix=f"write {flag} {name or key}={value.upper()}",
                 )
             )
-        found[key] = value
+        found[name] = given
     return found
 
 
@@ -63,6 +100,27 @@ def check_ranks(ranks: str) -> None:
 def given(**options: Any) -> dict[str, Any]:
     """The options that were given: flags left out are None."""
     return {key: value for key, value in options.items() if value is not None}
+
+
+def takes(*names: str) -> Callable[[F], F]:
+    """Gives a verb options of ``SHARED``; those that the person gave are in its first argument, by name."""
+
+    def give(verb: F) -> F:
+        own = [*inspect.signature(verb, eval_str=True).parameters.values()][1:]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        more = [inspect.Parameter(name, kind, default=None, annotation=SHARED[name]) for name in names]
+
+        @wraps(verb)
+        def run(**options: Any) -> Any:
+            shared = given(**{name: options.pop(name, None) for name in names})
+            return verb(shared, **options)
+
+        every = [*more, *(parameter.replace(kind=kind) for parameter in own)]
+        run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
+        return cast(F, run)
+
+    return give
 
 
 def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:

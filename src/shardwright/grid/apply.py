@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.comm import Axis, cut_to_whole
+from shardwright.grid.convolution import ChannelsNote, ConvolutionNote, apply_convolution, apply_statistics
 from shardwright.grid.features import Features
 from shardwright.grid.mode import (
     EntryNote,
@@ -22,11 +23,13 @@ from shardwright.grid.mode import (
     NormNote,
     TableNote,
 )
+from shardwright.grid.multihead import MultiheadNote, apply_multihead, leave_fast_path
 from shardwright.grid.place import own_names
 from shardwright.models.attention import Attention
 from shardwright.models.losses import CrossEntropy
 from shardwright.pipeline import Events, Samples
 from shardwright.product import (
+    Ahead,
     Fetch,
     Forwarding,
     Later,
@@ -41,6 +44,7 @@ from shardwright.product import (
     cut_rms_norm,
     guard,
     take,
+    weight_of,
 )
 from shardwright.strategy import LOSS, OUTPUT, Applied, Job, Plan
 
@@ -54,6 +58,7 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode) -> Applied
         own_names(job.model, path)["weight"]
         for path, note in plan.notes.items()
         if isinstance(note, LinearNote) and note.fetches
+        if job.model.get_submodule(path)._parameters["weight"] is not None
     )
     return Applied(events=Events(after_backward=applying.later.finish), late=late)
 
@@ -66,6 +71,7 @@ class _Applying:
     mode: Mode
     samples: Samples
     later: Later = field(default_factory=Later)
+    ahead: Ahead = field(default_factory=Ahead)
 
     @property
     def coord(self) -> dict[str, int]:
@@ -74,6 +80,9 @@ class _Applying:
     def everything(self) -> None:
         forwarding = Forwarding()
         forwarding.watch(self.job.model)
+        leave_fast_path(self.job.model)
+        apply_statistics(self.job.model, self.axes, self.mode)
+        used = {use.module for use in self.plan.uses}
         for path, note in self.plan.notes.items():
             if path == LOSS:
                 self._loss(note)
@@ -82,6 +91,8 @@ class _Applying:
                 self._gate_end(note)
                 continue
             module = self.job.model.get_submodule(path)
+            if path in used and not any(p is not None for p in module._parameters.values()):
+                continue  # another stage has it
             if isinstance(note, LinearNote):
                 self._linear(path, module, note)
             elif isinstance(note, EntryNote):
@@ -94,8 +105,12 @@ class _Applying:
                 self._table(path, module, note)
             elif isinstance(note, GateNote):
                 self._gate(module, note)
-            if isinstance(note, LinearNote | NormNote | TableNote):
-                guard(module, path, forwarding)
+            elif isinstance(note, MultiheadNote):
+                apply_multihead(self, module, note)
+            elif isinstance(note, ConvolutionNote | ChannelsNote):
+                apply_convolution(module, note, self.axes)
+            if isinstance(note, LinearNote | NormNote | TableNote | ConvolutionNote | ChannelsNote):
+                guard(module, path, forwarding, readable=("in_proj_bias",))
 
     def moves(self, gatherings: Sequence[Gathering]) -> tuple[Move, ...]:
         """The messages with what their sizes are found by."""
@@ -121,15 +136,19 @@ class _Applying:
             keep=self.mode.keep,
             overlap=self.mode.overlap,
             later=self.later,
+            ahead=self.ahead,
+            weight=lambda: weight_of(module),
         )
         module.forward = partial(_linear_forward, module, product)
 
     def _fetches(self, path: str, names: Sequence[str]) -> tuple[Fetch, ...]:
+        if not names:
+            return ()
         lies = self.plan.compute[own_names(self.job.model, path)["weight"]]
         found = []
         for number, name in enumerate(names):
             inner = self.plan.mesh.coords(names[:number])
-            here = self.plan.mesh.coord(0) | self.coord
+            here = self.samples.coord
 
             def rows(index: int, name: str = name, inner: Any = inner, here: Any = here) -> int:
                 return sum(lies.local_shape({**here, name: index, **there})[0] for there in inner)
@@ -177,9 +196,7 @@ class _Applying:
         take_moves, give_moves = self.moves(note.gathers), self.moves(note.sums)
 
         def forward(input: Tensor) -> Tensor:
-            weight = module._parameters["weight"]
-            assert weight is not None
-            return cut_embedding(input, weight, start, note.vocabulary.size, take_moves, give_moves)
+            return cut_embedding(input, weight_of(module), start, note.vocabulary.size, take_moves, give_moves)
 
         module.forward = forward
 
@@ -219,9 +236,7 @@ class _Applying:
 
 
 def _linear_forward(module: nn.Module, product: Product, input: Tensor) -> Tensor:
-    weight = module._parameters["weight"]
-    assert weight is not None
-    return product(input, weight, module._parameters["bias"])
+    return product(input, weight_of(module), module._parameters["bias"])
 
 
 def _norm_forward(module: nn.Module, size: int, splits: Sequence[Split], input: Tensor) -> Tensor:

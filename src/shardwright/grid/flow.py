@@ -97,6 +97,8 @@ class _Walk:
         x = args[0] if args else Value()
         if path in self.kept_whole and path:
             return self._gate(path, args)
+        if isinstance(module, nn.MultiheadAttention) and any(value.cut for value in args):
+            raise _UnknownError  # who calls it takes in whole features
         leaf = self._leaf(path, module, x, args, may_cut)
         if leaf is not None:
             return leaf

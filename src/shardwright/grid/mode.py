@@ -42,6 +42,11 @@ class Mode:
         whole: Mapping[State, State] = {"T": "T", "F": "C", "C": "C"}
         return self.stream if cut else tuple(whole[state] for state in self.stream)
 
+    @property
+    def still(self) -> States:
+        """How activations lie inside a block that no samples may be gathered or cut for."""
+        return tuple("T" if axis.stream == "T" else "F" for axis in self.axes)
+
     def axes_in(self, states: States, state: State) -> tuple[tuple[str, int], ...]:
         """The axes that are in this state."""
         return tuple((a.name, a.size) for a, s in zip(self.axes, states, strict=True) if s == state)
@@ -52,7 +57,7 @@ class Mode:
         """The roles of a path of layers: the cheapest, or those of the classic algorithm where it fits."""
         regather = not self.keep
         if self.middle is not None:
-            inner = [b._replace(states=self.middle, sums=False) for b in boundaries[1:-1]]
+            inner = [b._replace(states=b.states or self.middle, sums=False) for b in boundaries[1:-1]]
             last = boundaries[-1]._replace(sums=False)
             found = cheapest(layers, (boundaries[0], *inner, last), self.axes, num_tokens, rows_end=rows_end)
             if found is not None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwright.boxes import Range, Ranges, concat
 from shardwright.errors import LayoutError, explain
+from shardwright.grid.convolution import place_convolutions
 from shardwright.grid.features import Features, merged, nested
 from shardwright.grid.flow import Flow, Place, follow
 from shardwright.grid.mode import (
@@ -26,10 +27,13 @@ from shardwright.grid.mode import (
     gives,
     takes,
 )
+from shardwright.grid.multihead import place_multiheads
+from shardwright.grid.overrides import overrides_of
 from shardwright.grid.roles import Boundary, Layer, States, Step, sent_elements
 from shardwright.models import CrossEntropy
 from shardwright.models.attention import Attention
-from shardwright.models.structure import Chain, find_chains, find_head, is_exactly, owners, registered_twice
+from shardwright.models.convolution_chains import CONVOLUTIONS
+from shardwright.models.structure import Chain, find_head, is_exactly, owners, registered_twice
 from shardwright.product.heads import head_rows, head_slices, kv_heads, query_heads
 from shardwright.strategy import (
     LOSS,
@@ -87,11 +91,12 @@ class _Placing:
 
     def __post_init__(self) -> None:
         self.model = self.job.model
-        self.shared = shared_parameters(self.model)
+        self.overrides = overrides_of(self.job)
+        self.shared = shared_parameters(self.model) | self.overrides.whole_parameters(self.model)
         self.names: dict[str, dict[str, str]] = {}
         for path, _, own, name in owners(self.model):
             self.names.setdefault(path, {})[own] = name
-        self.chains = {chain.row: chain for chain in find_chains(self.model) if self._is_free(chain)}
+        self.chains = {chain.row: chain for chain in self.overrides.all_chains(self.model) if self._is_free(chain)}
         self.stream = prod(size for _, size in self.mode.feature_axes)
         self.head = self._find_head()
         self.flow = self._follow()
@@ -121,11 +126,13 @@ class _Placing:
             for path, module in self.model.named_modules()
             if is_exactly(module, nn.Embedding) and not self._may_cut_table(path)
         }
-        return follow(self.model, self.stream, list(self.chains.values()), kept | tables, self.head)
+        kept |= tables | set(self.overrides.copied)
+        return follow(self.model, self.stream, list(self.chains.values()), kept, self.head)
 
     def everything(self) -> Plan:
         """The plan with every layer that the mode can cut."""
         self._attentions()
+        place_multiheads(self, self.overrides)
         for row, chain in self.chains.items():
             self._chain(chain, self.flow.places.get(row, Place("chain")))
         for path, place in self.flow.places.items():
@@ -139,10 +146,11 @@ class _Placing:
                 self._cut_activation(path, Features.balanced(place.size, self.mode.feature_axes))
             elif place.kind == "gate":
                 self.plan = self.plan.note(path, GateNote(tuple(self._stream(size) for size in place.sizes)))
+        self.plan = place_convolutions(self.job, self.mode, self.plan, self.shared, self.head)
         self._head_and_tables()
         if self.flow.output_size:
             self.plan = self.plan.note(OUTPUT, GateNote((self._stream(self.flow.output_size),)))
-        return self.plan
+        return self.overrides.explained(self.plan, self.mode.name)
 
     def _stream(self, size: int) -> Features | None:
         """Features as they lie between layers; none where they are whole."""
@@ -232,9 +240,10 @@ class _Placing:
         assert isinstance(row, nn.Linear)
         assert isinstance(first, nn.Linear)
         middle, start, stop = row.in_features, self.mode.states(place.takes_cut), self.mode.states(place.gives_cut)
+        inner = self.mode.still if chain.row in self.overrides.still else None
         choice = self.mode.choose(
             (Layer(first.in_features, middle * len(chain.columns)), Layer(middle, row.out_features)),
-            (Boundary(0, start), Boundary(middle), Boundary(row.out_features, stop)),
+            (Boundary(0, start), Boundary(middle, inner), Boundary(row.out_features, stop)),
             self.job.num_tokens,
         )
         if choice is None:
@@ -254,8 +263,8 @@ class _Placing:
             self._role(column, f"{middle} features before '{chain.row}'", before)
         self._cut_weight(chain.row, after, mid, y)
         self._role(chain.row, f"{middle} features to {row.out_features}", after)
-        for inner in chain.between:
-            self._cut_activation(inner, mid, step=before)
+        for between in chain.between:
+            self._cut_activation(between, mid, step=before)
 
     def _single(self, path: str, place: Place) -> None:
         layer = self.model.get_submodule(path)
@@ -348,7 +357,7 @@ class _Placing:
 
     def _find_head(self) -> str | None:
         head = find_head(self.model) if type(self.job.loss) is CrossEntropy else None
-        if head is None or not self.mode.axes:
+        if head is None or not self.mode.axes or self.overrides.speak_of(self._users(head)):
             return None
         layer = self.model.get_submodule(head)
         assert isinstance(layer, nn.Linear)
@@ -375,6 +384,8 @@ class _Placing:
 
     def _may_cut_table(self, path: str) -> bool:
         """Whether all who use the table's rows can live with a part of them."""
+        if self.overrides.speak_of(self._users(path)):
+            return False
         others = self._users(path) - {path}
         twice = id(self.model.get_submodule(path)) in registered_twice(self.model)
         return not twice and others <= {self.head} if self.head is not None else not others and not twice
@@ -499,16 +510,15 @@ def _table_step(mode: Mode, by_rows: Sequence[str], by_width: Sequence[str], aft
 
 def _nothing_to_cut(model: nn.Module, mode: Mode) -> LayoutError:
     total = prod(axis.size for axis in mode.axes)
-    sizes = ", ".join(
-        f"'{path}' {tuple(m.weight.shape)}" for path, m in model.named_modules() if isinstance(m, nn.Linear)
-    )
+    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS))]
+    sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(m.weight.shape)}" for path, m in layers)
     over = " ".join(f"{axis.name}={axis.size}" for axis in mode.axes)
     return LayoutError(
         explain(
             f"no layer of the model can be cut over {over}",
-            given=f"{type(model).__name__} with " + (f"Linear {sizes}" if sizes else "no Linear layers"),
-            allowed="Linear -> elementwise -> Linear, attention, or an embedding or head with many rows, each of at "
-            "least as many features as ranks cut them",
+            given=f"{type(model).__name__} with " + (sizes or "no Linear layers"),
+            allowed="Linear -> elementwise -> Linear, Conv -> norm, pool or elementwise -> Conv, attention, or an "
+            "embedding or head with many rows, each of at least as many features or channels as ranks cut them",
             fix=f"write dp{total}",
         )
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from shardwright.grid.convolution import ConvolutionNote, price_convolution
 from shardwright.grid.features import Features, width
 from shardwright.grid.mode import (
     EntryNote,
@@ -19,10 +20,11 @@ from shardwright.grid.mode import (
     NormNote,
     TableNote,
 )
+from shardwright.grid.multihead import MultiheadNote, price_multihead
 from shardwright.mesh import Coord
 from shardwright.models.structure import Visit
 from shardwright.pipeline import Rows, Samples
-from shardwright.strategy import LOSS, OUTPUT, Batch, Plan, Traffic, sync_traffic
+from shardwright.strategy import LOSS, OUTPUT, Batch, Plan, Traffic, statistics_traffic, sync_traffic
 
 INDEX_BYTES = 8
 
@@ -39,6 +41,8 @@ def traffic(plan: Plan, batch: Batch, coord: Coord, mode: Mode) -> tuple[Traffic
             for visit in visits.get(where, ()):
                 found += pricing.of(path, note, visit)
     found += [each for axis in mode.axes for each in sync_traffic(plan, batch, coord, axis.name)]
+    rows_cut = [axis.name for axis in mode.axes if axis.stream == "T"]
+    found += [each for axis in rows_cut for each in statistics_traffic(plan, batch, coord, axis)]
     return tuple(each for each in found if each.num_ranks > 1 and each.num_bytes)
 
 
@@ -73,6 +77,10 @@ class _Pricing:
             yield from self._loss(note, visit)
         elif isinstance(note, GateNote):
             yield from self._gate(path, note, visit)
+        elif isinstance(note, MultiheadNote):
+            yield from price_multihead(self, note, visit)
+        elif isinstance(note, ConvolutionNote):
+            yield from price_convolution(note, self.plan, self.coord, visit)
 
     def _trains_weight(self, path: str) -> bool:
         return self.weights[path] not in self.plan.frozen

@@ -7,7 +7,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,10 +15,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from shardwright.models.calls import AttentionCall, attention_call
+
 ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Softplus,
     nn.Mish, nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.Softsign, nn.Dropout, nn.Identity,
 )  # fmt: skip
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""The kinds that compute statistics over the samples in a way that is known; what is made from them may do anything."""
+
 ELEMENTWISE_FUNCTIONS = frozenset(
     (
         functional.gelu, functional.relu, functional.silu, functional.tanh, functional.sigmoid, functional.elu,
@@ -75,12 +80,12 @@ class Chain(NamedTuple):
     """The module whose only input the columns share, when there are several."""
 
 
-def trace(module: nn.Module) -> fx.Graph | None:
+def trace(module: nn.Module, *, deep: bool = False) -> fx.Graph | None:
     """The calls that one module makes, or None where its Python code depends on values.
 
-    The children stay calls, but for plain sequences, whose own children do. torch's own tracer replaces
-    ``nn.Module.__call__`` for the whole process while it works; this one changes a copy of the module and nothing
-    else, so that other threads may run models meanwhile.
+    The children stay calls, but for plain sequences, whose own children do; ``deep`` looks into all modules that are
+    not torch's own. torch's own tracer replaces ``nn.Module.__call__`` for the whole process while it works; this one
+    changes a copy of the module and nothing else, so that other threads may run models meanwhile.
 
     >>> [node.op for node in trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
@@ -89,10 +94,10 @@ def trace(module: nn.Module) -> fx.Graph | None:
     tracer = fx.proxy.GraphAppendingTracer(graph)
     memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, memo)
-    for path, child in _leaves(copied):
+    for path, child in _leaves(copied, deep=deep):
         child.forward = partial(_call, tracer, path)
         for layer in child.modules():
-            if isinstance(layer, nn.Linear | nn.Embedding):
+            if deep or isinstance(layer, nn.Linear | nn.Embedding):
                 layer._parameters = {}  # who looks at a weight from outside would not see it cut
     try:
         inputs = [
@@ -111,11 +116,12 @@ def _call(tracer: fx.proxy.TracerBase, path: str, *args: Any, **named: Any) -> f
     return tracer.create_proxy("call_module", path, args, named)
 
 
-def _leaves(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The children, by path; of plain sequences and lists their children instead."""
+def _leaves(module: nn.Module, prefix: str = "", *, deep: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """The children, by path; of plain sequences, and ``deep`` of all that is not torch's own, their children instead."""
     for name, child in module.named_children():
-        if type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
-            yield from _leaves(child, f"{prefix}{name}.")
+        opens = type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        if opens or (deep and not type(child).__module__.startswith("torch.nn.")):
+            yield from _leaves(child, f"{prefix}{name}.", deep=deep)
         else:
             yield f"{prefix}{name}", child
 
@@ -151,16 +157,18 @@ def has_choices(module: nn.Module) -> bool:
     return any(parameter.default is not inspect.Parameter.empty for parameter in parameters)
 
 
-def _module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
+def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
+    """The module that a node of a trace calls, if it calls one."""
     return root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-def _is_elementwise(node: fx.Node, root: nn.Module) -> bool:
+def is_elementwise(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node of a trace treats each element alone, with nothing that would have to be cut."""
     tensors = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Tensor)]
     if any(tensor.dim() or tensor.requires_grad for tensor in tensors):
         return False  # one number per feature would have to be cut, and a trained one summed
     if node.op == "call_module":
-        return isinstance(_module_of(node, root), ELEMENTWISE_MODULES)
+        return isinstance(module_of(node, root), ELEMENTWISE_MODULES)
     if node.op == "call_function":
         return node.target in ELEMENTWISE_FUNCTIONS
     return node.op == "call_method" and node.target in ELEMENTWISE_METHODS
@@ -168,7 +176,7 @@ def _is_elementwise(node: fx.Node, root: nn.Module) -> bool:
 
 def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
     """The chain that ends in ``row``, if one does and nothing else looks inside it."""
-    if not is_exactly(_module_of(row, root), nn.Linear):
+    if not is_exactly(module_of(row, root), nn.Linear):
         return None
     columns: list[fx.Node] = []
     between: list[fx.Node] = []
@@ -177,9 +185,9 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
         node = waiting.pop()
         if node in columns or node in between:
             continue
-        if is_exactly(_module_of(node, root), nn.Linear):
+        if is_exactly(module_of(node, root), nn.Linear):
             columns.append(node)
-        elif _is_elementwise(node, root):
+        elif is_elementwise(node, root):
             between.append(node)
             waiting.extend(node.all_input_nodes)
         else:
@@ -192,7 +200,7 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
         return None
     if any(before in inside for node in columns for before in node.all_input_nodes):
         return None  # a column that takes another's cut output
-    widths = {layer.out_features for node in columns if isinstance(layer := _module_of(node, root), nn.Linear)}
+    widths = {layer.out_features for node in columns if isinstance(layer := module_of(node, root), nn.Linear)}
     if len(widths) > 1:
         return None
     inputs = {node.all_input_nodes[0] for node in columns}
@@ -220,7 +228,7 @@ def find_head(model: nn.Module) -> str | None:
         return None
     last = output.all_input_nodes[0]
     single_use = len(last.users) == 1 and [n.target for n in graph.nodes].count(last.target) == 1
-    return str(last.target) if is_exactly(_module_of(last, model), nn.Linear) and single_use else None
+    return str(last.target) if is_exactly(module_of(last, model), nn.Linear) and single_use else None
 
 
 @dataclass(frozen=True)
@@ -231,6 +239,7 @@ class Visit:
     y_shape: tuple[int, ...]
     element_bytes: int
     needs_gradient: bool
+    call: AttentionCall | None = field(default=None, repr=False)
 
 
 Visits = Mapping[str, tuple[Visit, ...]]
@@ -249,6 +258,13 @@ def observe(model: nn.Module, inputs: Any) -> Visits:
 
     def note(path: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            if isinstance(module, nn.MultiheadAttention):  # it gives a pair, and does not call its own layer
+                call = attention_call(module, *args, **named)
+                shape, learns = call.shape(module.embed_dim), output[0].requires_grad
+                seen.setdefault(path, []).append(Visit(shape, shape, output[0].element_size(), learns, call))
+                inner = Visit(shape, shape, output[0].element_size(), learns)
+                seen.setdefault(f"{path}.out_proj".lstrip("."), []).append(inner)
+                return
             x = next((a for a in (*args, *named.values()) if isinstance(a, Tensor)), None)
             y = output if isinstance(output, Tensor) else None
             if x is not None and y is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from torch import nn
 
@@ -31,13 +32,15 @@ def parallelize(
     seed: int = 0,
     num_tokens: int = NUM_TOKENS,
     strategies: Sequence[Strategy] | None = None,
+    roles: Mapping[str, str] = MappingProxyType({}),
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
     Build ``model`` under ``torch.device("meta")`` and no rank ever holds the whole; a model that has values
     is cut as it is. ``model`` itself is left alone. ``loss(output, targets)`` gives (sum, count), cross entropy
     when left out. ``seed`` fixes initial values and dropout, whatever the layout. ``num_tokens`` is how many one
-    microbatch of one model copy will have: modes that weigh activations against weights choose by it.
+    microbatch of one model copy will have: modes that weigh activations against weights choose by it. ``roles``
+    go before what is found out of single layers: patterns of names, and "column", "row" or "copied".
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
         starts. Both are raised on every rank before anything is sent.
@@ -53,13 +56,13 @@ def parallelize(
     [(3, 1.163), (2, 1.163)]
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    job = Job(twin(model), twin(loss if loss is not None else CrossEntropy()), num_tokens)
+    job = Job(twin(model), twin(loss if loss is not None else CrossEntropy()), num_tokens, roles=roles)
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)
     samples = Samples(plan.mesh, plan.row_axes, coord)
     job = job._replace(samples=samples)
-    place_parameters(job.model, plan.compute, coord, seed, world.device)
+    place_parameters(job.model, {**plan.compute, **plan.buffers}, coord, seed, world.device)
     job.loss.to(world.device)
     axes = _axes(plan, world)
     draws = Draws(seed)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardwright.boxes import Lies, cut
 from shardwright.errors import PlanError, explain
@@ -23,7 +24,7 @@ _DRAWING = threading.Lock()
 
 
 def place_parameters(model: nn.Module, lies: Mapping[str, Lies], coord: Coord, seed: int, device: torch.device) -> None:
-    """Gives ``model`` this rank's part of every parameter, and its buffers, in place; ties stay tied.
+    """Gives ``model`` this rank's part of every parameter and buffer, in place; ties stay tied.
 
     A module on the meta device is drawn whole, by the model's own ``_init_weights(module)`` where it has one (the
     convention of the transformers library) and otherwise by the module's ``reset_parameters``, then cut. A module
@@ -51,7 +52,8 @@ def place_parameters(model: nn.Module, lies: Mapping[str, Lies], coord: Coord, s
             _draw(model, path, module, seed)
         for key, value in _values(module, device).items():
             if key in buffers:
-                module._buffers[key] = value
+                at = lies.get(f"{path}.{key}".lstrip("."))
+                module._buffers[key] = value if at is None else cut(value, at.pieces(coord), at.local_shape(coord))
                 continue
             name = names[id(module), key]
             if name not in placed:
@@ -76,13 +78,23 @@ def _values(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     }
 
 
+def _first_values(module: nn.Module) -> Callable[[], Any] | None:
+    """What gives a module's own parameters their first values; torch hides that of its attention."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module._reset_parameters
+    if isinstance(module, NonDynamicallyQuantizableLinear) and module.bias is not None:
+        return lambda: (module.reset_parameters(), nn.init.zeros_(module.bias))  # the attention sets it to zero
+    reset = getattr(module, "reset_parameters", None)
+    return reset if callable(reset) else None
+
+
 def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
     """Makes one leaf module real, on the host, so that every device starts from the same numbers."""
     hollow = {key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     module.to_empty(device="cpu", recurse=False)
     draw = getattr(model, "_init_weights", None)
     if draw is None:
-        if not callable(reset := getattr(module, "reset_parameters", None)):
+        if (reset := _first_values(module)) is None:
             raise PlanError(
                 explain(
                     f"'{path or 'the model'}' does not say how its parameters start",

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.errors import LayoutError, explain
+from shardwright.grid.overrides import overrides_of
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.models.structure import observe
 from shardwright.parallelize.auto import settle
 from shardwright.pipeline import Samples, samples
 from shardwright.pipeline.samples import microbatch_samples
+from shardwright.product import forget_batches
 from shardwright.strategies import choose
 from shardwright.strategy import Batch, Job, Plan, Strategy, Traffic
 
@@ -73,6 +75,7 @@ def make_plan(
                         fix="use GroupNorm or LayerNorm, or leave out mb",
                     )
                 )
+    overrides_of(whole)  # names that the model does not have are refused under any layout
     plan = Plan.of(whole, layout)
     for strategy in strategies:
         plan = strategy.place(whole, plan)
@@ -119,6 +122,7 @@ def expected_traffic(
 ) -> dict[str, tuple[Traffic, ...]]:
     """What each strategy says that one step on this global batch sends from the rank at ``coord``."""
     whole = hollow(job.model)
+    forget_batches(whole)
     on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
     num_global = num_rows(inputs)
     shares = microbatch_samples(local_samples(plan, coord, num_global), plan.layout.num_microbatches)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,7 @@ from torch.nn import functional
 
 from shardwright.comm import Axis
 from shardwright.errors import PlanError, explain
-
-SYNCHRONISED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""The kinds that are known here; what is made from them may do anything else."""
+from shardwright.models.structure import BATCH_NORMS
 
 
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -32,7 +31,7 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     ['1']
     """
     for path, module in model.named_modules():
-        if type(module) in SYNCHRONISED:
+        if type(module) in BATCH_NORMS:
             yield path, module
 
 
@@ -58,7 +57,7 @@ def _statistics(x_NCS: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Te
     """How many numbers each channel has over all members, their mean, and the sum of squared differences from it."""
     num_channels = x_NCS.shape[1]
     num_here = x_NCS.numel() // num_channels
-    count = x_NCS.new_tensor(float(num_here))
+    count = x_NCS.new_full((), num_here)
     if num_here:
         var_C, mean_C = torch.var_mean(x_NCS, _dims(x_NCS), correction=0)
         m2_C = var_C * num_here
@@ -152,22 +151,28 @@ class _Forward:
         y, count, batch_mean_C, m2_C = shared_batch_norm(input, w_C, b_C, eps=module.eps, axes=self.axes)
         self._check_count(input, count)
         if module.training and module.track_running_stats and mean_C is not None and var_C is not None:
-            buffers["num_batches_tracked"].add_(1)
-            share = module.momentum
-            if share is None:
-                share = 1.0 / float(buffers["num_batches_tracked"])
+            share = self._count_batch()
             with torch.no_grad():
                 mean_C.lerp_(batch_mean_C.to(mean_C.dtype), share)
                 var_C.lerp_((m2_C / (count - 1)).to(var_C.dtype), share)
         return y
 
+    def _count_batch(self) -> float:
+        """Counts one batch more; returns its share in the statistics that are kept: momentum, or an even one."""
+        tracked: Tensor | None = self.module._buffers.get("num_batches_tracked")
+        if tracked is not None:
+            tracked.add_(1)
+        if self.module.momentum is not None:
+            return float(self.module.momentum)
+        return 1.0 / float(tracked) if tracked is not None else 0.0
+
     def _check_count(self, input: Tensor, count: Tensor) -> None:
-        """Raises PlanError where one device would: all members know the count, so all raise."""
+        """Raises PlanError where one device raises: all members know the count, so all do."""
         here = input.numel() // input.shape[1]
-        if self.module.training and here <= 1 and float(count) == 1:
+        if here <= 1 and float(count) == 1:
             raise PlanError(
                 explain(
-                    "BatchNorm needs more than one value of each channel in training",
+                    "BatchNorm needs more than one value of each channel",
                     given=f"a batch of one sample, {list(input.shape)} on this rank",
                     allowed="two samples or more, or channels of more than one pixel",
                     fix="use a larger batch, or LayerNorm",
@@ -197,3 +202,20 @@ def share_statistics(modules: Iterable[nn.Module], axes: Sequence[Axis], *, alwa
         known = forward.axes if isinstance(forward, _Forward) else ()
         if shared or known or always or isinstance(module, nn.SyncBatchNorm):
             module.forward = _Forward(module, (*known, *shared))
+
+
+def forget_batches(model: nn.Module) -> None:
+    """Lets a model that is only looked at, on the meta device, take shares of a batch that are too small for BatchNorm.
+
+    >>> model = nn.BatchNorm1d(2, device="meta")
+    >>> forget_batches(model)
+    >>> model(torch.ones(1, 2, device="meta")).shape
+    torch.Size([1, 2])
+    """
+    for _, module in batch_norms(model):
+        module.forward = partial(_normed_by_nothing, module)
+
+
+def _normed_by_nothing(module: Any, input: Tensor) -> Tensor:
+    zeros_C = input.new_zeros(input.shape[1])
+    return functional.batch_norm(input, zeros_C, zeros_C, module.weight, module.bias)

@@ -63,13 +63,48 @@ class Later:
             self._waiting.pop(0)()
 
 
-@dataclass(frozen=True)
+@dataclass
+class Ahead:
+    """Weights fetched before they are needed: while one layer multiplies, the next one's is on its way.
+
+    The order is that of the forward before, the same on every rank, since all run the same code.
+    """
+
+    _order: list[Product] = field(default_factory=list)
+    _waiting: dict[int, Pending[Tensor]] = field(default_factory=dict)
+
+    def fetch(self, product: Product, w_hk: Tensor) -> Pending[Tensor]:
+        """The weight of ``product``, and the start of the one that comes after it."""
+        if product not in self._order:
+            self._order.append(product)
+        number = self._order.index(product)
+        if number == 0:
+            self._drop()  # a forward that was cut short may have left one
+        pending = self._waiting.pop(number, None)
+        if pending is None:
+            pending = _start_fetch(w_hk, product)
+        if number + 1 < len(self._order):
+            following = self._order[number + 1]
+            assert following.weight is not None, "a product that fetches knows its weight"
+            w_next_hk = following.weight()
+            if w_next_hk.untyped_storage().size():  # a strategy that drops weights brings this one back later
+                self._waiting[number + 1] = _start_fetch(w_next_hk, following)
+        return pending
+
+    def _drop(self) -> None:
+        for pending in self._waiting.values():
+            pending.wait()
+        self._waiting.clear()
+
+
+@dataclass(frozen=True, eq=False)
 class Product:
     """How one linear layer runs on this rank: moves of X and Y, fetches of W, from the innermost cut outwards.
 
     ``take`` lists rows before features, ``give`` features before rows. ``bias_here``: of the members that hold terms
     of one output, one adds the bias. ``keep`` holds gathered operands for the backward, which otherwise gathers them
-    again. ``overlap`` lets a message travel while something is multiplied.
+    again. ``overlap`` lets a message travel while something is multiplied. ``ahead``, which a model's layers share, fetches
+    this layer's ``weight()`` while the layer before multiplies.
     """
 
     take: tuple[Move, ...] = ()
@@ -79,6 +114,8 @@ class Product:
     keep: bool = True
     overlap: bool = True
     later: Later = field(default_factory=Later)
+    ahead: Ahead | None = None
+    weight: Callable[[], Tensor] | None = None
 
     def __call__(self, x: Tensor, w_hk: Tensor, bias_h: Tensor | None) -> Tensor:
         """X times W, transposed as torch stores it, plus the bias.
@@ -97,7 +134,8 @@ class _GridLinear(Function):
         ctx: Any, x: Tensor, w_hk: Tensor, bias_h: Tensor | None, product: Product, owner: tuple[Tensor]
     ) -> Tensor:
         ctx.product, ctx.owner, ctx.x_shape = product, owner[0], x.shape
-        weight = _start_fetch(w_hk, product)
+        ahead = product.ahead if product.fetch and product.overlap else None
+        weight = ahead.fetch(product, w_hk) if ahead is not None else _start_fetch(w_hk, product)
         ctx.take, ctx.give = steps(product.take, x.shape), steps(product.give, x.shape)
         x_nk = matrix(x)
         panels, own, pending = gather(x_nk, ctx.take)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,11 @@ class Forwarding:
         model.register_forward_hook(end, always_call=True)
 
 
-def guard(module: nn.Module, path: str, forwarding: Forwarding) -> None:
+def guard(module: nn.Module, path: str, forwarding: Forwarding, readable: Collection[str] = ()) -> None:
     """Makes reading the module's parameters an error during a forward; its own forward must not use attributes.
 
-    Functional tying, ``F.linear(x, model.token.weight)``, is what this finds.
+    Functional tying, ``F.linear(x, model.token.weight)``, is what this finds. Those that are ``readable`` may be looked
+    at all the same.
 
     >>> layer, forwarding = nn.Linear(2, 2), Forwarding()
     >>> guard(layer, "head", forwarding)
@@ -63,5 +65,6 @@ def guard(module: nn.Module, path: str, forwarding: Forwarding) -> None:
         return property(read)
 
     kind = type(module)
-    names = {name: reader(name) for name, parameter in module._parameters.items() if parameter is not None}
+    held = [name for name, parameter in module._parameters.items() if parameter is not None]
+    names = {name: reader(name) for name in held if name not in readable}
     module.__class__ = type(kind.__name__, (kind,), names)

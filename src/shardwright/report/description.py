@@ -39,6 +39,9 @@ STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
 _ADAMW_MOMENTS = 2
 
+_OF_COPIES = ("replica", "dp")
+"""The axes of data parallelism: no samples are sent over them, so what a rank's neighbours hold does not matter."""
+
 
 def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
     """What each rank holds, what is done at each layer and why; with ``inputs``, also what each rank sends in a step.
@@ -59,7 +62,7 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
     {'name': '0.weight', 'shape': [8, 4], 'cut': 'dim 0 over tp', 'local_shapes': [[4, 4]], 'sync': ['dp'],
      'rest': {'parameter': 'dim 0 over tp', 'gradient': 'dim 0 over tp', 'optimizer': 'dim 0 over tp'}}
     >>> found["layers"][1]["role"], found["layers"][1]["why"]
-    ('row', '8 in-features over tp=2: one all-reduce forward')
+    ('tp:k', '8 features to 4; sends 128.0 KiB for 4.1 k tokens')
     """
     if layout.num_ranks > MOST_IN_ALL:
         raise LayoutError(
@@ -142,7 +145,7 @@ def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator
     counts = {num_samples}
     for axis, size in sizes.items():
         firsts = set(range(size))
-        if _is_large(plan) and axis in row_axes and axis not in cut_axes:
+        if _is_large(plan) and axis in _OF_COPIES and axis in row_axes and axis not in cut_axes:
             # where a share of the samples ends one smaller begins; the first ones and the last are there to be drawn
             firsts = {*range(min(size, DRAWN)), size - 1, *(count % size for count in counts)}
         if axis in row_axes:
@@ -174,17 +177,21 @@ class _Sent:
         self.job, self.plan, self.strategies, self.inputs = job, plan, strategies, inputs
         self.num_samples = num_rows(inputs)
         self.found: dict[object, dict[str, float]] = {}
+        self.shared = plan.row_axes & {"depth", "row", "col", "tp"}  # whose members gather each other's samples
 
     def of(self, coord: Coord, held: _Held) -> dict[str, Any]:
         """The samples of the rank at ``coord``, and the bytes by strategy.
 
-        Ranks that differ only on axes that cut the samples send the same when they hold as much and compute as many.
+        Ranks that differ only on axes that cut the samples send the same when they hold as much and compute as many,
+        and so do those whose samples they gather.
         """
         samples = local_samples(self.plan, coord, self.num_samples)
         microbatches = microbatch_samples(samples, self.plan.layout.num_microbatches)
         apart = tuple(coord[axis] for axis in self.plan.mesh.axes if self.plan.inputs.get(axis) != 0)
         together = tuple(
-            each.sizes((), axis) for each in in_hand(self.plan, coord, self.num_samples) for axis in self.plan.row_axes
+            each.sizes((), axis)
+            for each in in_hand(self.plan, coord, self.num_samples)
+            for axis in sorted(self.plan.row_axes.difference(_OF_COPIES))
         )
         key = (apart, held.counts, tuple(map(len, microbatches)), together)
         if key not in self.found:

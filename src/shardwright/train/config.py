@@ -19,6 +19,12 @@ from shardwright.models.settings import check_fraction, check_known, check_sizes
 
 RUN_FILE = "run.json"
 
+TABLES = {
+    "settings": ("the model's settings", "num_layers = 2"),
+    "roles": ("roles by patterns of layers' names", "'blocks.*.up' = 'column'"),
+}
+"""The options that are tables: what they hold, and an example."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -33,6 +39,7 @@ class TrainConfig:
     layout: str = "single"
     model: str = "gpt"
     settings: Mapping[str, Any] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
     data: str = "stdlib"
     batch: int = 8
     seq: int = 128
@@ -100,7 +107,7 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The run as JSON takes it."""
-        return {**asdict(self), "settings": dict(self.settings)}
+        return {**asdict(self), **{name: dict(getattr(self, name)) for name in TABLES}}
 
 
 def check_finite(name: str, value: float) -> None:
@@ -129,22 +136,20 @@ def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
     names = [f.name for f in fields(TrainConfig)]
     for key, value in values.items():
         check_known(given_in, key, value, names)
-        if key == "settings" and not isinstance(value, Mapping):
+        if key in TABLES and not isinstance(value, Mapping):
             raise PlanError(
                 explain(
-                    f"'settings' of {given_in} is no table",
+                    f"'{key}' of {given_in} is no table",
                     given=value,
-                    allowed="a table [settings] with the model's settings",
-                    fix="write [settings] on a line of its own, and below it lines such as num_layers = 2",
+                    allowed=f"a table [{key}] with {TABLES[key][0]}",
+                    fix=f"write [{key}] on a line of its own, and below it lines such as {TABLES[key][1]}",
                 )
             )
-    return {
-        key: dict(value) if key == "settings" else parse_value(key, value, hints[key]) for key, value in values.items()
-    }
+    return {key: dict(value) if key in TABLES else parse_value(key, value, hints[key]) for key, value in values.items()}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The options of a TOML file; a table ``[settings]`` holds the model's."""
+    """The options of a TOML file; a table ``[settings]`` holds the model's, ``[roles]`` those of its layers."""
     try:
         found = tomllib.loads(path.read_text())
     except OSError as failure:

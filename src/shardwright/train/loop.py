@@ -94,7 +94,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
 
     with without_values():
         model, loss, model_config = config.build()
-    make_plan(Job(model, loss, config.num_tokens), Layout.parse(config.layout))
+    make_plan(Job(model, loss, config.num_tokens, roles=config.roles), Layout.parse(config.layout))
     for split in ("train", "eval"):
         open_data(config.data, seq=config.seq, model=model_config, split=split)
     saved = bool(steps_in(out / CHECKPOINTS))
@@ -242,7 +242,9 @@ class _Training:
         self.data = open_data(config.data, seq=config.seq, model=model_config, split="train")
         self.eval_data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
         self.order = Order(len(self.data), config.batch, config.seed)
-        self.run = parallelize(plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens)
+        self.run = parallelize(
+            plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles
+        )
         self.optimizer = self.run.optimizer(
             torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
         )

@@ -1,0 +1,281 @@
+"""torch's ``nn.MultiheadAttention`` in the grid: heads are what the inner features of a pair are.
+
+::
+
+    x --h--> | in_proj: rows of q, k and v of some heads | --> these heads --k--> | out_proj: their columns | --> y
+
+Where samples do not lie in dim 0 (``batch_first=False``), axes that cut samples leave them so and fetch the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from shardwright.boxes import Ranges, concat
+from shardwright.comm import Axis
+from shardwright.grid.features import Features
+from shardwright.grid.mode import Gathering, LinearNote, Mode, gives, takes
+from shardwright.grid.overrides import Overrides
+from shardwright.grid.roles import Boundary, Choice, GridAxis, Layer, Step
+from shardwright.mesh import Coord
+from shardwright.models.known import is_known_attention
+from shardwright.models.structure import Visit, is_exactly
+from shardwright.pipeline import Rows
+from shardwright.product import Fetch, Move
+from shardwright.product.multihead import SomeHeads, multihead
+from shardwright.strategy import Activation, Job, Plan, Replicate, Shard, Traffic
+
+PARTS = {True: ("in_proj_weight",), False: ("q_proj_weight", "k_proj_weight", "v_proj_weight")}
+"""The projections' weights: one, or one for each of q, k and v."""
+
+
+class Projection(NamedTuple):
+    """One of the weights that make queries, keys and values: its own name, its name in the model, its fetches."""
+
+    own: str
+    name: str
+    fetches: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MultiheadNote:
+    """How one attention runs: the roles before and after its heads, and how its projections come."""
+
+    before: Step
+    after: Step
+    x: Features
+    y: Features
+    heads: Features
+    axes: tuple[GridAxis, ...]
+    projections: tuple[Projection, ...]
+    elements: float
+
+    def takes(self) -> tuple[Gathering, ...]:
+        """The messages that bring each different input, in order."""
+        return takes(self.before, self.axes, self.x)
+
+    def gives(self) -> tuple[Gathering, ...]:
+        """The messages that sum attention weights: as the output's, whose features they do not have."""
+        return tuple(each for each in gives(self.after, self.axes, self.y) if each.lies != "features")
+
+
+# ---- where everything lies
+
+
+class Placing(Protocol):
+    """What placing needs of the rest of the grid."""
+
+    model: nn.Module
+    job: Job
+    mode: Mode
+    plan: Plan
+    shared: set[str]
+    names: dict[str, dict[str, str]]
+
+    def _cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> None: ...
+    def _cut_weight(self, path: str, step: Step, x: Features, y: Features, *, enters: bool, first: bool) -> None: ...
+    def _in(self, states: Any, size: int) -> Features: ...
+    def _role(self, path: str, what: str, step: Step) -> None: ...
+    def _sizes(self) -> str: ...
+
+
+def place_multiheads(placing: Placing, overrides: Overrides) -> None:
+    """Cuts every attention of torch's that can be, by heads; the others stay whole, and ``show`` says why."""
+    for path, module in placing.model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention) or overrides.speak_of([path, _joined(path, "out_proj")]):
+            continue
+        reason = _reason_against(placing, path, module) or _place(placing, path, module)
+        if reason:
+            placing.plan = placing.plan.role(path, placing.mode.name, "copied", reason)
+
+
+def _reason_against(placing: Placing, path: str, module: nn.MultiheadAttention) -> str:
+    if not is_known_attention(module):
+        plain = is_exactly(module, nn.MultiheadAttention)
+        return "bias_k, bias_v or zero attention: every rank computes it whole" if plain else "not torch's own forward"
+    names = [*placing.names[path].values(), *placing.names[_joined(path, "out_proj")].values()]
+    return "its parameters are used elsewhere too" if any(name in placing.shared for name in names) else ""
+
+
+def _joined(path: str, own: str) -> str:
+    return f"{path}.{own}" if path else own
+
+
+def _choose(placing: Placing, module: nn.MultiheadAttention) -> Choice | None:
+    mode, num_heads, width = placing.mode, module.num_heads, module.embed_dim
+    whole, inner = mode.states(False), None if module.batch_first else mode.still
+    layers = (Layer(width, 3 * width), Layer(width, width))
+    boundaries = (Boundary(0, whole), Boundary(num_heads, inner, sums=False), Boundary(width, whole))
+    return mode.choose(layers, boundaries, placing.job.num_tokens)
+
+
+def _place(placing: Placing, path: str, module: nn.MultiheadAttention) -> str:
+    """Cuts one attention; returns why it cannot."""
+    choice = _choose(placing, module)
+    if choice is None:
+        return f"{module.num_heads} heads cannot be cut over {placing._sizes()}"
+    before, after = choice.steps
+    axes = placing.mode.axes_in(before.after, "F")
+    heads = Features.balanced(module.num_heads, axes)
+    width, head_dim = module.embed_dim, module.head_dim
+    rows: Ranges = tuple(tuple((a * head_dim, b * head_dim) for a, b in part) for part in heads.parts)
+    three = Features(3 * width, axes, concat((width,) * 3, (rows, rows, rows)))
+    one = Features(width, axes, rows)
+    packed = module.in_proj_weight is not None
+    projections, elements = [], 0.0
+    for number, own in enumerate(PARTS[packed]):
+        in_features = getattr(module, own).shape[1]
+        x = placing._in(before.before, in_features)
+        cut = _cut_projection(placing, path, own, before, x, three if packed else one, first=number == 0)
+        projections.append(Projection(own, placing.names[path][own], cut.fetches))
+        elements += cut.elements
+    _cut_bias(placing, path, before, three)
+    out = _joined(path, "out_proj")
+    y = placing._in(after.after, width)
+    placing._cut_weight(out, after, one, y, enters=True, first=True)
+    placing._role(out, f"in-features of the heads that '{path}' holds", after)
+    x = placing._in(before.before, width)
+    note = MultiheadNote(before, after, x, y, heads, placing.mode.axes, tuple(projections), elements)
+    placing.plan = _noted(placing, path, note)
+    return ""
+
+
+def _cut_projection(
+    placing: Placing, path: str, own: str, step: Step, x: Features, y: Features, *, first: bool
+) -> LinearNote:
+    """Cuts one of the attention's own weights as if it were a Linear's, under a name that only stands for one."""
+    stand_in = f"{path}:{own}"
+    placing.names[stand_in] = {"weight": placing.names[path][own]}
+    placing._cut_weight(stand_in, step, x, y, enters=False, first=first)
+    notes = dict(placing.plan.notes)
+    note = notes.pop(stand_in)
+    del placing.names[stand_in]
+    placing.plan = replace(placing.plan, notes=notes)
+    assert isinstance(note, LinearNote)
+    return note
+
+
+def _cut_bias(placing: Placing, path: str, step: Step, three: Features) -> None:
+    name = placing.names[path].get("in_proj_bias")
+    for axis, role in zip(placing.mode.axes, step.roles, strict=True):
+        if role == "h" and name is not None:
+            placing._cut(name, axis.name, 0, three.along(axis.name))
+
+
+def _noted(placing: Placing, path: str, note: MultiheadNote) -> Plan:
+    roles = {axis.name: role for axis, role in zip(note.axes, note.before.roles, strict=True)}
+    x = {axis: Shard(0) if role == "t" else Replicate() for axis, role in roles.items()}
+    dy = {axis: Shard(0) if role == "t" else Shard(-1) for axis, role in roles.items()}
+    plan = placing.plan.use(path, x=x, dy=dy).note(path, note)
+    for axis in note.heads.names:
+        plan = plan.cut_activation(path, Activation(axis, 1, note.heads.size, note.heads.along(axis)))
+    plan = plan.move_rows(path, note.before.rows_after)
+    words = " ".join(f"{axis}:{role}" for axis, role in roles.items())
+    why = f"{note.heads.size} heads in {len(note.heads.parts)} parts: rows of q, k and v"
+    return plan.role(path, placing.mode.name, words, why)
+
+
+# ---- what a rank does
+
+
+class Applying(Protocol):
+    """What a rank has in hand when modules are changed."""
+
+    plan: Plan
+    axes: Mapping[str, Axis]
+
+    @property
+    def coord(self) -> dict[str, int]:
+        """Its place in the grid."""
+        ...
+
+    def moves(self, gatherings: Sequence[Gathering]) -> tuple[Move, ...]:
+        """Messages with what their sizes are found by."""
+        ...
+
+
+def apply_multihead(applying: Applying, module: nn.Module, note: MultiheadNote) -> None:
+    """Gives the module the forward of its heads."""
+    assert isinstance(module, nn.MultiheadAttention)
+    heads = tuple(h for a, b in note.heads.held(applying.coord) for h in range(a, b))
+    heads = heads if note.heads.names else tuple(range(note.heads.size))
+    fetch = {own: _fetch(applying, name, axes) for own, name, axes in note.projections}
+    part = SomeHeads(heads, applying.moves(note.takes()), applying.moves(note.gives()), fetch)
+    module.forward = partial(multihead, module, part)  # type: ignore[method-assign]
+
+
+def _fetch(applying: Applying, name: str, axes: Sequence[str]) -> tuple[Fetch, ...]:
+    lies, mesh = applying.plan.compute[name], applying.plan.mesh
+    here = mesh.coord(0) | applying.coord
+
+    def rows(index: int, number: int) -> int:
+        inner = mesh.coords(axes[:number])
+        return sum(lies.local_shape({**here, axes[number]: index, **there})[0] for there in inner)
+
+    sizes = [tuple(rows(i, number) for i in range(mesh[axis])) for number, axis in enumerate(axes)]
+    return tuple(Fetch(applying.axes[axis], each) for axis, each in zip(axes, sizes, strict=True))
+
+
+def leave_fast_path(model: nn.Module) -> None:
+    """Keeps torch's transformer layers from the evaluation that reads all weights at once, where some are cut."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # read by nothing but the choice of that path
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+# ---- what it sends
+
+
+class Pricing(Protocol):
+    """What prices a step."""
+
+    plan: Plan
+    coord: Coord
+
+    def _num_rows(self, rows: Rows, tokens: int) -> int: ...
+    def _taken(self, gatherings: Sequence[Gathering], rows: Rows, x: Features, visit: Visit) -> Iterator[Traffic]: ...
+    def _summed(
+        self, gatherings: Sequence[Gathering], shape: tuple[int, int], visit: Visit, learns: bool
+    ) -> Iterator[Traffic]: ...
+
+
+def price_multihead(pricing: Pricing, note: MultiheadNote, visit: Visit) -> Iterator[Traffic]:
+    """The calls of one visit, but for the out-projection's, which is priced as any Linear."""
+    call = visit.call
+    assert call is not None, "an attention was called"
+    moved, before = note.takes(), note.before.rows_before
+    rows = tuple(each for each in moved if each.lies == "rows")
+    operands = [(moved, *each) for each in call.inputs]
+    operands += [(rows, 1, call.mask, call.mask_learns)] if call.mask else []
+    operands += [(rows, 1, call.padding, False)] if call.padding else []
+    for gatherings, tokens, width, learns in operands:
+        shape = (call.num_samples, tokens, width)
+        operand = Visit(shape, shape, visit.element_bytes, learns)
+        yield from pricing._taken(gatherings, before, Features.balanced(width, ()), operand)
+    learnt = call.shared_mask or (pricing._num_rows(before, 1) * call.mask if call.mask_learns else 0)
+    for each in moved:
+        if each.lies == "whole" and learnt:
+            yield Traffic("all_reduce", each.axis, learnt * visit.element_bytes, pricing.plan.mesh[each.axis])
+    for _, name, axes in note.projections:
+        yield from _fetched(pricing, name, axes)
+    if call.weights:
+        given = (pricing._num_rows(note.after.rows_gathered, 1), call.weights)
+        yield from pricing._summed(note.gives(), given, replace(visit, y_shape=given), learns=False)
+
+
+def _fetched(pricing: Pricing, name: str, axes: Sequence[str]) -> Iterator[Traffic]:
+    plan = pricing.plan
+    for number, axis in enumerate(axes):
+        there = plan.mesh.coords(axes[: number + 1])
+        num_elements = sum(plan.compute[name].num_elements({**pricing.coord, **at}) for at in there)
+        num_bytes, size = num_elements * plan.dtypes[name].itemsize, plan.mesh[axis]
+        yield Traffic("all_gather", axis, num_bytes, size)
+        if name not in plan.frozen:
+            yield Traffic("reduce_scatter", axis, num_bytes, size)

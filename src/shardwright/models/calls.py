@@ -1,0 +1,66 @@
+"""What one call of ``nn.MultiheadAttention`` moves: its arguments may be left out, shared, or of several shapes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+
+class AttentionCall(NamedTuple):
+    """One call of ``nn.MultiheadAttention``: what the tensors that it moves look like, for one sample.
+
+    ``inputs``: of each different input its tokens, features, and whether a gradient flows back. ``padding``: the
+    elements of the mask of keys. ``mask``: those of a mask of each sample, ``shared_mask`` those of one for all whose
+    gradient is wanted. ``weights``: those of the weights that are given back.
+    """
+
+    num_samples: int
+    inputs: tuple[tuple[int, int, bool], ...]
+    padding: int = 0
+    mask: int = 0
+    mask_learns: bool = False
+    shared_mask: int = 0
+    weights: int = 0
+
+    def shape(self, width: int) -> tuple[int, int, int]:
+        """The queries' shape and the output's, samples first."""
+        return self.num_samples, self.inputs[0][0], width
+
+
+def attention_call(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> AttentionCall:
+    """The call with these arguments.
+
+    >>> attention, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.zeros(3, 5, 4)
+    >>> call = attention_call(attention, x, x, x)
+    >>> call.num_samples, call.inputs, call.weights
+    (3, ((5, 4, False),), 25)
+    """
+    batched = query.dim() == 3
+    tokens = int(module.batch_first and batched)
+    if is_causal and key_padding_mask is None and not need_weights:
+        attn_mask = None  # the hint replaces it
+    inputs = {id(x): (x.shape[tokens], x.shape[-1], x.requires_grad) for x in (query, key, value)}
+    num_scores = query.shape[tokens] * key.shape[tokens]
+    by_sample = attn_mask is not None and attn_mask.dim() == 3
+    learns = attn_mask is not None and attn_mask.requires_grad
+    heads = 1 if average_attn_weights else module.num_heads
+    return AttentionCall(
+        query.shape[1 - tokens] if batched else 1,
+        tuple(inputs.values()),
+        padding=key.shape[tokens] if key_padding_mask is not None else 0,
+        mask=module.num_heads * num_scores if by_sample else 0,
+        mask_learns=learns,
+        shared_mask=num_scores if learns and not by_sample else 0,
+        weights=heads * num_scores if need_weights else 0,
+    )

@@ -1,0 +1,190 @@
+"""torch's ``nn.MultiheadAttention`` on some of its heads, with weights, masks and dropout as torch takes them.
+
+B samples, L queries, S keys, E width, N heads, D head width; n this rank's part of N
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwright.comm import cut_to_shared, sum_gradient
+from shardwright.draws import attend_dropping, dropper_of
+from shardwright.errors import PlanError, explain
+from shardwright.product.grid import Fetch
+from shardwright.product.moves import Move, give, take
+
+
+@dataclass(frozen=True)
+class SomeHeads:
+    """What one rank computes of an attention, and the messages that it takes.
+
+    ``heads`` are this rank's; ``take`` brings each different input, and ``give`` the weights where they are asked for;
+    ``fetch`` brings a projection's rows, by the weight's name.
+    """
+
+    heads: tuple[int, ...]
+    take: tuple[Move, ...] = ()
+    give: tuple[Move, ...] = ()
+    fetch: Mapping[str, Sequence[Fetch]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> tuple[Move, ...]:
+        """The moves that gather samples: what is known of each sample goes along."""
+        return tuple(move for move in self.take if move.lies == "rows")
+
+
+class _Masks(NamedTuple):
+    merged: Tensor | None
+    causal: bool
+
+
+def multihead(
+    module: nn.MultiheadAttention,
+    part: SomeHeads,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What the module gives: its arguments and results are those of its own forward, whose weights are cut by heads.
+
+    Shapes: query (B, L, E) or as the module takes it; in_proj_weight (3 n D, E), out_proj.weight (E, n D).
+    Traffic: ``take`` of each different input, and of masks of each sample where it gathers samples; ``fetch`` of each
+        projection; the out-projection's own; ``give`` of the weights, B*L*S elements, or N times as many, if asked for.
+    Raises: PlanError: samples that are not in a dim of their own.
+    """
+    batched = query.dim() == 3
+    if part.rows and not batched:
+        raise PlanError(
+            explain(
+                "attention without samples cannot gather them",
+                given=f"a query of shape {list(query.shape)}, on a layout that cuts samples here",
+                allowed="(samples, tokens, features)",
+                fix="give it a dim of samples, or keep the layer 'copied' with roles",
+            )
+        )
+    entered = {id(x): take(_samples_first(module, x), part.take) for x in (query, key, value)}
+    q_BLE, k_BSE, v_BSE = (entered[id(x)] for x in (query, key, value))
+    q_BnLD, k_BnSD, v_BnSD = (_heads(x, len(part.heads)) for x in _project(module, part, q_BLE, k_BSE, v_BSE))
+    masks = _masks(module, part, query.dtype, key_padding_mask, attn_mask, causal=is_causal, need_weights=need_weights)
+    y_BnLD, weights = _attend(module, q_BnLD, k_BnSD, v_BnSD, masks, need_weights=need_weights)
+    y_BLE = cast(Tensor, module.out_proj(y_BnLD.transpose(1, 2).flatten(2)))
+    if weights is not None:
+        weights = _whole_weights(weights, part, module.num_heads, average=average_attn_weights)
+        weights = weights if batched else weights.squeeze(0)
+    if not batched:
+        return y_BLE.squeeze(0), weights
+    return (y_BLE if module.batch_first else y_BLE.transpose(0, 1).contiguous()), weights
+
+
+def _samples_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    if x.dim() == 2:
+        return x.unsqueeze(0)
+    return x if module.batch_first else x.transpose(0, 1)
+
+
+def _heads(x: Tensor, num_heads: int) -> Tensor:
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def _project(
+    module: nn.MultiheadAttention, part: SomeHeads, query: Tensor, key: Tensor, value: Tensor
+) -> Sequence[Tensor]:
+    """Queries, keys and values of this rank's heads, side by side."""
+    own = module._parameters
+    bias = own["in_proj_bias"]
+    if own["in_proj_weight"] is not None:
+        packed = _fetched(module, part, "in_proj_weight")
+        if query is key and key is value:
+            return functional.linear(query, packed, bias).chunk(3, dim=-1)
+        weights = packed.chunk(3)
+    else:
+        weights = tuple(_fetched(module, part, f"{name}_proj_weight") for name in "qkv")
+    biases: Sequence[Tensor | None] = (None, None, None) if bias is None else bias.chunk(3)
+    return [functional.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+
+
+def _fetched(module: nn.MultiheadAttention, part: SomeHeads, name: str) -> Tensor:
+    weight = module._parameters[name]
+    assert weight is not None
+    fetched: Tensor = weight
+    for axis, sizes in part.fetch.get(name, ()):
+        fetched = cut_to_shared(fetched, axis, 0, sizes)
+    return fetched
+
+
+def _masks(
+    module: nn.MultiheadAttention,
+    part: SomeHeads,
+    dtype: torch.dtype,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    need_weights: bool,
+) -> _Masks:
+    """What is added to this rank's scores, as torch merges it: ``causal`` is a hint that its mask is that."""
+    if causal and mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    if causal and padding is None and not need_weights:
+        return _Masks(None, causal=True)
+    merged = None
+    if mask is not None:
+        merged = _added(mask, dtype)
+        if merged.requires_grad:
+            for move in part.take:
+                if move.lies == "whole":
+                    merged = sum_gradient(merged, move.axis)
+        if merged.dim() == 3:  # samples and heads in one dim
+            by_sample = merged.unflatten(0, (-1, module.num_heads))
+            by_sample = take(by_sample.flatten(1), part.rows).unflatten(1, by_sample.shape[1:])
+            merged = by_sample[:, list(part.heads)]
+    if padding is not None:
+        padding_BS = _added(padding, dtype)
+        padding_BS = take(padding_BS if padding_BS.dim() == 2 else padding_BS.unsqueeze(0), part.rows)
+        padding_B11S = padding_BS[:, None, None]
+        merged = padding_B11S if merged is None else merged + padding_B11S
+    return _Masks(merged, causal=False)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers to add; of bools, True hides."""
+    if mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
+
+
+def _attend(
+    module: nn.MultiheadAttention, q_BnLD: Tensor, k_BnSD: Tensor, v_BnSD: Tensor, masks: _Masks, *, need_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    drop = dropper_of(module)
+    if not need_weights:
+        if drop is not None:
+            return attend_dropping(q_BnLD, k_BnSD, v_BnSD, masks.merged, causal=masks.causal, drop=drop), None
+        attend = functional.scaled_dot_product_attention
+        return attend(q_BnLD, k_BnSD, v_BnSD, masks.merged, is_causal=masks.causal), None
+    scores_BnLS = q_BnLD @ k_BnSD.mT * q_BnLD.shape[-1] ** -0.5
+    if masks.merged is not None:
+        scores_BnLS = scores_BnLS + masks.merged
+    weights_BnLS = scores_BnLS.softmax(dim=-1)
+    weights_BnLS = weights_BnLS if drop is None else drop(weights_BnLS)
+    return weights_BnLS @ v_BnSD, weights_BnLS
+
+
+def _whole_weights(weights_BnLS: Tensor, part: SomeHeads, num_heads: int, *, average: bool) -> Tensor:
+    """The weights of all heads, or their mean, for this rank's own samples."""
+    if average:
+        return give(weights_BnLS.sum(dim=1) / num_heads, part.give)
+    shape = (weights_BnLS.shape[0], num_heads, *weights_BnLS.shape[2:])
+    index = torch.tensor(part.heads, device=weights_BnLS.device)
+    return give(weights_BnLS.new_zeros(shape).index_copy(1, index, weights_BnLS), part.give)

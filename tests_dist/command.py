@@ -1,0 +1,91 @@
+"""The command as a person runs it: in a process of its own, with temporary files of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from shardwright.train.progress import read_metrics
+
+COMMAND = [sys.executable, "-m", "shardwright.cli", "train", "--layout", "dp2 tp2", "--save-every", "3"]
+FLAGS = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=4", "--set", "dropout=0.1"]
+FLAGS += ["--seq", "16", "--batch", "5"]
+
+
+def start(out, *more, folder=None):
+    """A training run into ``out``; what it says goes to ``said``, beside that folder."""
+    out.mkdir()
+    with (out.parent / "said").open("w") as said:
+        return subprocess.Popen(
+            [*COMMAND, *FLAGS, *more, "--out", str(out)],
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            env=os.environ | ({"TMPDIR": str(folder)} if folder else {}),
+        )
+
+
+def said_by(out):
+    return (out.parent / "said").read_text()
+
+
+def wait_for_step(process, out, step):
+    end = time.monotonic() + 60
+    while len(read_metrics(out)) < step:
+        assert process.poll() is None, said_by(out)
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def family_of(process):
+    """The launcher and all that it started: the ranks are children of its fork server."""
+    launcher = psutil.Process(process.pid)
+    return [launcher, *launcher.children(recursive=True)]
+
+
+def ranks_in(folder):
+    """The processes of the ranks, by number, of the run that has its temporary files in ``folder``."""
+    paths = sorted(Path(folder).glob("shardwright-*/*.pid"))
+    return {int(path.stem): psutil.Process(int(path.read_text())) for path in paths}
+
+
+def semaphores_of(processes):
+    """The names in /dev/shm that are multiprocessing's and that one of these processes uses."""
+    maps = [m.path for process in processes for m in process.memory_maps()] if sys.platform == "linux" else []
+    return {path for path in maps if path.startswith("/dev/shm/sem.mp-")}
+
+
+@contextmanager
+def temporary_folder():
+    """A folder for the temporary files of a run, with a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def left_in(folder):
+    """What is still there; torch's own cache, which it keeps for the next process, is not ours."""
+    return sorted(str(path) for path in folder.rglob("*") if not path.name.startswith("torchinductor_"))
+
+
+def within(seconds, holds):
+    """Whether ``holds()`` comes true in so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if holds():
+            return True
+        time.sleep(0.02)
+    return bool(holds())
+
+
+def end_all(processes):
+    """Whatever a test that failed left running."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -1,0 +1,149 @@
+"""The process that starts the ranks: what is left when it or a rank of it is killed, and what it says of that."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+from tests_dist.command import (
+    end_all,
+    family_of,
+    left_in,
+    ranks_in,
+    said_by,
+    semaphores_of,
+    start,
+    temporary_folder,
+    wait_for_step,
+    within,
+)
+
+from shardwright.checkpoint import steps_in
+from shardwright.train.progress import read_metrics
+
+
+@pytest.fixture
+def folder():
+    with temporary_folder() as found:
+        yield found
+
+
+@pytest.fixture
+def running(tmp_path, folder):
+    """A run under way: its process, its --out, and all its processes."""
+    out = tmp_path / "run"
+    process = start(out, "--steps", "100000", folder=folder)
+    family = []
+    try:
+        wait_for_step(process, out, 4)
+        family = family_of(process)
+        yield process, out, family
+    finally:
+        process.kill()
+        process.wait()
+        end_all(family)
+
+
+def can_be_taken(lock):
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+
+def test_ranks_end_when_the_launcher_is_killed_and_leave_nothing(running, folder):
+    process, out, family = running
+    ranks, semaphores = ranks_in(folder), semaphores_of(family)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    assert set(ranks.values()) < set(family)
+    assert left_in(folder)
+    assert semaphores or sys.platform != "linux"
+    assert not can_be_taken(out / ".lock")
+    process.kill()
+    process.wait()
+    assert within(5, lambda: not any(rank.is_running() for rank in ranks.values()))
+    assert can_be_taken(out / ".lock")
+    assert within(5, lambda: not any(each.is_running() for each in family))
+    assert left_in(folder) == []
+    assert not [name for name in semaphores if Path(name).exists()]
+    assert "the process that started the ranks has gone" in said_by(out)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda number: number.name)
+def test_a_rank_that_is_killed_is_named_with_its_signal_and_leaves_nothing(running, folder, number):
+    process, out, family = running
+    semaphores = semaphores_of(family)
+    ranks_in(folder)[2].send_signal(number)
+    assert process.wait(timeout=5) == 1
+    assert f"error: rank 2 was killed by {number.name}; the other ranks were ended" in said_by(out)
+    assert "Traceback" not in said_by(out)
+    assert within(5, lambda: not any(each.is_running() for each in family))
+    assert left_in(folder) == []
+    assert not [name for name in semaphores if Path(name).exists()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_rank_that_is_told_to_stop_is_named_and_all_save_and_stop(running, folder, number):
+    process, out, _ = running
+    ranks_in(folder)[2].send_signal(number)
+    assert process.wait(timeout=10) == 130
+    said, done = said_by(out), len(read_metrics(out))
+    assert f"rank 2 was told to stop by {number.name}; all ranks have saved and ended" in said
+    assert f"step-{done:08d} is complete, go on with --resume" in said
+    assert steps_in(out / "checkpoints")[-1].name == f"step-{done:08d}"
+    assert left_in(folder) == []
+
+
+def test_a_launcher_that_is_told_to_stop_lets_the_ranks_save(running, folder):
+    process, out, _ = running
+    process.terminate()
+    assert process.wait(timeout=10) == 130
+    assert "told to stop" not in said_by(out)
+    assert steps_in(out / "checkpoints")[-1].name == f"step-{len(read_metrics(out)):08d}"
+    assert left_in(folder) == []
+
+
+SCRIPT = """
+    import tempfile, torch, shardwright as sw
+    def work(world):
+        return world.everyone().all_reduce(torch.ones(1)).item()
+    if __name__ == "__main__":
+        print(sw.launch(work, 2), tempfile.gettempdir())
+"""
+
+
+def test_a_folder_for_temporary_files_with_a_long_path_does_no_harm(tmp_path):
+    long = tmp_path / ("a-long-name-" * 10) / ("another-long-name-" * 10)
+    long.mkdir(parents=True)
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"TMPDIR": str(long)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["[2.0,", "2.0]", str(long)], done.stderr
+    assert left_in(long) == []
+
+
+def test_where_no_folder_is_short_enough_the_message_says_so(monkeypatch, tmp_path):
+    from shardwright.comm import exchange
+    from shardwright.errors import PlanError
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("a-long-name-" * 10)))
+    assert len(exchange.folder_for_sockets()) < 20
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PlanError, match="too long a path for local sockets") as refused:
+        exchange.folder_for_sockets()
+    assert "set TMPDIR" in str(refused.value)
