@@ -14,7 +14,7 @@ from shardwright.train.config import TrainConfig
 
 NAMES = [
     *("Axis", "CrossEntropy", "Layout", "MeanSquaredError", "Mesh", "Run", "Verdict", "World"),
-    *("launch", "load", "parallelize", "run_on_threads", "save", "verify", "without_values"),
+    *("launch", "layer_alone", "load", "parallelize", "run_on_threads", "save", "verify", "without_values"),
 ]
 
 RUN = {"--layout", "--model", "--set", "--role", "--batch", "--seq", "--config", "--json"}
@@ -33,9 +33,8 @@ FLAGS = {
 
 OPTIONS = [
     *("layout", "model", "settings", "roles", "data", "batch", "seq", "steps", "stop_at", "seed", "lr", "schedule"),
-    "warmup",
-    *("weight_decay", "clip", "save_every", "keep", "eval_every", "eval_batches", "tensorboard", "deterministic"),
-    *("debug", "timeout_s"),
+    *("warmup", "weight_decay", "clip", "save_every", "keep", "eval_every", "eval_batches", "tensorboard"),
+    *("deterministic", "debug", "timeout_s"),
 ]
 
 

@@ -5,6 +5,7 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``--check`
 
 import json
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +17,21 @@ ROOT = Path(__file__).resolve().parents[1]
 def strategies() -> str:
     """The registry: what the command knows, in one table."""
     lines = ["| strategy | factor | does | options | source |", "|---|---|---|---|---|"]
+    counts = Counter(pair for strategy in STRATEGIES.values() for pair in strategy.options.items())
+    shared = {
+        pair: next(s.axis for s in STRATEGIES.values() if pair in s.options.items())
+        for pair, count in counts.items()
+        if count > 2
+    }
     for name, strategy in sorted(STRATEGIES.items()):
         does = (type(strategy).__doc__ or "").strip().splitlines()[0]
-        options = ", ".join(f"`/{option}` {text}" for option, text in strategy.options.items()) or "-"
+        own = [pair for pair in strategy.options.items() if pair not in shared]
+        options = ", ".join(f"`/{option}` {text}" for option, text in own) or "-"
         factor = f"`{strategy.axis}N`" if strategy.default else f"`{strategy.axis}N/{next(iter(strategy.options))}`"
         file = f"src/shardwright/strategies/{name}.py"
         lines.append(f"| [{name}]({file}) | {factor} | {does} | {options} | {strategy.source} |")
+    for (option, text), axis in shared.items():
+        lines.append(f"| every `{axis}` | `{axis}N/.../{option}` | {text[0].upper()}{text[1:]}. | | |")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ from shardwright.draws import without_values
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
-from shardwright.parallelize import Run, parallelize
+from shardwright.parallelize import Run, layer_alone, parallelize
 from shardwright.verify import Verdict, verify
 
 __version__ = "0.1.0"
@@ -21,6 +21,7 @@ __all__ = [
     "Verdict",
     "World",
     "launch",
+    "layer_alone",
     "load",
     "parallelize",
     "run_on_threads",

@@ -70,6 +70,15 @@ def spelling(strategy, size: int) -> str:
     return found[0]
 
 
+def whole_size(strategy) -> int:
+    """The fewest ranks on which every axis of the strategy is longer than one; 2 where it has one axis."""
+    for size in SIZES[1:]:
+        factor = Layout.parse(spelling(strategy, size)).factor(strategy.axis)
+        if factor is not None and all(n > 1 for n in factor.sizes):
+            return size
+    raise AssertionError(f"{strategy.name} has an axis of one rank on any of {SIZES}")
+
+
 def pairs() -> list[tuple]:
     """Any two strategies of different axes."""
     return [(a, b) for a, b in combinations(STRATEGIES.values(), 2) if a.axis != b.axis]

@@ -17,6 +17,7 @@ from contract.cases import (
     pairs,
     spelling,
     spellings,
+    whole_size,
 )
 
 CHECKS = (check_equal, check_divides, check_shapes, check_traffic, check_names)
@@ -25,7 +26,7 @@ CHECKS = (check_equal, check_divides, check_shapes, check_traffic, check_names)
 def lines(one, other):
     """Even and uneven sizes, with and without microbatches; the second axis larger, and the first."""
     return [
-        f"{spelling(one, 2)} {spelling(other, 2)}",
+        f"{spelling(one, 2)} {spelling(other, whole_size(other))}",
         f"{spelling(one, 3)} {spelling(other, 2)}",
         f"{spelling(one, 2)} {spelling(other, 3)} mb2",
     ]

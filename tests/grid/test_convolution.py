@@ -305,6 +305,18 @@ class SeenFromOutside(Twice):
         return self.two(y) + y
 
 
+class FirstOfAFirst(Twice):
+    """One of the layers before a product takes what the other gives, and takes it whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.three = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y = self.one(x)
+        return self.two(y * self.three(y))
+
+
 class WeightRead(Twice):
     def forward(self, x):
         return self.two(self.one(x)) * self.one.weight.mean()
@@ -315,7 +327,7 @@ class MemoryFormat(Twice):
         return self.two(self.one(x.to(self.one.weight.dtype)))
 
 
-@pytest.mark.parametrize("kind", [Twice, SeenFromOutside, WeightRead, MemoryFormat])
+@pytest.mark.parametrize("kind", [Twice, SeenFromOutside, FirstOfAFirst, WeightRead, MemoryFormat])
 def test_a_chain_that_somebody_else_looks_into_stays_whole(kind):
     assert find_convolution_chains(nn.Sequential(kind(), nn.ReLU())) == ()
 

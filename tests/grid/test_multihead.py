@@ -13,6 +13,7 @@ from torch.nn import functional
 from contract.cases import check_shapes, check_traffic
 from shardwright import verify, without_values
 from shardwright.comm import launch
+from shardwright.draws import Draws, key_dropout
 from shardwright.errors import PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
@@ -245,23 +246,252 @@ class Case:
         return batches(self.kind)
 
 
-LINES = ["tp2", "tp3", "tp4/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d", "dp2 tp2 mb2"]
-
-
-@pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("kind", CUT, ids=lambda kind: kind.__name__)
-def test_an_attention_cut_by_heads_equals_torchs(kind, line):
-    case = Case(kind, MeanSquaredError())
+def is_cut(case: Case, line: str) -> bool:
     plan, _ = make_plan(Job(case.model, case.loss), Layout.parse(line))
-    if line not in ("tp4/sp", "dp2 tp2 mb2") or kind is not ThreeHeads:
-        assert plan.compute["attn.out_proj.weight"].axes, plan.roles["attn"]
+    return bool(plan.compute["attn.out_proj.weight"].axes)
+
+
+def check_equal(kind: type[Model], line: str) -> None:
+    case = Case(kind, MeanSquaredError())
+    assert is_cut(case, line)
     verdict = verify(case.model, line, case.batches, loss=case.loss)
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.parametrize("line", ["tp2", "tp3/sp", "tp2x2/2d", "tp2x2x2/3d"])
+@pytest.mark.parametrize("line", ["tp3/sp", "tp2x2/2d"])
+@pytest.mark.parametrize("kind", CUT, ids=lambda kind: kind.__name__)
+def test_an_attention_cut_by_heads_equals_torchs(kind, line):
+    check_equal(kind, line)
+
+
+@pytest.mark.parametrize("line", ["tp3", "dp2 tp2 mb2", "tp2x2x2/2.5d", "tp2x2x2/3d", "tp2x2/2d:summa", "tp4/sp/regather"])
+@pytest.mark.parametrize("kind", [PaddingAndMaskOfEachSample, ThreeInputs, DropsWeights, DropsInDimOne])
+def test_an_attention_cut_by_heads_equals_torchs_in_every_mode(kind, line):
+    check_equal(kind, line)
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp3/sp"])
 @pytest.mark.parametrize("kind", CUT, ids=lambda kind: kind.__name__)
 def test_an_attention_sends_and_holds_what_the_plan_says(kind, line):
     case = Case(kind, MeanSquaredError())
     check_shapes(line, case)
     check_traffic(line, case)
+
+
+@pytest.mark.parametrize("line", ["tp2x2/2d", "tp2x2x2/3d", "tp2x2/2d/regather"])
+@pytest.mark.parametrize("kind", [OtherWidths, MaskOfEachSample, SamplesInDimOne, PartlyFrozen])
+def test_an_attention_on_a_grid_sends_and_holds_what_the_plan_says(kind, line):
+    case = Case(kind, MeanSquaredError())
+    check_shapes(line, case)
+    check_traffic(line, case)
+
+
+def test_one_sum_of_the_output_goes_forward_and_one_of_each_input_backward():
+    for kind, num_backward in [(SelfAttention, 1), (Cross, 1), (CrossOfLearned, 2), (ThreeInputs, 2)]:
+        case = Case(kind, MeanSquaredError())
+
+        def work(world, case=case):
+            run = parallelize(case.model, "tp2", world, loss=case.loss)
+            (batch,) = run.shard(case.batches[:1])
+            with world.recorder.recording() as records:
+                run.step(batch)
+            return [record.kind for record in records if record.source == "tensor_1d"]
+
+        assert launch(work, 2, ranks="threads")[0] == ["all_reduce"] * (1 + num_backward)
+
+
+# ---- dropout of attention weights
+
+
+def test_attention_weights_are_dropped_by_keys_that_know_no_layout():
+    model, draws = nn.MultiheadAttention(WIDTH, 4, dropout=0.5, batch_first=True), Draws(seed=1, samples=range(3))
+    x = torch.randn(3, TOKENS, WIDTH)
+    kept = model.eval()(x, x, x)[0]
+    key_dropout(model.train(), draws)
+
+    def dropped(samples: range, **options: Any) -> torch.Tensor:
+        draws.samples = samples
+        rows = x[list(samples)]
+        return model(rows, rows, rows, **options)[0]
+
+    whole = dropped(range(3))
+    assert not torch.allclose(whole, kept)
+    torch.testing.assert_close(dropped(range(3), need_weights=False), whole)
+    torch.testing.assert_close(dropped(range(1, 3)), whole[1:])
+    assert not torch.allclose(model(x[1:], x[1:], x[1:])[0], whole[1:])  # a second call drops others
+
+
+def test_a_share_of_the_weights_is_dropped_and_the_rest_is_made_larger():
+    model, draws = nn.MultiheadAttention(WIDTH, 4, dropout=0.25, batch_first=True), Draws(seed=1, samples=range(50))
+    key_dropout(model, draws)
+    x = torch.zeros(50, 20, WIDTH)
+    weights = model(x, x, x, average_attn_weights=False)[1]
+    assert (weights == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
+    assert weights.mean().item() == pytest.approx(1 / 20, rel=0.01)
+
+
+# ---- what stays whole
+
+
+class WithLearnedKeys(SelfAttention):
+    def __init__(self):
+        Model.__init__(self, add_bias_kv=True, dropout=0.2)
+        self.pair = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH))
+
+    def attend(self, x):
+        return self.pair(super().attend(x))
+
+
+class WithZeroKeys(WithLearnedKeys):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, 4, add_zero_attn=True, batch_first=True)
+
+
+class Subclassed(nn.MultiheadAttention):
+    def forward(self, *args, **named):
+        y, weights = super().forward(*args, **named)
+        return y * 2, weights
+
+
+class OfAnotherKind(WithLearnedKeys):
+    def __init__(self):
+        super().__init__()
+        self.attn = Subclassed(WIDTH, 4, batch_first=True)
+
+
+class FewHeads(WithLearnedKeys):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+
+class UsedTwice(WithLearnedKeys):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.again = self.attn
+
+
+WHOLE = {
+    WithLearnedKeys: "bias_k, bias_v or zero attention",
+    WithZeroKeys: "bias_k, bias_v or zero attention",
+    OfAnotherKind: "not torch's own forward",
+    FewHeads: "2 heads cannot be cut over tp=3",
+    UsedTwice: "used elsewhere too",
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE, ids=lambda kind: kind.__name__)
+def test_what_is_not_known_stays_whole_is_right_and_show_says_why(kind):
+    case = Case(kind, MeanSquaredError())
+    plan, _ = make_plan(Job(case.model, case.loss), Layout.parse("tp3"))
+    assert not is_cut(case, "tp3")
+    assert WHOLE[kind] in plan.roles["attn"].why
+    verdict = verify(case.model, "tp3", case.batches, loss=case.loss)
+    assert verdict.equal, str(verdict)
+
+
+# ---- beside layers whose features are cut
+
+
+class Block(nn.Module):
+    """Its code can be followed, and hands cut features to the attention in two ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.last = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x):
+        h = self.norm(x)
+        x = x + self.attn(self.q(h), self.k(h), self.v(h))[0]
+        return x + self.last(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("line", ["tp2x2/2d", "tp2x2x2/3d"])
+def test_cut_features_are_joined_before_the_module_that_attends(line):
+    with without_values():
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), nn.LayerNorm(WIDTH), Block(), nn.Linear(WIDTH, WIDTH))
+    plan, _ = make_plan(Job(model.double(), MeanSquaredError()), Layout.parse(line))
+    assert {type(plan.notes[path]).__name__ for path in ("1", "3")} == {"GateNote"}
+    assert all(plan.compute[name].axes for name in ("0.weight", "1.attn.in_proj_weight", "3.last.out_proj.weight"))
+    verdict = verify(model, line, batches(SelfAttention), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+# ---- who else reads the weights
+
+
+class Borrows(SelfAttention):
+    def attend(self, x):
+        return super().attend(x) @ self.attn.in_proj_weight[:WIDTH]
+
+
+def test_cut_weights_that_something_else_reads_are_refused():
+    with pytest.raises((PlanError, RankFailedError), match=r"'attn.in_proj_weight' is cut, and something other"):
+        verify(Case(Borrows, MeanSquaredError()).model, "tp2", batches(Borrows), loss=MeanSquaredError())
+
+
+class Encoder(nn.Module):
+    """torch's encoder, which evaluates by a path of its own, with and without a mask of keys."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 16, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True)
+
+    def forward(self, x, padding):
+        return self.encoder(x) + self.encoder(x, src_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp4/sp", "tp2x2/2d"])
+def test_evaluation_does_not_take_torchs_path_past_the_cut_weights(line):
+    torch.manual_seed(0)
+    model, (batch, _), loss = Encoder().double(), batches(Padding), MeanSquaredError()
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            loss_sum, count = loss(model.eval()(**batch[0]), batch[1])
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+    def work(world):
+        run = parallelize(model, line, world, loss=loss)
+        return run.evaluate(next(run.shard([batch]))).item()
+
+    for found in launch(work, Layout.parse(line).num_ranks, ranks="threads"):
+        assert found == pytest.approx(loss_sum.item() / int(count), rel=1e-10)
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+    assert model.encoder.use_nested_tensor  # the person's own model is as it was
+    assert model.encoder.layers[0].activation_relu_or_gelu
+
+
+# ---- without samples
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"need_weights": False}, {"average_attn_weights": False}], ids=str)
+def test_a_sequence_without_samples_attends_as_torchs(batch_first, options):
+    module = nn.MultiheadAttention(WIDTH, 4, batch_first=batch_first)
+    x, memory = torch.randn(TOKENS, WIDTH), torch.randn(KEYS, WIDTH)
+    masks = {"key_padding_mask": torch.tensor([False, True, False]), "attn_mask": torch.randn(4, TOKENS, KEYS) > 1}
+    given = {name: functional._canonical_mask(mask, name, None, "", x.dtype) for name, mask in masks.items()}
+    for mask in (masks, given):
+        expected = module(x, memory, memory, **mask, **options)
+        found = multihead(module, SomeHeads((0, 1, 2, 3)), x, memory, memory, **mask, **options)
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_sequence_without_samples_cannot_gather_them_and_says_so():
+    class Lonely(Model):
+        def attend(self, x):
+            return torch.stack([self.attn(each, each, each)[0] for each in x])
+
+    verdict = verify(Case(Lonely, MeanSquaredError()).model, "tp2", batches(Lonely), loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+    with pytest.raises((PlanError, RankFailedError), match="attention without samples cannot gather them"):
+        verify(Case(Lonely, MeanSquaredError()).model, "tp2/sp", batches(Lonely), loss=MeanSquaredError())

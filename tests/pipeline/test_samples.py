@@ -127,6 +127,9 @@ def test_the_next_microbatch_or_batch_leaves_nothing_of_the_last(case, begun):
 @given(cases(), st.integers(0, 9))
 def test_where_a_batch_is_not_cut_every_rank_holds_all_of_it(case, num_samples):
     samples = samples_at(case, 0, 0)
+    cut = samples.ids(())
     samples.alone(num_samples)
     for rank in range(case[0].size):
         assert samples.ids((), case[0].coord(rank)) == tuple(range(num_samples))
+    samples.begin(case[2], 0, case[3])
+    assert samples.ids(()) == cut

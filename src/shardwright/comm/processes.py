@@ -164,10 +164,11 @@ def _rank_main(pickled: bytes, folder: str, left: list[str]) -> bytes:
         work, args, options = pickle.loads(pickled)
         return pickle.dumps(run_here(work, args, folder=folder, **options))
     except BaseException as failure:
-        with suppress(OSError):  # the folder is gone where the launcher is
-            failures.note_failure(folder, rank, failure)
         sys.stdout.flush()
         sys.stderr.flush()
+        with suppress(OSError):  # the folder is gone where the launcher is
+            if failures.note_failure(folder, rank, failure):
+                time.sleep(failures.LATE_LAUNCHER_S)  # it ends this rank as soon as it has seen the other's end
         os._exit(130 if isinstance(failure, ToldToStop) else 1)  # the note says all; torch would leave a file behind
 
 

@@ -49,10 +49,15 @@ from shardwright.product import (
 from shardwright.strategy import LOSS, OUTPUT, Applied, Job, Plan
 
 
-def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode) -> Applied:
-    """Changes the model and the loss as :func:`~shardwright.grid.place.place` has planned."""
+def apply(
+    job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Later | None = None
+) -> Applied:
+    """Changes the model and the loss as :func:`~shardwright.grid.place.place` has planned.
+
+    ``later`` collects the gradients of fetched weights; ``Later(ahead=0)`` puts each in place at once.
+    """
     assert job.samples is not None, "a rank knows whose samples it has in hand"
-    applying = _Applying(job, axes, plan, mode, job.samples)
+    applying = _Applying(job, axes, plan, mode, job.samples, later or Later())
     applying.everything()
     late = frozenset(
         own_names(job.model, path)["weight"]

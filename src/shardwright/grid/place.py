@@ -70,6 +70,27 @@ def place(job: Job, plan: Plan, mode: Mode) -> Plan:
     return plan
 
 
+def place_alone(job: Job, plan: Plan, mode: Mode) -> Plan:
+    """One ``nn.Linear`` as the whole model: its input lies as between layers, and so its output; copied ones come cut."""
+    layer = job.model
+    assert isinstance(layer, nn.Linear)
+    for axis in mode.axes:
+        if axis.stream == "T":
+            plan = plan.cut_inputs(axis.name, dim=0)
+    stop: States = tuple("F" if state == "C" else state for state in mode.stream)
+    placing = _Placing(job, mode, plan)
+    choice = mode.choose(
+        (Layer(layer.in_features, layer.out_features),),
+        (Boundary(0, mode.stream), Boundary(layer.out_features, stop)),
+        job.num_tokens,
+    )
+    if choice is None:
+        raise placing._too_small("", f"{layer.in_features} features to {layer.out_features}")
+    (step,) = choice.steps
+    placing._cut_weight("", step, placing._in(mode.stream, layer.in_features), placing._in(stop, layer.out_features))
+    return placing.plan
+
+
 def shared_parameters(model: nn.Module) -> set[str]:
     """The parameters with more than one use, and those of modules that two parents hold."""
     uses = Counter(name for _, _, _, name in owners(model))

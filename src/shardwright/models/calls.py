@@ -41,6 +41,7 @@ def attention_call(
 ) -> AttentionCall:
     """The call with these arguments.
 
+    >>> import torch
     >>> attention, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.zeros(3, 5, 4)
     >>> call = attention_call(attention, x, x, x)
     >>> call.num_samples, call.inputs, call.weights

@@ -155,6 +155,8 @@ class _Search:
         for node in inside - {last}:
             if not inside.issuperset(node.users):
                 raise _NoChainError  # somebody else looks at cut channels
+        if any(before in inside for node in part.firsts for before in node.all_input_nodes):
+            raise _NoChainError  # a first layer that takes another's cut output
         calls = (node for node in dict.fromkeys(part.between) if node.op == "call_module")
         between = tuple(node for node in calls if self._is_changed_by_a_cut(node))
         for node in between:

@@ -12,6 +12,7 @@ from shardwright.comm import Axis, World
 from shardwright.draws import Draws, key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
@@ -20,7 +21,18 @@ from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Executor, Samples
 from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, summed_axes
 
-__all__ = ["Run", "expected_traffic", "hollow", "make_plan", "parallelize", "place_parameters", "tokens_of", "twin"]
+__all__ = [
+    "LayerAlone",
+    "Run",
+    "expected_traffic",
+    "hollow",
+    "layer_alone",
+    "make_plan",
+    "parallelize",
+    "place_parameters",
+    "tokens_of",
+    "twin",
+]
 
 
 def parallelize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,9 +84,14 @@ def _first_values(module: nn.Module) -> Callable[[], Any] | None:
     if isinstance(module, nn.MultiheadAttention):
         return module._reset_parameters
     if isinstance(module, NonDynamicallyQuantizableLinear) and module.bias is not None:
-        return lambda: (module.reset_parameters(), nn.init.zeros_(module.bias))  # the attention sets it to zero
+        return partial(_start_without_bias, module)
     reset = getattr(module, "reset_parameters", None)
     return reset if callable(reset) else None
+
+
+def _start_without_bias(layer: nn.Linear) -> None:
+    layer.reset_parameters()
+    nn.init.zeros_(layer.bias)  # as the attention that it belongs to does
 
 
 def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:

@@ -103,8 +103,8 @@ class Product:
 
     ``take`` lists rows before features, ``give`` features before rows. ``bias_here``: of the members that hold terms
     of one output, one adds the bias. ``keep`` holds gathered operands for the backward, which otherwise gathers them
-    again. ``overlap`` lets a message travel while something is multiplied. ``ahead``, which a model's layers share, fetches
-    this layer's ``weight()`` while the layer before multiplies.
+    again. ``overlap`` lets a message travel while something is multiplied. ``ahead``, which a model's layers share,
+    fetches this layer's ``weight()`` while the layer before multiplies.
     """
 
     take: tuple[Move, ...] = ()

@@ -94,7 +94,8 @@ def _samples_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, num_heads: int) -> Tensor:
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    by_head: Tensor = x.unflatten(-1, (num_heads, -1))
+    return by_head.transpose(1, 2)
 
 
 def _project(

@@ -62,7 +62,7 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
     {'name': '0.weight', 'shape': [8, 4], 'cut': 'dim 0 over tp', 'local_shapes': [[4, 4]], 'sync': ['dp'],
      'rest': {'parameter': 'dim 0 over tp', 'gradient': 'dim 0 over tp', 'optimizer': 'dim 0 over tp'}}
     >>> found["layers"][1]["role"], found["layers"][1]["why"]
-    ('tp:k', '8 features to 4; sends 128.0 KiB for 4.1 k tokens')
+    ('tp:k', '8 features to 4; sends 64.0 KiB for 4.1 k tokens')
     """
     if layout.num_ranks > MOST_IN_ALL:
         raise LayoutError(
@@ -177,7 +177,6 @@ class _Sent:
         self.job, self.plan, self.strategies, self.inputs = job, plan, strategies, inputs
         self.num_samples = num_rows(inputs)
         self.found: dict[object, dict[str, float]] = {}
-        self.shared = plan.row_axes & {"depth", "row", "col", "tp"}  # whose members gather each other's samples
 
     def of(self, coord: Coord, held: _Held) -> dict[str, Any]:
         """The samples of the rank at ``coord``, and the bytes by strategy.

@@ -1,0 +1,128 @@
+"""One Linear on a grid by itself: its input cut, its output gathered, in any tensor-parallel mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from shardwright import grid
+from shardwright.comm import Axis, World, cut_to_whole, whole_to_cut
+from shardwright.errors import LayoutError, explain
+from shardwright.grid.mode import LinearNote
+from shardwright.layout import Layout
+from shardwright.parallelize.gradients import GradientSync
+from shardwright.parallelize.initialise import place_parameters
+from shardwright.parallelize.planning import hollow, twin
+from shardwright.parallelize.run import check_world
+from shardwright.pipeline import Rows, Samples
+from shardwright.product import Later
+from shardwright.strategies import choose
+from shardwright.strategy import NUM_TOKENS, Job, Plan, summed_axes
+
+
+class LayerAlone:
+    """This rank's part of one ``nn.Linear``, between activations that lie as the mode lays them between layers.
+
+    ``cut`` takes this rank's part of a whole input, calling the layer multiplies it, ``gather`` makes the output whole;
+    all three are differentiable. ``layer`` holds the parameters, ``plan`` says where they lie. After a backward,
+    ``sum_gradients`` adds up what other ranks know of the parameters that they share with this one.
+
+    >>> import torch, shardwright as sw
+    >>> def work(world):
+    ...     torch.manual_seed(0)
+    ...     alone = layer_alone(nn.Linear(6, 5), "tp2x2/2d", world)
+    ...     x = torch.arange(18.0).view(3, 6)
+    ...     part = alone.cut(x)
+    ...     y = alone.gather(alone(part))
+    ...     return tuple(part.shape), tuple(y.shape), tuple(alone.layer.weight.shape)
+    >>> sw.launch(work, 4, ranks="threads")[3]
+    ((1, 3), (3, 5), (2, 3))
+    """
+
+    def __init__(self, layer: nn.Linear, plan: Plan, axes: Mapping[str, Axis], samples: Samples) -> None:
+        self.layer, self.plan = layer, plan
+        self._axes, self._samples = axes, samples
+        note = plan.notes[""]
+        assert isinstance(note, LinearNote)
+        self._note = note
+        self._row_axes = [name for name in plan.mesh.axes if name in plan.row_axes]
+        self._sync = GradientSync(layer, plan, samples.coord, lambda names: axes["+".join(names)])
+
+    def cut(self, x: Tensor) -> Tensor:
+        """This rank's part of an input that every rank holds.
+
+        Shapes: x (samples, ..., in_features); returns this rank's samples and features.
+        Traffic: backward, one all-gather over each axis that cuts it.
+        """
+        self._samples.begin(x.shape[0])
+        for number, name in enumerate(self._row_axes):
+            rows: Rows = tuple(("gather", axis) for axis in reversed(self._row_axes[number + 1 :]))
+            x = whole_to_cut(x, self._axes[name], 0, self._samples.sizes(rows, name))
+        features = self._note.x
+        for number, name in enumerate(features.names):
+            sizes = features.sizes(self._samples.coord, name, over=features.names[number + 1 :])
+            x = whole_to_cut(x, self._axes[name], -1, sizes)
+        return x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The layer on this rank's part. Traffic: as its roles say, see :mod:`shardwright.product.grid`."""
+        y: Tensor = self.layer(x)
+        return y
+
+    def gather(self, y: Tensor) -> Tensor:
+        """The whole output, on every rank. Traffic: forward, one all-gather over each axis that cuts it."""
+        features, joined = self._note.y, ()
+        for name in reversed(features.names):
+            y = cut_to_whole(y, self._axes[name], -1, features.sizes(self._samples.coord, name, over=joined))
+            joined = (*joined, name)
+        rows: Rows = ()
+        for name in reversed(self._row_axes):
+            y = cut_to_whole(y, self._axes[name], 0, self._samples.sizes(rows, name))
+            rows = (*rows, ("gather", name))
+        return y
+
+    def sum_gradients(self) -> None:
+        """Sums the gradients of parameters that several ranks hold, where each has only a term. Call it once a step."""
+        for unit in self._sync.units:
+            for group in self._sync.groups[unit.name]:
+                group.start()()
+
+
+def layer_alone(
+    layer: nn.Linear, layout: Layout | str, world: World, *, num_tokens: int = NUM_TOKENS, seed: int = 0
+) -> LayerAlone:
+    """One ``nn.Linear`` under a layout of ``tp`` alone, to be called from a person's own code.
+
+    A layer on the meta device is drawn as ``parallelize`` draws it; one with values is cut as it is. Where the mode
+    copies activations (1D), the output comes cut by features: the layer is a column.
+
+    Raises: LayoutError: the layout has other axes than ``tp``, or does not fit the layer or the ranks.
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    if [factor.axis for factor in layout.factors] != ["tp"] or layout.num_microbatches > 1:
+        raise LayoutError(
+            explain(
+                "a layer alone is laid out over tp alone",
+                given=str(layout),
+                allowed="one tp factor: tp4, tp2x2/2d, tp2x2x2/3d",
+                fix="use parallelize for whole models",
+            )
+        )
+    (strategy,) = choose(layout)
+    whole = Job(hollow(layer), nn.Identity(), num_tokens)
+    plan = Plan.of(whole, layout)
+    mode = strategy.mode(plan)  # type: ignore[attr-defined]
+    plan = grid.place_alone(whole, plan, mode)
+    check_world(plan, world)
+    coord = plan.mesh.coord(world.rank)
+    samples = Samples(plan.mesh, plan.row_axes, coord)
+    job = Job(twin(layer), nn.Identity(), num_tokens, samples)
+    place_parameters(job.model, plan.compute, coord, seed, world.device)
+    axes = {name: axis.for_strategy(mode.name) for name, axis in world.axes(plan.mesh).items()}
+    for names in sorted({summed_axes(plan, name) for name in plan.compute}):
+        if len(names) > 1:
+            axes["+".join(names)] = world.axis("+".join(names), plan.mesh.groups(names)).for_strategy(mode.name)
+    grid.apply(job, axes, plan, mode, Later(ahead=0))
+    assert isinstance(job.model, nn.Linear)
+    return LayerAlone(job.model, plan, axes, samples)
