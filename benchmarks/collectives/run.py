@@ -47,10 +47,10 @@ def ways_of(call, size, axes):
 
 def measure(world, rounds):
     from shardwright.comm.axis import Axis
-    from shardwright.comm.processes import ProcessChannel
+    from shardwright.comm.transport import ProcessChannel
 
     shared = world.everyone()
-    channel = ProcessChannel(world.transport, shared.ranks, 7)
+    channel = ProcessChannel(world.transport, shared.ranks, "sockets")
     axes = {"shared": shared, "sockets": Axis("world", shared.ranks, world.rank, channel)}
     rows = []
     for label, size in SIZES.items():

@@ -114,7 +114,7 @@ class _Applying:
                 apply_multihead(self, module, note)
             elif isinstance(note, ConvolutionNote | ChannelsNote):
                 apply_convolution(module, note, self.axes)
-            if isinstance(note, LinearNote | NormNote | TableNote | ConvolutionNote | ChannelsNote):
+            if isinstance(note, LinearNote | NormNote | TableNote | ConvolutionNote | ChannelsNote | MultiheadNote):
                 guard(module, path, forwarding, readable=("in_proj_bias",))
 
     def moves(self, gatherings: Sequence[Gathering]) -> tuple[Move, ...]:

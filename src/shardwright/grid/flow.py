@@ -245,6 +245,8 @@ def follow(model: nn.Module, parts: int, chains: Sequence[Chain], kept_whole: fr
         place = walk.places.get(result.producer)
         if place is not None and walk.used.get(id(result), 0) == 0:
             flow.places[result.producer] = replace(place, gives_cut=False)
+            if place.kind == "linear" and not place.takes_cut:
+                del flow.places[result.producer]  # whole in and whole out: nothing cuts it
         else:
             flow.output_size = result.size
     return flow

@@ -29,6 +29,7 @@ from shardwright.pipeline import Rows
 from shardwright.product import Fetch, Move
 from shardwright.product.multihead import SomeHeads, multihead
 from shardwright.strategy import Activation, Job, Plan, Replicate, Shard, Traffic
+from shardwright.units import format_bytes, format_count
 
 PARTS = {True: ("in_proj_weight",), False: ("q_proj_weight", "k_proj_weight", "v_proj_weight")}
 """The projections' weights: one, or one for each of q, k and v."""
@@ -176,7 +177,9 @@ def _noted(placing: Placing, path: str, note: MultiheadNote) -> Plan:
         plan = plan.cut_activation(path, Activation(axis, 1, note.heads.size, note.heads.along(axis)))
     plan = plan.move_rows(path, note.before.rows_after)
     words = " ".join(f"{axis}:{role}" for axis, role in roles.items())
-    why = f"{note.heads.size} heads in {len(note.heads.parts)} parts: rows of q, k and v"
+    num_bytes = note.elements * plan.dtypes[note.projections[0].name].itemsize
+    why = f"{note.heads.size} heads in {len(note.heads.parts)} parts: rows of q, k and v; "
+    why += f"sends {format_bytes(num_bytes)} for {format_count(placing.job.num_tokens)} tokens"
     return plan.role(path, placing.mode.name, words, why)
 
 

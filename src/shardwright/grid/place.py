@@ -27,7 +27,7 @@ from shardwright.grid.mode import (
     gives,
     takes,
 )
-from shardwright.grid.multihead import place_multiheads
+from shardwright.grid.multihead import MultiheadNote, place_multiheads
 from shardwright.grid.overrides import overrides_of
 from shardwright.grid.roles import Boundary, Layer, States, Step, sent_elements
 from shardwright.models import CrossEntropy
@@ -51,7 +51,7 @@ from shardwright.units import format_bytes, format_count
 
 def sent(plan: Plan) -> float:
     """The elements that one rank sends in a step for all linear layers, as far as roles decide it."""
-    return sum(note.elements for note in plan.notes.values() if isinstance(note, LinearNote))
+    return sum(note.elements for note in plan.notes.values() if isinstance(note, LinearNote | MultiheadNote))
 
 
 def place(job: Job, plan: Plan, mode: Mode) -> Plan:
