@@ -264,7 +264,9 @@ def test_an_attention_cut_by_heads_equals_torchs(kind, line):
     check_equal(kind, line)
 
 
-@pytest.mark.parametrize("line", ["tp3", "dp2 tp2 mb2", "tp2x2x2/2.5d", "tp2x2x2/3d", "tp2x2/2d:summa", "tp4/sp/regather"])
+@pytest.mark.parametrize(
+    "line", ["tp3", "dp2 tp2 mb2", "tp2x2x2/2.5d", "tp2x2x2/3d", "tp2x2/2d:summa", "tp4/sp/regather"]
+)
 @pytest.mark.parametrize("kind", [PaddingAndMaskOfEachSample, ThreeInputs, DropsWeights, DropsInDimOne])
 def test_an_attention_cut_by_heads_equals_torchs_in_every_mode(kind, line):
     check_equal(kind, line)

@@ -162,6 +162,7 @@ TWO_ORDERS = (
 NO_GRADIENT = ([Layer(4, 4, False)], [Boundary(9, ("T",)), Boundary(9, ("T",))])
 
 
+@pytest.mark.xfail(strict=True, reason="sent_elements: a copied input, a weight fetched again; _moved: one order only")
 @example((*WHOLE_INPUT, grid("TTF", 2, 2, 2)), 1, False)
 @example((*TWO_ORDERS, grid("TT", 2, 3)), 1, False)
 @example((*NO_GRADIENT, grid("T", 2)), 1, True)

@@ -10,6 +10,7 @@ from shardwright.comm.autograd import (
     whole_to_cut,
 )
 from shardwright.comm.axis import Axis, Call, Pending
+from shardwright.comm.exchange import Link
 from shardwright.comm.launch import launch, run_on_threads
 from shardwright.comm.recorder import Record, Recorder, ring_factor, total_bytes
 from shardwright.comm.world import World
@@ -17,6 +18,7 @@ from shardwright.comm.world import World
 __all__ = [
     "Axis",
     "Call",
+    "Link",
     "Pending",
     "Record",
     "Recorder",

@@ -6,6 +6,8 @@ travels in the line itself.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import mmap
 import os
 import select
@@ -14,6 +16,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +31,7 @@ INLINE_BYTES = 4096
 POST, SUMMED, READ, NEW = 1, 2, 3, 4
 """What a message says: here are bytes; my part is summed; your block is read; this is a block of mine."""
 
-_HEADER = struct.Struct("<IQQQQ")  # kind, channel, number, block, bytes
+_HEADER = struct.Struct("<IQQQQQ")  # kind, channel, number, block, bytes, when it arrives (ns of the machine's clock)
 _LEAST_BLOCK_BYTES = 2**16
 _LONGEST_FOLDER = 52  # bytes: a local socket's path may have 103, and what comes after the folder up to 50
 
@@ -50,6 +53,29 @@ def folder_for_sockets() -> str:
             fix="set TMPDIR to a folder with a shorter path that can be written",
         )
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A slow link to emulate: what a rank says arrives after ``latency_s`` and its bytes, one message after the other.
+
+    >>> Link(latency_s=0.001, bytes_per_s=1e9).latency_s
+    0.001
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.latency_s >= 0 and self.bytes_per_s > 0):
+            raise PlanError(
+                explain(
+                    "no link is like this",
+                    given=str(self),
+                    allowed="a latency of 0 s or more, more than 0 bytes per second",
+                    fix="write Link(latency_s=0.001, bytes_per_s=1e9)",
+                )
+            )
 
 
 class Posted(NamedTuple):
@@ -87,8 +113,10 @@ class Exchange:
     what was said to it meanwhile, so no circle of full lines can form.
     """
 
-    def __init__(self, rank: int, folder: Path, timeout_s: float) -> None:
-        self.rank, self.folder, self.timeout_s = rank, folder, timeout_s
+    def __init__(self, rank: int, folder: Path, timeout_s: float, link: Link | None = None) -> None:
+        self.rank, self.folder, self.timeout_s, self.link = rank, folder, timeout_s, link
+        self._link_free_ns = 0
+        self._under_way: list[tuple[int, int, tuple[int, int, int, int], Posted]] = []  # a heap, by arrival
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(folder / str(rank)))
         self.listener.listen(1024)
@@ -103,6 +131,7 @@ class Exchange:
         self._known: set[tuple[int, int]] = set()
         self._ears = select.poll()
         self._by_handle: dict[int, int] = {}
+        self._order = itertools.count()
 
     def connect(self, ranks: Sequence[int]) -> None:
         """Meets these ranks, which do the same: the higher one calls, the lower one answers."""
@@ -124,13 +153,19 @@ class Exchange:
         self._by_handle[line.fileno()] = peer
         self._ears.register(line.fileno(), select.POLLIN)
 
-    def post(self, channel: int, number: int, tensors: Sequence[Tensor], to: Sequence[int]) -> int:
-        """Tells these ranks the bytes of some tensors, one after the other; returns the block, -1 for none."""
+    def post(
+        self, channel: int, number: int, tensors: Sequence[Tensor], to: Sequence[int], sent: int | None = None
+    ) -> int:
+        """Tells these ranks the bytes of some tensors, one after the other; returns the block, -1 for none.
+
+        ``sent`` is how many bytes they read together: each all of them, when left out.
+        """
         num_bytes = sum(tensor.nbytes for tensor in tensors)
+        arrival = self._arrival_ns(num_bytes * len(to) if sent is None else sent)
         if num_bytes <= INLINE_BYTES:
             data = b"".join(_bytes_of(tensor) for tensor in tensors)
             for peer in to:
-                self._send(peer, _HEADER.pack(POST, channel, number, 0, num_bytes) + data)
+                self._send(peer, _HEADER.pack(POST, channel, number, 0, num_bytes, arrival) + data)
             return -1
         place = self._take(num_bytes)
         block, offset = self.blocks[place], 0
@@ -140,12 +175,21 @@ class Exchange:
         self._unread[place] = len(to)
         for peer in to:
             self._introduce(peer, place)
-            self._send(peer, _HEADER.pack(POST, channel, number, place, num_bytes))
+            self._send(peer, _HEADER.pack(POST, channel, number, place, num_bytes, arrival))
         return place
 
-    def tell(self, peer: int, kind: int, channel: int, number: int, block: int = 0) -> None:
-        """One word to a peer."""
-        self._send(peer, _HEADER.pack(kind, channel, number, block, 0))
+    def tell(self, peer: int, kind: int, channel: int, number: int, block: int = 0, read: int = 0) -> None:
+        """One word to a peer, which then reads so many bytes."""
+        arrival = self._arrival_ns(read) if read else 0
+        self._send(peer, _HEADER.pack(kind, channel, number, block, 0, arrival))
+
+    def _arrival_ns(self, num_bytes: int) -> int:
+        """When a message that begins now is there: behind those before it. 0: at once."""
+        if self.link is None:
+            return 0
+        begin = max(time.monotonic_ns(), self._link_free_ns)
+        self._link_free_ns = begin + int(num_bytes / self.link.bytes_per_s * 1e9)
+        return self._link_free_ns + int(self.link.latency_s * 1e9)
 
     def hear(self, peer: int, kind: int, channel: int, number: int) -> Posted:
         """What a peer said about a call; waits until it does."""
@@ -203,7 +247,7 @@ class Exchange:
         if (peer, place) not in self._known:
             self._known.add((peer, place))
             block = self.blocks[place]
-            self._send(peer, _HEADER.pack(NEW, 0, 0, place, block.num_bytes), block.handle)
+            self._send(peer, _HEADER.pack(NEW, 0, 0, place, block.num_bytes, 0), block.handle)
 
     def _send(self, peer: int, data: bytes, handle: int | None = None) -> None:
         line, end = self.peers[peer], time.monotonic() + self.timeout_s
@@ -221,8 +265,12 @@ class Exchange:
 
     def _listen(self, wait_s: float) -> bool:
         """Takes in what any peer has said; False when nobody said anything for so long."""
-        heard = False
-        for handle, _ in self._ears.poll(int(wait_s * 1000)):
+        heard = self._deliver()
+        if self._under_way and not heard:
+            wait_s = min(wait_s, max(0.0, (self._under_way[0][0] - time.monotonic_ns()) / 1e9))
+        if 0 < wait_s < 0.001:
+            time.sleep(wait_s)  # poll counts whole milliseconds
+        for handle, _ in self._ears.poll(0 if heard else int(wait_s * 1000)):
             peer = self._by_handle[handle]
             try:
                 self._take_in(peer, self.peers[peer])
@@ -230,7 +278,21 @@ class Exchange:
                 self.lost.add(peer)  # what it said before is kept; whoever waits for more is told
                 self._ears.unregister(handle)
             heard = True
-        return heard
+        return self._deliver() or heard
+
+    def _deliver(self) -> bool:
+        """Hands over what has arrived by now of what was under way."""
+        delivered = False
+        while self._under_way and self._under_way[0][0] <= time.monotonic_ns():
+            _, _, key, posted = heapq.heappop(self._under_way)
+            self._say(key, posted)
+            delivered = True
+        return delivered
+
+    def _say(self, key: tuple[int, int, int, int], posted: Posted) -> None:
+        self.said[key] = posted
+        if key[1] == POST and key[2:] in self.when_posted:
+            self.when_posted[key[2:]]()
 
     def _take_in(self, peer: int, line: socket.socket) -> None:
         """One message of a peer."""
@@ -238,16 +300,18 @@ class Exchange:
         if not header:
             raise ConnectionResetError
         header += _exactly(line, _HEADER.size - len(header))
-        kind, channel, number, place, num_bytes = _HEADER.unpack(header)
+        kind, channel, number, place, num_bytes, arrival_ns = _HEADER.unpack(header)
         if kind == NEW:
             self.theirs[peer, place] = Block(handles[0], num_bytes)
         elif kind == READ:
             self.release(place)
         else:
             inline = _exactly(line, num_bytes) if kind == POST and num_bytes <= INLINE_BYTES else b""
-            self.said[peer, kind, channel, number] = Posted(place, num_bytes, inline)
-            if kind == POST and (channel, number) in self.when_posted:
-                self.when_posted[channel, number]()
+            key, posted = (peer, kind, channel, number), Posted(place, num_bytes, inline)
+            if arrival_ns:
+                heapq.heappush(self._under_way, (arrival_ns, next(self._order), key, posted))
+            else:
+                self._say(key, posted)
 
 
 class LostError(Exception):

@@ -25,6 +25,8 @@ GRACE_S = 0.3
 LATE_LAUNCHER_S = 2.0
 """How long it waits beyond that, if the partner has gone without a word, for the launcher to see how that one ended."""
 
+_LATE_END_S = 1.0
+
 
 class LostPartnerError(CommunicationError):
     """A call that did not complete: another rank stopped, or did not come in time."""
@@ -55,23 +57,30 @@ def note_start(folder: str, rank: int) -> None:
 
 def note_failure(folder: str, rank: int, failure: BaseException) -> list[int]:
     """Writes down why this rank ends, and which ranks have ended without a word; returns these."""
-    gone = []
-    if isinstance(failure, LostPartnerError):
-        for path in Path(folder).glob("*.pid"):
-            other = int(path.stem)
-            if not _is_alive(int(path.read_text())) and not (Path(folder) / f"{other}.failure").exists():
-                gone.append(other)
+    gone = _gone(Path(folder)) if isinstance(failure, LostPartnerError) else []
     text = "".join(traceback.format_exception(failure))
     try:
         pickled = pickle.dumps(failure)
         pickle.loads(pickled)
     except Exception:  # any class may refuse to be pickled; its text is enough
         failure = RuntimeError(str(failure))
-    note = _Note(rank, time.time(), failure, text, tuple(sorted(gone)))
+    note = _Note(rank, time.time(), failure, text, tuple(gone))
     path = Path(folder) / f"{rank}.failure"
     path.with_suffix(".part").write_bytes(pickle.dumps(note))
     path.with_suffix(".part").rename(path)
     return gone
+
+
+def _gone(folder: Path) -> list[int]:
+    """The ranks that have ended without a word; waits a little until there is one, or one that has said why it ends."""
+    end = time.monotonic() + _LATE_END_S
+    while True:
+        pids = {int(path.stem): int(path.read_text()) for path in folder.glob("*.pid")}
+        told = {int(path.stem) for path in folder.glob("*.failure")}
+        gone = sorted(rank for rank, pid in pids.items() if rank not in told and not _is_alive(pid))
+        if gone or told or time.monotonic() > end:
+            return gone
+        time.sleep(0.05)
 
 
 def _is_alive(pid: int) -> bool:

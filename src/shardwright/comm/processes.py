@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm import failures
-from shardwright.comm.exchange import folder_for_sockets
+from shardwright.comm.exchange import Link, folder_for_sockets
 from shardwright.comm.failures import ToldToStop
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.transport import Links, ProcessTransport
@@ -42,7 +42,7 @@ PRELOADED = ("shardwright", "shardwright.comm.processes", "torch._dynamo", "torc
 
 def run_here(
     work: Callable[..., T], args: Sequence[Any], *, debug: bool = False, timeout_s: float = DEFAULT_TIMEOUT_S,
-    device: str = "auto", links: Links = "auto", folder: str | None = None,
+    device: str = "auto", links: Links = "auto", folder: str | None = None, link: Link | None = None,
 ) -> T:  # fmt: skip
     """Runs ``work`` in this process as the rank that the environment says (``RANK``, ``WORLD_SIZE``, ...).
 
@@ -55,7 +55,7 @@ def run_here(
     dist.init_process_group(backend, timeout=timeout)
     recorder = Recorder()
     witness = Witness(rank, timeout_s) if debug else None
-    transport = ProcessTransport(rank, size, recorder, timeout, witness, links, folder)
+    transport = ProcessTransport(rank, size, recorder, timeout, witness, links, folder, link)
     try:
         result = work(World(rank, size, place, transport, recorder), *args)
     except CommunicationError:
@@ -83,7 +83,7 @@ def _device(wanted: str, local_rank: int, num_local: int) -> tuple[torch.device,
 
 def run_processes(
     work: Callable[..., T], num_ranks: int, args: Sequence[Any], *, debug: bool = False,
-    timeout_s: float = DEFAULT_TIMEOUT_S, device: str = "auto", links: Links = "auto",
+    timeout_s: float = DEFAULT_TIMEOUT_S, device: str = "auto", links: Links = "auto", link: Link | None = None,
 ) -> list[T]:  # fmt: skip
     """Starts the ranks on this machine through torch's elastic launcher, as ``torchrun`` does.
 
@@ -104,7 +104,7 @@ def run_processes(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links}
+    options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links, "link": link}
     base = folder_for_sockets()
     _start_server(base)
     with tempfile.TemporaryDirectory(prefix="shardwright-", dir=base) as folder, _quiet():

@@ -54,7 +54,7 @@ class SharedChannel:
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         number = self._begin(call, num_bytes)
         if len(self.ranks) > 2 and num_bytes > INLINE_BYTES:
-            place = self._post(call, number, tensors, self.others)
+            place = self._post(call, number, tensors, self.others, num_bytes - num_bytes // len(self.ranks))
             with self._naming(call):
                 under_way = Sum(self.exchange, self.ranks, (self.number, number), tensors, op, place)
             return self._pending(call, under_way.finish)
@@ -89,7 +89,8 @@ class SharedChannel:
     def reduce_scatter(self, call: Call, out: Tensor, parts: list[Tensor]) -> Pending[Tensor]:
         """See :class:`~shardwright.comm.axis.Channel`."""
         number = self._begin(call, sum(part.nbytes for part in parts))
-        self._post(call, number, parts, self.others)
+        sent = sum(part.nbytes for part in parts) - out.nbytes
+        self._post(call, number, parts, self.others, sent)
         before = sum(part.nbytes for part in parts[: self.index])
 
         def finish() -> Tensor:
@@ -181,9 +182,11 @@ class SharedChannel:
         self._num_calls += 1
         return self._num_calls
 
-    def _post(self, call: Call, number: int, tensors: Sequence[Tensor], to: Sequence[int]) -> int:
+    def _post(
+        self, call: Call, number: int, tensors: Sequence[Tensor], to: Sequence[int], sent: int | None = None
+    ) -> int:
         with self._naming(call):
-            return self.exchange.post(self.number, number, tensors, to)
+            return self.exchange.post(self.number, number, tensors, to, sent)
 
     def _pending(self, call: Call, finish: Callable[[], T]) -> Pending[T]:
         def checked() -> T:

@@ -56,7 +56,7 @@ class Sum:
             combine(total, self.blocks[rank][mine], self.op)
         self.own[mine].copy_(total)
         for rank in self.others:
-            exchange.tell(rank, SUMMED, *key)
+            exchange.tell(rank, SUMMED, *key, read=total.nbytes)
 
     def _has_posted(self, rank: int) -> bool:
         return bool(self.posted) or (rank, POST, *self.key) in self.exchange.said

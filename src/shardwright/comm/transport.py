@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.axis import Call, Channel, Pending
-from shardwright.comm.exchange import Exchange, folder_for_sockets
+from shardwright.comm.exchange import Exchange, Link, folder_for_sockets
 from shardwright.comm.failures import LostPartnerError
 from shardwright.comm.recorder import Record, Recorder
 from shardwright.comm.shared import SharedChannel
 from shardwright.comm.witness import Witness
-from shardwright.errors import CommunicationError, explain
+from shardwright.errors import CommunicationError, PlanError, explain
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class ProcessTransport:
 
     def __init__(
         self, rank: int, size: int, recorder: Recorder, timeout: timedelta, witness: Witness | None, links: Links,
-        folder: str | None = None,
+        folder: str | None = None, link: Link | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.recorder, self.timeout, self.witness = rank, recorder, timeout, witness
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(size)): dist.group.WORLD}
@@ -57,7 +57,16 @@ class ProcessTransport:
         self._names: dict[int, str] = {}
         self._sent: list[tuple[Any, Tensor]] = []
         self._hosts = _tell_hosts(rank, size) if links == "auto" and size > 1 and not _is_nccl() else {}
-        self._exchange = _exchange(rank, self._hosts, timeout, folder) if self._hosts else None
+        if link is not None and size > 1 and len(set(self._hosts.values())) != 1:
+            raise PlanError(
+                explain(
+                    "a slow link is emulated between ranks that share a machine's memory",
+                    given=f"{size} ranks, links='{links}'",
+                    allowed="ranks of one machine on the host's processors, links='auto'",
+                    fix="leave out link",
+                )
+            )
+        self._exchange = _exchange(rank, self._hosts, timeout, folder, link) if self._hosts else None
 
     def group(self, ranks: tuple[int, ...]) -> Any:
         """The process group of these ranks, made by its members at its first use."""
@@ -152,14 +161,14 @@ def _tell_hosts(rank: int, size: int) -> dict[int, str]:
     return {other: store.get(f"host/{other}").decode() for other in range(size)}
 
 
-def _exchange(rank: int, hosts: dict[int, str], timeout: timedelta, inside: str | None) -> Exchange:
+def _exchange(rank: int, hosts: dict[int, str], timeout: timedelta, inside: str | None, link: Link | None) -> Exchange:
     """This rank's side of its machine's shared memory; the lowest rank of a machine makes the folder to meet in."""
     store = dist.distributed_c10d._get_default_store()
     first = min(other for other, host in hosts.items() if host == hosts[rank])
     if rank == first:
         store.set(f"folder/{first}", tempfile.mkdtemp(prefix="shardwright-", dir=inside or folder_for_sockets()))
     folder = Path(store.get(f"folder/{first}").decode())
-    exchange = Exchange(rank, folder, timeout.total_seconds())
+    exchange = Exchange(rank, folder, timeout.total_seconds(), link)
     here = [other for other, host in hosts.items() if host == hosts[rank]]
     store.set(f"listens/{rank}", "yes")
     store.wait([f"listens/{other}" for other in here])

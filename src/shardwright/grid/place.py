@@ -71,7 +71,7 @@ def place(job: Job, plan: Plan, mode: Mode) -> Plan:
 
 
 def place_alone(job: Job, plan: Plan, mode: Mode) -> Plan:
-    """One ``nn.Linear`` as the whole model: its input lies as between layers, and so its output; copied ones come cut."""
+    """One ``nn.Linear`` as the whole model: input and output lie as between layers, but what was copied comes cut."""
     layer = job.model
     assert isinstance(layer, nn.Linear)
     for axis in mode.axes:

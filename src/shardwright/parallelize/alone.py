@@ -72,7 +72,8 @@ class LayerAlone:
 
     def gather(self, y: Tensor) -> Tensor:
         """The whole output, on every rank. Traffic: forward, one all-gather over each axis that cuts it."""
-        features, joined = self._note.y, ()
+        features = self._note.y
+        joined: tuple[str, ...] = ()
         for name in reversed(features.names):
             y = cut_to_whole(y, self._axes[name], -1, features.sizes(self._samples.coord, name, over=joined))
             joined = (*joined, name)
