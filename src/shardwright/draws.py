@@ -198,20 +198,27 @@ def _keyed_multihead(module: nn.MultiheadAttention, drop: Dropper) -> Callable[.
             return functional.scaled_dot_product_attention(q, k, v, mask, p, causal)
         return attend_dropping(q, k, v, mask, causal=causal, drop=lambda weights: drop(weights, p))
 
-    attention = _with_names(
+    attention = with_names(
         functional.multi_head_attention_forward,
         dropout=dropout,
         scaled_dot_product_attention=attend,
         has_torch_function=lambda _: False,  # or else whoever looks at calls is handed torch's own again
     )
     names = SimpleNamespace(**{**vars(functional), "multi_head_attention_forward": attention})
-    return partial(_with_names(nn.MultiheadAttention.forward, F=names), module)
+    return partial(with_names(nn.MultiheadAttention.forward, F=names), module)
 
 
-def _with_names(function: Any, **names: Any) -> FunctionType:
-    """The same code, in which these global names mean something else."""
-    assert names.keys() <= {*function.__code__.co_names}, f"this torch's {function.__name__} calls others"
-    copied = FunctionType(function.__code__, {**function.__globals__, **names}, argdefs=function.__defaults__)
+def with_names(function: Any, **names: Any) -> FunctionType:
+    """The same code, in which these global names mean something else.
+
+    >>> def count(things):
+    ...     return len(things)
+    >>> with_names(count, len=sum)([1, 2]), count([1, 2])
+    (3, 2)
+    """
+    code, known = function.__code__, {**function.__globals__, **names}
+    assert names.keys() <= {*code.co_names}, f"this torch's {function.__name__} calls others"
+    copied = FunctionType(code, known, argdefs=function.__defaults__, closure=function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
 

@@ -33,7 +33,6 @@ from shardwright.strategy import Job
 from shardwright.verify import verify
 
 
-
 def is_worth_it(strategy, size, case):
     """Every case where all axes of a strategy are longer than one rank; two cases on fewer ranks."""
     return strategy.default or size >= whole_size(strategy) or case in (DEEP, GPT2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ class Attending(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(31, WIDTH)
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.attentions = nn.ModuleList(nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True) for _ in range(2))
+        kind = partial(nn.MultiheadAttention, WIDTH, 4, dropout=0.1, batch_first=True)
+        self.attentions = nn.ModuleList([kind(), kind()])
         self.head = nn.Linear(WIDTH, 31)
 
     def forward(self, tokens):
@@ -43,6 +45,25 @@ class Attending(nn.Module):
             attended, _ = attention(h, h, h, attn_mask=hidden, need_weights=False)
             x = x + attended
         return self.head(x)
+
+
+class Translating(nn.Module):
+    """As torch's example has it: samples in dim 1, and so without dropout, which wants to know each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(31, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 20, dropout=0.0)
+        encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)  # as it would be all the same, unwarned
+        self.transformer = nn.Transformer(WIDTH, 4, 1, 1, 20, dropout=0.0, custom_encoder=encoder)
+        self.head = nn.Linear(WIDTH, 31)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = x.transpose(0, 1)
+        hidden = nn.Transformer.generate_square_subsequent_mask(TOKENS, x.device, x.dtype)
+        x = self.transformer(torch.tanh(x), x.roll(1, 0), tgt_mask=hidden, tgt_is_causal=True)
+        return self.head(x.transpose(0, 1))
 
 
 class Block(nn.Module):
@@ -93,8 +114,9 @@ def twice(before: int, after: int) -> nn.Module:
 
 
 class UNet(nn.Module):
-    def __init__(self):
+    def __init__(self, gated: bool = False):
         super().__init__()
+        self.gate = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8), nn.Sigmoid()) if gated else None
         self.down1, self.down2, self.bottom = twice(2, 4), twice(4, 6), twice(6, 8)
         self.pool = nn.MaxPool2d(2)
         self.up2, self.merge2 = nn.ConvTranspose2d(8, 6, 2, stride=2), twice(12, 6)
@@ -104,14 +126,17 @@ class UNet(nn.Module):
     def forward(self, images):
         first = self.down1(images)
         second = self.down2(self.pool(first))
-        x = self.up2(self.bottom(self.pool(second)))
+        x = self.bottom(self.pool(second))
+        if self.gate is not None:
+            x = x * self.gate(x.mean(dim=(2, 3)))[:, :, None, None]
+        x = self.up2(x)
         x = self.up1(self.merge2(torch.cat([x, second], dim=1)))
         return self.out(self.merge1(torch.cat([x, first], dim=1)))
 
 
 @dataclass(frozen=True, eq=False)
 class Theirs:
-    """A model of others, what it sees, and the layers that are cut wherever weights are."""
+    """A model of others, what it sees, and the weights that are cut in every mode; none: it may be refused."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -120,7 +145,6 @@ class Theirs:
     num_classes: int = 0
     num_tokens: int = 0
     cut: tuple[str, ...] = ()
-    refused: tuple[str, ...] = field(default=())
 
     @property
     def model(self) -> nn.Module:
@@ -150,9 +174,11 @@ class Theirs:
         return self.name
 
 
+LAYER = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+
+
 def _layers(prefix: str) -> tuple[str, ...]:
-    names = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
-    return tuple(f"{prefix}.{n}.{name}" for n in range(2) for name in names)
+    return tuple(f"{prefix}.{n}.{name}" for n in range(2) for name in LAYER)
 
 
 THEIRS = [
@@ -167,8 +193,25 @@ THEIRS = [
         cut=tuple(f"blocks.{n}.{name}.weight" for n in range(3) for name in ("fc1", "fc2")),
     ),
     Theirs("vision transformer", VisionTransformer, (3, 8, 8), (), num_classes=CLASSES, cut=_layers("encoder.layers")),
+    Theirs(
+        "encoder and decoder", Translating, (TOKENS,), (TOKENS,), num_classes=31, num_tokens=31,
+        cut=(
+            *(f"transformer.encoder.layers.0.{name}" for name in LAYER), "head.weight",
+            *(f"transformer.decoder.layers.0.{name}" for name in (*LAYER, "multihead_attn.in_proj_weight")),
+        ),
+    ),
     Theirs("u-net", UNet, (2, 8, 8), (3, 8, 8)),
+    Theirs("u-net with a gate", lambda: UNet(gated=True), (2, 8, 8), (3, 8, 8), cut=("gate.0.weight", "gate.2.weight")),
 ]  # fmt: skip
+
+
+def lays_out(job: Job, line: str) -> bool:
+    try:
+        make_plan(job, Layout.parse(line))
+    except LayoutError:
+        return False
+    return True
+
 
 LINES = ["tp2", "tp3", "tp4/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d", "dp2 tp2"]
 
@@ -176,27 +219,32 @@ LINES = ["tp2", "tp3", "tp4/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d", "dp2 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("theirs", THEIRS, ids=str)
 def test_a_model_of_others_equals_one_device(theirs, line):
-    try:
-        plan, _ = make_plan(Job(theirs.model, theirs.loss), Layout.parse(line))
-    except LayoutError as refusal:
-        assert theirs.name == "u-net", refusal
-        assert all(word in str(refusal) for word in ("given:", "allowed:", "fix:"))
+    job = Job(theirs.model, theirs.loss)
+    if not theirs.cut and not lays_out(job, line):
+        with pytest.raises(
+            LayoutError, match=r"no layer of the model can be cut(.|\n)*allowed:(.|\n)*fix:"
+        ):
+            make_plan(job, Layout.parse(line))
         return
+    plan, _ = make_plan(job, Layout.parse(line))
     uncut = [name for name in theirs.cut if not set(plan.compute[name].axes) - {"dp"}]
     assert not uncut, {name: plan.roles[name.rpartition(".")[0]] for name in uncut}
     verdict = verify(theirs.model, line, theirs.batches, loss=theirs.loss)
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", ["dp2", "dp3 mb2"])
 @pytest.mark.parametrize("theirs", THEIRS, ids=str)
+def test_a_model_of_others_that_is_only_copied_equals_one_device(theirs, line):
+    verdict = verify(theirs.model, line, theirs.batches, loss=theirs.loss)
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2x2/2d", "tp2x2x2/3d"])
+@pytest.mark.parametrize("theirs", [theirs for theirs in THEIRS if theirs.cut], ids=str)
 def test_show_says_of_every_layer_what_was_done_and_why(theirs, line):
     job = Job(theirs.model, theirs.loss)
-    try:
-        description = describe(job, Layout.parse(line))
-    except LayoutError:
-        assert theirs.name == "u-net"
-        return
+    description = describe(job, Layout.parse(line))
     told = {layer["module"]: layer for layer in description["layers"]}
     for path, module in job.model.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
@@ -206,5 +254,4 @@ def test_show_says_of_every_layer_what_was_done_and_why(theirs, line):
     for name in theirs.cut:
         assert shapes[name]["local_shapes"] != [shapes[name]["shape"]], name
     text = show_text(description, width=200)
-    for layer in told.values():
-        assert layer["role"] in text
+    assert not [layer["role"] for layer in told.values() if layer["role"] not in text]

@@ -22,6 +22,7 @@ from contract.cases import (
     check_traffic,
 )
 from shardwright import Layout, launch, load, parallelize, save
+from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.errors import LayoutError
 from shardwright.models import CrossEntropy
 from shardwright.models.convolution_chains import find_convolution_chains
@@ -147,8 +148,9 @@ def joined():
 
 def lines():
     return nn.Sequential(
-        nn.Conv1d(4, 6, 3, dilation=2, bias=False), nn.BatchNorm1d(6, momentum=None), nn.MaxPool1d(2), nn.Dropout(0.2),
-        nn.Conv1d(6, 5, 2, stride=2), nn.Flatten(), nn.BatchNorm1d(15, track_running_stats=False), nn.Linear(15, 5),
+        nn.BatchNorm1d(4), nn.Conv1d(4, 6, 3, dilation=2, bias=False), nn.BatchNorm1d(6, momentum=None),
+        nn.MaxPool1d(2), nn.Dropout(0.2), nn.Conv1d(6, 5, 2, stride=2), nn.Flatten(),
+        nn.BatchNorm1d(15, track_running_stats=False), nn.Linear(15, 5),
     )  # fmt: skip
 
 
@@ -282,6 +284,7 @@ def test_a_chain_sends_one_sum_forward_and_one_backward():
         lambda c: nn.PReLU(c),
         lambda c: nn.Flatten(2),
         lambda c: nn.utils.parametrizations.weight_norm(nn.Conv2d(c, c, 1)),
+        lambda c: nn.utils.spectral_norm(nn.Conv2d(c, c, 1)),
         lambda c: nn.ConvTranspose2d(c, c, 1),
     ],
 )
@@ -317,6 +320,17 @@ class FirstOfAFirst(Twice):
         return self.two(y * self.three(y))
 
 
+class OneGate(Twice):
+    """One channel weighs all others: each rank would need it."""
+
+    def __init__(self):
+        super().__init__()
+        self.three = nn.Conv2d(4, 1, 1)
+
+    def forward(self, x):
+        return self.two(self.one(x) * self.three(x))
+
+
 class WeightRead(Twice):
     def forward(self, x):
         return self.two(self.one(x)) * self.one.weight.mean()
@@ -327,25 +341,31 @@ class MemoryFormat(Twice):
         return self.two(self.one(x.to(self.one.weight.dtype)))
 
 
-@pytest.mark.parametrize("kind", [Twice, SeenFromOutside, FirstOfAFirst, WeightRead, MemoryFormat])
+@pytest.mark.parametrize("kind", [Twice, SeenFromOutside, FirstOfAFirst, OneGate, WeightRead, MemoryFormat])
 def test_a_chain_that_somebody_else_looks_into_stays_whole(kind):
     assert find_convolution_chains(nn.Sequential(kind(), nn.ReLU())) == ()
+
+
+class Branching(nn.Module):
+    """Its own code cannot be traced, and that of its block can."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block(4, 8)
+
+    def forward(self, x):
+        return self.block(x) if x.sum() < 1e9 else x
 
 
 def test_a_shared_layer_stays_whole():
     conv = nn.Conv2d(4, 4, 1)
     assert find_convolution_chains(nn.Sequential(conv, nn.ReLU(), conv, nn.Conv2d(4, 4, 1))) == ()
+    model = Branching()
+    model.again = model.block.conv1  # whoever holds it may call it
+    assert find_convolution_chains(model) == ()
 
 
 def test_chains_are_found_inside_a_model_that_cannot_be_traced():
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Block(4, 8)
-
-        def forward(self, x):
-            return self.block(x) if x.sum() < 1e9 else x
-
     (chain,) = find_convolution_chains(Branching())
     assert (chain.firsts, chain.between, chain.last) == (("block.conv1",), ("block.norm1",), "block.conv2")
 
@@ -401,6 +421,9 @@ def test_cut_statistics_are_saved_whole_and_loaded_under_any_layout(tmp_path, li
     saved = buffers_after_two_steps("dp2 tp2", RESNET, tmp_path)
     assert any(pieces is not None for _, pieces in saved[0].values())
     expected = on_one_device(RESNET)
+    manifest = read_manifest(next(tmp_path.glob("step-*")))
+    stored = manifest.tensors["3.norm1.running_mean"][2]
+    assert sorted((each.box.start, each.box.stop) for each in stored) == [((0,), (2,)), ((2,), (3,))]  # each once
 
     def work(world):
         run = parallelize(RESNET.model, line, world)

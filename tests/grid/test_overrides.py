@@ -1,4 +1,4 @@
-"""Roles that a person gives to single layers: they go before what is found out, and are refused where they cannot be."""
+"""Roles that a person gives to single layers: they go before what is found out, or are refused."""
 
 from __future__ import annotations
 

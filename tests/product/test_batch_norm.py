@@ -146,6 +146,18 @@ def test_at_a_mean_of_a_million_no_digit_is_lost_that_one_device_keeps():
         assert (mine - right).abs().max() <= (theirs - right).abs().max() + floor
 
 
+def test_a_constant_channel_has_itself_as_its_mean_to_the_last_bit_and_no_variance():
+    values = torch.linspace(1e5, 1e6, 50)
+
+    def share(axes):
+        norm = nn.BatchNorm1d(50, momentum=1.0)
+        share_statistics([norm], [axes["dp"]])
+        norm(values.expand([3, 2, 2][axes["dp"].index], 50))
+        return torch.equal(norm.running_mean, values), float(norm.running_var.max())
+
+    assert run_on_threads(Mesh(dp=3), share) == [(True, 0.0)] * 3  # a mean of means would be off by a bit
+
+
 def test_single_precision_is_as_exact_as_on_one_device():
     compare("2d", {}, UNEVEN, dtype=torch.float32, tolerance=1e-5)
 

@@ -107,6 +107,7 @@ def test_a_rank_without_an_output_still_gives_its_rows():
 def test_padding_wider_than_the_kernel_is_zeros_for_some_outputs():
     check_convolution((2, 1, 1), kernel=1, padding=3)
     check_convolution((2, 1, 1), kernel=3, padding=5, stride=2)
+    check_convolution((1, 1, 1, 1), kernel=1, padding=5)  # the last rank's outputs read nothing of the picture
 
 
 def test_columns_can_be_cut_and_groups_kept():

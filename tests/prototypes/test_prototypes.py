@@ -29,8 +29,8 @@ def batches(batch, steps=2):
     "line",
     [
         "dp2/zero3", "dp3/zero3 mb2", "dp2/zero3 tp2", "pp2 mb3", "pp3 mb4", "pp2 tp2 mb2", "pp2 dp2 mb2",
-        "pp2 dp2/zero3 mb2", "pp2 dp2/zero3 tp2 mb2", "pp3 tp2", "pp2 tp2/sp mb2", "pp2 tp2x2/2d mb2", "pp3 tp2x1x2/2.5d",
-        "pp2 tp2x2x2/3d mb2", "dp2/zero3 tp2x2/2d",
+        "pp2 dp2/zero3 mb2", "pp2 dp2/zero3 tp2 mb2", "pp3 tp2", "pp2 tp2/sp mb2", "pp2 tp2x2/2d mb2",
+        "pp3 tp2x1x2/2.5d", "pp2 tp2x2x2/3d mb2", "dp2/zero3 tp2x2/2d",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("style", ["gpt2", "llama"])

@@ -49,9 +49,7 @@ from shardwright.product import (
 from shardwright.strategy import LOSS, OUTPUT, Applied, Job, Plan
 
 
-def apply(
-    job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Later | None = None
-) -> Applied:
+def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Later | None = None) -> Applied:
     """Changes the model and the loss as :func:`~shardwright.grid.place.place` has planned.
 
     ``later`` collects the gradients of fetched weights; ``Later(ahead=0)`` puts each in place at once.

@@ -124,7 +124,7 @@ class _Walk:
             place = self.places[path]
             return self.new(cut=place.gives_cut, size=place.size, producer=path)
         if path == self.head:
-            self.note(path, Place("linear", x.cut, False, x.size))
+            self.note(path, Place("linear", x.cut, False, x.size, x.is_input))
             return self.new()
         if is_exactly(module, Attention):
             return self._layer(path, "attention", x, module.o.out_features, may_cut)  # type: ignore
@@ -146,14 +146,14 @@ class _Walk:
 
     def _open_chain(self, row: str, x: Value, may_cut: bool) -> None:
         size = int(self.model.get_submodule(row).out_features)  # type: ignore[arg-type]
-        self.note(row, Place("chain", x.cut, may_cut and size >= self.parts, size))
+        self.note(row, Place("chain", x.cut, may_cut and size >= self.parts, size, x.is_input))
 
     def _layer(self, path: str, kind: Literal["linear", "attention"], x: Value, size: int, may_cut: bool) -> Value:
         if size < self.parts:
             return self._gate(path, [x])
         if kind == "linear" and not (may_cut or x.cut):
             return self.new()
-        self.note(path, Place(kind, x.cut, may_cut, size))
+        self.note(path, Place(kind, x.cut, may_cut, size, x.is_input))
         return self.new(cut=may_cut, size=size, producer=path)
 
     def _table(self, path: str, table: nn.Embedding, x: Value, may_cut: bool) -> Value:

@@ -180,11 +180,20 @@ class _Placing:
     # ---- linear layers
 
     def _cut_weight(
-        self, path: str, step: Step, x: Features, y: Features, *, enters: bool = True, first: bool = True
+        self,
+        path: str,
+        step: Step,
+        x: Features,
+        y: Features,
+        *,
+        enters: bool = True,
+        first: bool = True,
+        flows: bool = True,
     ) -> None:
         """Cuts a Linear's parameters as its roles want, and says so of its uses.
 
-        ``enters``: it brings its input itself; ``first``: of those that share an input, it is the one that pays.
+        ``enters``: it brings its input itself; ``first``: of those that share an input, it is the one that pays;
+        ``flows``: a gradient flows back into its input.
         """
         names, axes = self.names[path], self.mode.axes
         roles = dict(zip((axis.name for axis in axes), step.roles, strict=True))
@@ -225,7 +234,12 @@ class _Placing:
                 dy_spec[axis.name] = Partial()
         self.plan = self.plan.use(path, x=x_spec, dy=dy_spec)
         elements = sent_elements(
-            Layer(x.size, y.size), step, axes, self.job.num_tokens, regather=not self.mode.keep, with_input=first
+            Layer(x.size, y.size, flows),
+            step,
+            axes,
+            self.job.num_tokens,
+            regather=not self.mode.keep,
+            with_input=first,
         )
         note = LinearNote(step, x, y, axes, enters, tuple(reversed(fetches)), elements)
         self.plan = self.plan.note(path, note)
@@ -261,9 +275,10 @@ class _Placing:
         assert isinstance(row, nn.Linear)
         assert isinstance(first, nn.Linear)
         middle, start, stop = row.in_features, self.mode.states(place.takes_cut), self.mode.states(place.gives_cut)
+        flows = not place.from_input
         inner = self.mode.still if chain.row in self.overrides.still else None
         choice = self.mode.choose(
-            (Layer(first.in_features, middle * len(chain.columns)), Layer(middle, row.out_features)),
+            (Layer(first.in_features, middle * len(chain.columns), flows), Layer(middle, row.out_features)),
             (Boundary(0, start), Boundary(middle, inner), Boundary(row.out_features, stop)),
             self.job.num_tokens,
         )
@@ -280,7 +295,8 @@ class _Placing:
             self.plan = self.plan.role(chain.entry, self.mode.name, "entry", "its layers share one input")
         for column in chain.columns:
             enters = chain.entry is None
-            self._cut_weight(column, before, x, mid, enters=enters, first=enters or column == chain.columns[0])
+            pays = enters or column == chain.columns[0]
+            self._cut_weight(column, before, x, mid, enters=enters, first=pays, flows=flows)
             self._role(column, f"{middle} features before '{chain.row}'", before)
         self._cut_weight(chain.row, after, mid, y)
         self._role(chain.row, f"{middle} features to {row.out_features}", after)
@@ -292,14 +308,15 @@ class _Placing:
         assert isinstance(layer, nn.Linear)
         start, stop = self.mode.states(place.takes_cut), self.mode.states(place.gives_cut)
         choice = self.mode.choose(
-            (Layer(layer.in_features, layer.out_features),),
+            (Layer(layer.in_features, layer.out_features, not place.from_input),),
             (Boundary(0, start), Boundary(layer.out_features, stop)),
             self.job.num_tokens,
         )
         if choice is None:
             raise self._too_small(path, f"{layer.in_features} features to {layer.out_features}")
         (step,) = choice.steps
-        self._cut_weight(path, step, self._in(start, layer.in_features), self._in(stop, layer.out_features))
+        x, y = self._in(start, layer.in_features), self._in(stop, layer.out_features)
+        self._cut_weight(path, step, x, y, flows=not place.from_input)
         self._role(path, f"{layer.in_features} features to {layer.out_features}", step)
 
     # ---- attention
@@ -321,7 +338,7 @@ class _Placing:
             attention.o.out_features,
         )
         start, stop = self.mode.states(place.takes_cut), self.mode.states(place.gives_cut)
-        layers = (Layer(hidden, q_width + 2 * kv_width), Layer(q_width, out))
+        layers = (Layer(hidden, q_width + 2 * kv_width, not place.from_input), Layer(q_width, out))
 
         def chosen(most_alone: int = 0) -> Any:
             middle = Boundary(attention.num_heads, sums=False, most_alone=most_alone)
@@ -346,8 +363,9 @@ class _Placing:
         prefix = f"{path}." if path else ""
         entry = None if attention.fused else EntryNote(before, x, self.mode.axes)
         for own, (size, ranges) in cuts.items():
+            features, pays = Features(size, axes, ranges), own in ("q", "qkv")
             self._cut_weight(
-                prefix + own, before, x, Features(size, axes, ranges), enters=attention.fused, first=own in ("q", "qkv")
+                prefix + own, before, x, features, enters=attention.fused, first=pays, flows=not place.from_input
             )
             self._role(prefix + own, f"rows of the heads that '{path}' holds", before)
         self._cut_weight(f"{prefix}o", after, Features(q_width, axes, q), y)
@@ -436,7 +454,7 @@ class _Placing:
         if tied:
             states = tuple("F" if axis.stored else "T" for axis in self.mode.axes)
         choice = self.mode.choose(
-            (Layer(layer.in_features, layer.out_features),),
+            (Layer(layer.in_features, layer.out_features, not place.from_input),),
             (Boundary(0, start), Boundary(layer.out_features, states, sums=not tied, rows=False)),
             self.job.num_tokens,
             rows_end=None,

@@ -130,19 +130,19 @@ def sent_elements(
     cut_x = prod(a.size for a, state in zip(axes, step.before, strict=True) if state != "C")
     x = num_tokens * layer.in_features / cut_x
     w = layer.in_features * layer.out_features / prod(a.size for a in axes if a.stored)
-    elements = 0.0
+    elements, held_x = 0.0, x
     for axis, state, role in zip(axes, step.before, step.roles, strict=True):
         share = (axis.size - 1) / axis.size
         if role == "h" and not with_input:
             continue
         if role == "h" and state == "C":
-            elements += 2 * share * x if layer.needs_gradient else 0.0
+            elements += 2 * share * held_x if layer.needs_gradient else 0.0
         elif role == "h":
             x *= axis.size
             elements += (1 + regather + layer.needs_gradient) * share * x
         elif role == "t":
             w *= axis.size if axis.stored else 1
-            elements += (2 + (regather and axis.stored)) * share * w
+            elements += (2 + (regather and axis.stored and layer.needs_gradient)) * share * w
     y = _output_elements(layer, step, axes, num_tokens)
     for axis, state, role in zip(axes, step.after, step.roles, strict=True):
         if role == "k":
@@ -183,15 +183,14 @@ def steps_from(
             kept = prod(a.size for a, role in zip(axes, roles, strict=True) if role == "h")
             if layer.out_features // kept < fetched:
                 continue  # some rank would store nothing of the weight
-            moved = _moved(rows, axes, before, roles, after)  # type: ignore[arg-type]
-            if moved is not None:
-                yield Step(before, roles, after, *moved, rows)  # type: ignore[arg-type]
+            for orders in _moved(rows, axes, before, roles, after):  # type: ignore[arg-type]
+                yield Step(before, roles, after, *orders, rows)  # type: ignore[arg-type]
 
 
 def _moved(
     rows: Rows, axes: Sequence[GridAxis], before: States, roles: Sequence[RoleName], after: States
-) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """The order in which dim 0 is gathered for the product and then cut again; None where none brings it back."""
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The orders in which dim 0 can be gathered for the product and then cut again so that all can be taken back."""
     gathers = [a for a, s, r in zip(axes, before, roles, strict=True) if r == "h" and s == "T"]
     cuts = [a for a, e, r in zip(axes, after, roles, strict=True) if r == "k" and e == "T"]
     for first in permutations(reversed(gathers)):
@@ -199,8 +198,7 @@ def _moved(
             gathered = rows_after(rows, "gather", [axis.name for axis in first])
             ended = rows_after(gathered, "cut", [axis.name for axis in second])
             if _in_place(gathered, axes) and _in_place(ended, axes):
-                return tuple(axis.name for axis in first), tuple(axis.name for axis in second)
-    return None
+                yield tuple(axis.name for axis in first), tuple(axis.name for axis in second)
 
 
 def _in_place(rows: Rows, axes: Sequence[GridAxis]) -> bool:

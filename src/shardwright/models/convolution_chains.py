@@ -83,11 +83,8 @@ def find_convolution_chains(model: nn.Module, taken: Collection[str] = ()) -> tu
 
 
 def _is_convolution(module: nn.Module | None) -> bool:
-    """Whether it is torch's own, its weight its own parameter: parametrizations keep it elsewhere."""
-    if not any(is_exactly(module, kind) for kind in CONVOLUTIONS):
-        return False
-    assert module is not None
-    return set(module._parameters) == {"weight", "bias"} and module._parameters["weight"] is not None
+    """Whether it is torch's own, as it is."""
+    return any(is_exactly(module, kind) for kind in CONVOLUTIONS)
 
 
 class _NoChainError(Exception):

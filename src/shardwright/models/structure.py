@@ -6,15 +6,18 @@ import copy
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_flatten
 
+from shardwright.draws import with_names
 from shardwright.models.calls import AttentionCall, attention_call
 
 ELEMENTWISE_MODULES = (
@@ -31,6 +34,8 @@ ELEMENTWISE_FUNCTIONS = frozenset(
         torch.relu, torch.tanh, torch.sigmoid, torch.mul, torch.square, operator.mul, operator.neg,
     )
 )  # fmt: skip
+MAKERS = frozenset(("arange", "empty", "eye", "full", "linspace", "ones", "zeros"))
+"""What makes a tensor of numbers alone: nothing in a call says that a trace is under way."""
 ELEMENTWISE_METHODS = frozenset(["relu", "tanh", "sigmoid", "mul", "square", "contiguous", "clone"])
 
 
@@ -106,10 +111,38 @@ def trace(module: nn.Module, *, deep: bool = False) -> fx.Graph | None:
             if parameter.default is inspect.Parameter.empty
             and parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         ]
-        graph.output(tracer.create_arg(copied.forward(*inputs)))
+        graph.output(tracer.create_arg(_making(copied, tracer)(*inputs)))
     except Exception:  # any Python code may run here; what cannot be traced is simply not taken apart
         return None
     return graph
+
+
+class _Making:
+    """``torch``, but that tensors are made of sizes and devices that a trace does not know yet."""
+
+    def __init__(self, tracer: fx.proxy.TracerBase) -> None:
+        self._tracer = tracer
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        if name not in MAKERS:
+            return found
+
+        def make(*args: Any, **named: Any) -> Any:
+            known = not any(isinstance(each, fx.Proxy) for each in tree_flatten((args, named))[0])
+            return found(*args, **named) if known else self._tracer.create_proxy("call_function", found, args, named)
+
+        return make
+
+
+def _making(module: nn.Module, tracer: fx.proxy.TracerBase) -> Callable[..., Any]:
+    """The module's forward; where it names torch, that stands for :class:`_Making`."""
+    function = getattr(module.forward, "__func__", None)
+    if not isinstance(function, FunctionType) or "torch" not in function.__code__.co_names:
+        return module.forward
+    if function.__globals__.get("torch") is not torch:
+        return module.forward
+    return MethodType(with_names(function, torch=_Making(tracer)), module)
 
 
 def _call(tracer: fx.proxy.TracerBase, path: str, *args: Any, **named: Any) -> fx.Proxy:
@@ -117,7 +150,7 @@ def _call(tracer: fx.proxy.TracerBase, path: str, *args: Any, **named: Any) -> f
 
 
 def _leaves(module: nn.Module, prefix: str = "", *, deep: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """The children, by path; of plain sequences, and ``deep`` of all that is not torch's own, their children instead."""
+    """The children, by path; of plain sequences, and ``deep`` of all but torch's own modules, theirs instead."""
     for name, child in module.named_children():
         opens = type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
         if opens or (deep and not type(child).__module__.startswith("torch.nn.")):

@@ -24,6 +24,7 @@ Split = tuple[Axis, tuple[int, ...]]
 def _statistics(x_Nf: Tensor, splits: Sequence[Split]) -> tuple[Tensor, Tensor]:
     """Each token's mean over all features, and its sum of squared differences from that."""
     mean_N = x_Nf.mean(dim=1)
+    mean_N = mean_N + (x_Nf - mean_N.unsqueeze(1)).mean(dim=1)  # the digits that a large mean has lost
     m2_N = (x_Nf - mean_N.unsqueeze(1)).square().sum(dim=1)
     for axis, counts in splits:
         known_A2N = axis.all_gather(torch.stack((mean_N, m2_N)).unsqueeze(0))
