@@ -45,6 +45,7 @@ VALUES = {
 
 def spellings(strategy, size: int) -> list[str]:
     """The factors that ask for ``strategy`` on so many ranks, with each of its options in turn."""
+
     def written(name: str) -> list[str]:
         return [f"/{name}:{value}" for value in VALUES[name]] if name in VALUES else [f"/{name}"]
 

@@ -221,9 +221,7 @@ LINES = ["tp2", "tp3", "tp4/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d", "dp2 
 def test_a_model_of_others_equals_one_device(theirs, line):
     job = Job(theirs.model, theirs.loss)
     if not theirs.cut and not lays_out(job, line):
-        with pytest.raises(
-            LayoutError, match=r"no layer of the model can be cut(.|\n)*allowed:(.|\n)*fix:"
-        ):
+        with pytest.raises(LayoutError, match=r"no layer of the model can be cut(.|\n)*allowed:(.|\n)*fix:"):
             make_plan(job, Layout.parse(line))
         return
     plan, _ = make_plan(job, Layout.parse(line))

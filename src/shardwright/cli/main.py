@@ -155,9 +155,7 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
 
     with without_values():
         model, loss, _ = config.build()
-    description = describe(
-        Job(model, loss, config.num_tokens, roles=config.roles), LayoutLine.parse(config.layout)
-    )
+    description = describe(Job(model, loss, config.num_tokens, roles=config.roles), LayoutLine.parse(config.layout))
     rows = read_metrics(out)
     pictures = {"loss": out / "loss.png", "layout": out / "layout.png"}
     draw_loss(rows, pictures["loss"])
