@@ -78,5 +78,5 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
         assert second.returncode == 2, second.stderr
         assert "is in use" in second.stderr
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.terminate()  # killed together with all its ranks it would leave its files to nobody
+        process.wait(timeout=30)

@@ -48,7 +48,9 @@ def test_a_strategy_keeps_its_promises_beside_every_other(one, other, case):
 
 @EVERY_PAIR
 def test_every_option_keeps_the_promises_beside_every_other_strategy(one, other):
-    for line in [f"{a} {b}" for a in spellings(one, 2) for b in spellings(other, 2)]:
+    # each option of one beside the plainest of the other: all products would take minutes and say no more
+    first, second = spellings(one, 2), spellings(other, 2)
+    for line in [f"{a} {second[0]}" for a in first] + [f"{first[0]} {b}" for b in second[1:]]:
         if lays_out(line, GPT2):
             for check in CHECKS:
                 check(line, GPT2)
