@@ -24,7 +24,7 @@ from shardwright.grid.mode import (
     TableNote,
 )
 from shardwright.grid.multihead import MultiheadNote, apply_multihead, leave_fast_path
-from shardwright.grid.place import own_names
+from shardwright.grid.placing import own_names
 from shardwright.models.attention import Attention
 from shardwright.models.losses import CrossEntropy
 from shardwright.pipeline import Events, Samples

@@ -119,7 +119,7 @@ class _Chain:
         dealt, block = Features.balanced(self.chain.units, self.axes), size // self.chain.units
         return Features(size, self.axes, tuple(tuple((a * block, b * block) for a, b in part) for part in dealt.parts))
 
-    def _cut(self, path: str, own: str, dim: int, features: Features) -> None:
+    def cut(self, path: str, own: str, dim: int, features: Features) -> None:
         name = f"{path}.{own}".lstrip(".")
         for axis in features.names:
             if name in self.plan.compute:
@@ -133,9 +133,9 @@ class _Chain:
         whole_x, whole_y = enters and not grouped, leaves and not grouped
         x = Features.balanced(layer.in_channels, WHOLE) if whole_x else self._dealt(layer.in_channels)
         y = Features.balanced(layer.out_channels, WHOLE) if whole_y else self._dealt(layer.out_channels)
-        self._cut(path, "weight", 1 if whole_y else 0, x if whole_y else y)
+        self.cut(path, "weight", 1 if whole_y else 0, x if whole_y else y)
         if layer.bias is not None and not whole_y:
-            self._cut(path, "bias", 0, y)
+            self.cut(path, "bias", 0, y)
         cut = {name: Shard(-1) for name, _ in self.axes}
         whole = {name: Replicate() for name, _ in self.axes}
         self.plan = self.plan.use(path, x=whole if whole_x else cut, dy=whole if whole_y else cut)
@@ -156,7 +156,7 @@ class _Chain:
             return
         for own in ("weight", "bias", "running_mean", "running_var"):
             if getattr(module, own) is not None:
-                self._cut(path, own, 0, features)
+                self.cut(path, own, 0, features)
         spec = {axis: Shard(-1) for axis in features.names}
         self.plan = self.plan.use(path, x=spec, dy=spec).note(path, ChannelsNote(features))
         why = f"{features.size} channels, each normalised by who holds it"
@@ -170,7 +170,7 @@ class _Chain:
         before, role, after = _CUT_TO_WHOLE
         step = Step((before,) * len(axes), (role,) * len(axes), (after,) * len(axes))
         elements = sent_elements(Layer(x.size, y.size), step, axes, self.job.num_tokens)
-        self._cut(path, "weight", 1, x)
+        self.cut(path, "weight", 1, x)
         spec = {axis: Shard(-1) for axis in x.names}
         self.plan = self.plan.use(path, x=spec, dy={axis: Replicate() for axis in x.names})
         self.plan = self.plan.note(path, LinearNote(step, x, y, axes, elements=elements))

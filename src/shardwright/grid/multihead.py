@@ -12,23 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
 from shardwright.boxes import Ranges, concat
 from shardwright.comm import Axis
 from shardwright.grid.features import Features
-from shardwright.grid.mode import Gathering, LinearNote, Mode, gives, takes
+from shardwright.grid.mode import Gathering, LinearNote, gives, takes
 from shardwright.grid.overrides import Overrides
+from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Choice, GridAxis, Layer, Step
 from shardwright.mesh import Coord
 from shardwright.models.known import is_known_attention
 from shardwright.models.structure import Visit, is_exactly
-from shardwright.pipeline import Rows
+from shardwright.pipeline import Rows, Samples
 from shardwright.product import Fetch, Move
 from shardwright.product.multihead import SomeHeads, multihead
-from shardwright.strategy import Activation, Job, Plan, Replicate, Shard, Traffic
+from shardwright.strategy import Activation, Plan, Replicate, Shard, Traffic
 from shardwright.units import format_bytes, format_count
 
 PARTS = {True: ("in_proj_weight",), False: ("q_proj_weight", "k_proj_weight", "v_proj_weight")}
@@ -68,23 +69,6 @@ class MultiheadNote:
 # ---- where everything lies
 
 
-class Placing(Protocol):
-    """What placing needs of the rest of the grid."""
-
-    model: nn.Module
-    job: Job
-    mode: Mode
-    plan: Plan
-    shared: set[str]
-    names: dict[str, dict[str, str]]
-
-    def _cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> None: ...
-    def _cut_weight(self, path: str, step: Step, x: Features, y: Features, *, enters: bool, first: bool) -> None: ...
-    def _in(self, states: Any, size: int) -> Features: ...
-    def _role(self, path: str, what: str, step: Step) -> None: ...
-    def _sizes(self) -> str: ...
-
-
 def place_multiheads(placing: Placing, overrides: Overrides) -> None:
     """Cuts every attention of torch's that can be, by heads; the others stay whole, and ``show`` says why."""
     for path, module in placing.model.named_modules():
@@ -119,7 +103,7 @@ def _place(placing: Placing, path: str, module: nn.MultiheadAttention) -> str:
     """Cuts one attention; returns why it cannot."""
     choice = _choose(placing, module)
     if choice is None:
-        return f"{module.num_heads} heads cannot be cut over {placing._sizes()}"
+        return f"{module.num_heads} heads cannot be cut over {placing.sizes()}"
     before, after = choice.steps
     axes = placing.mode.axes_in(before.after, "F")
     heads = Features.balanced(module.num_heads, axes)
@@ -131,16 +115,16 @@ def _place(placing: Placing, path: str, module: nn.MultiheadAttention) -> str:
     projections, elements = [], 0.0
     for number, own in enumerate(PARTS[packed]):
         in_features = getattr(module, own).shape[1]
-        x = placing._in(before.before, in_features)
+        x = placing.features_in(before.before, in_features)
         cut = _cut_projection(placing, path, own, before, x, three if packed else one, first=number == 0)
         projections.append(Projection(own, placing.names[path][own], cut.fetches))
         elements += cut.elements
     _cut_bias(placing, path, before, three)
     out = _joined(path, "out_proj")
-    y = placing._in(after.after, width)
-    placing._cut_weight(out, after, one, y, enters=True, first=True)
-    placing._role(out, f"in-features of the heads that '{path}' holds", after)
-    x = placing._in(before.before, width)
+    y = placing.features_in(after.after, width)
+    placing.cut_weight(out, after, one, y, enters=True, first=True)
+    placing.note_role(out, f"in-features of the heads that '{path}' holds", after)
+    x = placing.features_in(before.before, width)
     note = MultiheadNote(before, after, x, y, heads, placing.mode.axes, tuple(projections), elements)
     placing.plan = _noted(placing, path, note)
     return ""
@@ -152,7 +136,7 @@ def _cut_projection(
     """Cuts one of the attention's own weights as if it were a Linear's, under a name that only stands for one."""
     stand_in = f"{path}:{own}"
     placing.names[stand_in] = {"weight": placing.names[path][own]}
-    placing._cut_weight(stand_in, step, x, y, enters=False, first=first)
+    placing.cut_weight(stand_in, step, x, y, enters=False, first=first)
     notes = dict(placing.plan.notes)
     note = notes.pop(stand_in)
     del placing.names[stand_in]
@@ -165,7 +149,7 @@ def _cut_bias(placing: Placing, path: str, step: Step, three: Features) -> None:
     name = placing.names[path].get("in_proj_bias")
     for axis, role in zip(placing.mode.axes, step.roles, strict=True):
         if role == "h" and name is not None:
-            placing._cut(name, axis.name, 0, three.along(axis.name))
+            placing.cut(name, axis.name, 0, three.along(axis.name))
 
 
 def _noted(placing: Placing, path: str, note: MultiheadNote) -> Plan:
@@ -191,6 +175,7 @@ class Applying(Protocol):
 
     plan: Plan
     axes: Mapping[str, Axis]
+    samples: Samples
 
     @property
     def coord(self) -> dict[str, int]:
@@ -214,7 +199,7 @@ def apply_multihead(applying: Applying, module: nn.Module, note: MultiheadNote) 
 
 def _fetch(applying: Applying, name: str, axes: Sequence[str]) -> tuple[Fetch, ...]:
     lies, mesh = applying.plan.compute[name], applying.plan.mesh
-    here = mesh.coord(0) | applying.coord
+    here = applying.samples.coord
 
     def rows(index: int, number: int) -> int:
         inner = mesh.coords(axes[:number])

@@ -1,0 +1,118 @@
+"""Tables of vectors and the head that shares them: vocabulary or features cut, and the loss on cut classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from shardwright.grid.features import Features
+from shardwright.grid.flow import Place
+from shardwright.grid.mode import LossNote, Mode, TableNote, gives, takes
+from shardwright.grid.placing import Placing
+from shardwright.grid.roles import Boundary, Layer, States, Step
+from shardwright.models import CrossEntropy
+from shardwright.strategy import LOSS, OUTPUT, Activation, Replicate, Shard
+
+
+def place_head_and_tables(placing: Placing) -> None:
+    """Cuts the head, with the loss that takes its classes cut, and every table that may be."""
+    if placing.head is not None:
+        _place_head(placing, placing.head)
+    for path in sorted(placing.tables()):
+        found = placing.flow.places.get(path)
+        table = placing.model.get_submodule(path)
+        assert isinstance(table, nn.Embedding)
+        tied = placing.head is not None and placing.head in placing.users(path)
+        if found is None and not tied:
+            if placing.may_cut_table(path) and _is_plain(table):
+                found = Place("table", False, False, table.embedding_dim, from_input=False)
+            else:
+                continue
+        if placing.may_cut_table(path):
+            _place_table(placing, path, table, found or Place("table"), tied)
+
+
+def _place_head(placing: Placing, head: str) -> None:
+    layer = placing.model.get_submodule(head)
+    assert isinstance(layer, nn.Linear)
+    place = placing.flow.places.get(head, Place("linear"))
+    start, tied = placing.mode.states(place.takes_cut), placing.is_tied(head)
+    states: States | None = None
+    if tied:
+        states = tuple("F" if axis.stored else "T" for axis in placing.mode.axes)
+    choice = placing.mode.choose(
+        (Layer(layer.in_features, layer.out_features, not place.from_input),),
+        (Boundary(0, start), Boundary(layer.out_features, states, sums=not tied, rows=False)),
+        placing.job.num_tokens,
+        rows_end=None,
+    )
+    if choice is None:
+        raise placing.too_small(head, f"{layer.out_features} classes")
+    (step,) = choice.steps
+    x, y = placing.features_in(start, layer.in_features), placing.features_in(step.after, layer.out_features)
+    placing.cut_weight(head, step, x, y)
+    placing.note_role(head, f"{layer.out_features} classes; the loss takes them cut", step)
+    assert isinstance(placing.job.loss, CrossEntropy)
+    numbers = 4 if placing.job.loss.label_smoothing > 0 else 3
+    gathers = tuple(g for g in takes(step, placing.mode.axes, x) if g.lies == "rows")
+    placing.plan = placing.plan.note(LOSS, LossNote(head, y, gathers, numbers))
+    parts = len(y.parts)
+    why = f"{layer.out_features} classes" + (f" in {parts} parts: a gather for each token" if parts > 1 else "")
+    placing.plan = placing.plan.role(LOSS, placing.mode.name, f"{'four' if numbers == 4 else 'three'} numbers", why)
+    for axis in y.names:
+        activation = Activation(axis, -1, y.size, y.along(axis))
+        placing.plan = placing.plan.cut_activation(OUTPUT, activation)
+    placing.plan = placing.plan.move_rows(OUTPUT, step.rows_after)
+
+
+def _place_table(placing: Placing, path: str, table: nn.Embedding, place: Place, tied: bool) -> None:
+    """Rows over the axes that share the table with a head, or over which the tokens are cut; features elsewhere."""
+    by_rows: list[str] = []
+    for axis in placing.mode.axes:
+        if not axis.stored:
+            continue
+        long = table.num_embeddings >= table.embedding_dim
+        if tied or (axis.stream == "C" and long) or (axis.stream == "T" and long and place.from_input):
+            by_rows.append(axis.name)
+    sizes = {axis.name: axis.size for axis in placing.mode.axes}
+    if table.num_embeddings < prod(sizes[name] for name in by_rows):
+        by_rows = []
+    after = placing.mode.states(place.gives_cut)
+    vocabulary = Features.balanced(table.num_embeddings, [(n, sizes[n]) for n in by_rows])
+    width_cut = placing.features_in(after, table.embedding_dim)
+    by_width = [name for name in width_cut.names if name not in by_rows]
+    name = placing.names[path]["weight"]
+    for each in by_rows:
+        placing.cut(name, each, 0, vocabulary.along(each))
+    for each in by_width:
+        placing.cut(name, each, 1, width_cut.along(each))
+    if not by_rows and not by_width:
+        return
+    step = _table_step(placing.mode, by_rows, by_width, after)
+    spec_x = {axis: Shard(-1) for axis in by_rows}
+    spec_dy: dict[str, Any] = {axis: Replicate() for axis in by_rows} | {axis: Shard(-1) for axis in by_width}
+    placing.plan = placing.plan.use(path, x=spec_x | {axis: Replicate() for axis in by_width}, dy=spec_dy)
+    gathers = tuple(g for g in takes(step, placing.mode.axes, vocabulary) if g.lies == "rows")
+    summed = step._replace(roles=tuple("k" if axis.name in by_rows else "t" for axis in placing.mode.axes))
+    sums = gives(summed, placing.mode.axes, width_cut)
+    note = TableNote(vocabulary, width_cut, gathers, sums, step.rows_gathered, place.from_input)
+    placing.plan = placing.plan.note(path, note)
+    what = [f"{table.num_embeddings} rows over {' '.join(by_rows)}"] if by_rows else []
+    what += [f"{table.embedding_dim} features over {' '.join(by_width)}"] if by_width else []
+    placing.plan = placing.plan.role(path, placing.mode.name, "table", ", ".join(what))
+
+
+def _is_plain(table: nn.Embedding) -> bool:
+    plain = table.padding_idx is None and table.max_norm is None and not table.sparse
+    return bool(plain and not table.scale_grad_by_freq)
+
+
+def _table_step(mode: Mode, by_rows: Sequence[str], by_width: Sequence[str], after: States) -> Step:
+    """The tokens of rows that the table's cut joins are gathered; its output is cut as the stream is."""
+    gathers = tuple(a.name for a in reversed(mode.axes) if a.name in by_rows and a.stream == "T")
+    before: States = tuple("T" if axis.stream == "T" else "C" for axis in mode.axes)
+    roles = tuple("h" if a.name in (*by_rows, *by_width) else "t" for a in mode.axes)
+    return Step(before, roles, after, gathers, tuple(reversed(gathers)))  # type: ignore[arg-type]
