@@ -1,0 +1,78 @@
+"""What a strategy is: one file, one value, three functions; and the ``Plan`` that strategies refine in turn.
+
+Data flows one way. ``place`` is pure and sees the whole plain model, so every ``LayoutError`` comes from here, on
+every rank, before anything is sent. ``apply`` changes this rank's part of the model. ``traffic`` prices the plan
+and shares no code with what records the calls.
+"""
+
+from __future__ import annotations
+
+from shardwright.strategy.plan import (
+    LOSS,
+    NUM_TOKENS,
+    OUTPUT,
+    Activation,
+    Job,
+    Partial,
+    Plan,
+    Replicate,
+    Rest,
+    Role,
+    Shard,
+    Spec,
+    Use,
+)
+from shardwright.strategy.protocol import (
+    Applied,
+    Strategy,
+    check_samples_apart,
+)
+from shardwright.strategy.traffic import (
+    Batch,
+    Share,
+    Sharers,
+    Traffic,
+    is_shared_whole,
+    partial_axes,
+    statistics_traffic,
+    summed_axes,
+    sync,
+    sync_groups,
+    sync_traffic,
+    whole_uses,
+)
+from shardwright.strategy.units import (
+    blocks,
+)
+
+__all__ = [
+    "LOSS",
+    "NUM_TOKENS",
+    "OUTPUT",
+    "Activation",
+    "Applied",
+    "Batch",
+    "Job",
+    "Partial",
+    "Plan",
+    "Replicate",
+    "Rest",
+    "Role",
+    "Shard",
+    "Share",
+    "Sharers",
+    "Spec",
+    "Strategy",
+    "Traffic",
+    "Use",
+    "blocks",
+    "check_samples_apart",
+    "is_shared_whole",
+    "partial_axes",
+    "statistics_traffic",
+    "summed_axes",
+    "sync",
+    "sync_groups",
+    "sync_traffic",
+    "whole_uses",
+]

@@ -1,0 +1,228 @@
+"""The ``Plan`` that strategies refine in turn: where everything lies and what is done where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwright.boxes import Lies, Ranges
+from shardwright.draws import SliceOfDim
+from shardwright.layout import Layout
+from shardwright.mesh import Coord, Mesh
+from shardwright.models.structure import owners
+from shardwright.pipeline import Action, Rows, Samples
+from shardwright.pipeline.executor import Unit
+from shardwright.product.batch_norm import batch_norms, uses_batch
+from shardwright.strategy.units import blocks
+
+# ---- how a tensor lies along one axis
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Cut along ``dim``: each index holds a part."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Copied: each index holds the whole."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A term of a sum: the whole is the sum over the axis."""
+
+
+Spec = Mapping[str, Shard | Replicate | Partial]
+"""How a tensor lies, by axis; an axis left out is ``Replicate``."""
+
+
+class Use(NamedTuple):
+    """One use of a parameter: how the module's input lies, and how the gradient of its output does."""
+
+    parameter: str
+    module: str
+    x: Spec
+    dy: Spec
+
+    def partial_axes(self) -> frozenset[str]:
+        """The axes over which this use gives each rank only a term of the gradient: where the contraction is cut.
+
+        Every dim but the last is contracted in a weight's gradient; the last is the features'.
+
+        >>> sorted(Use("w", "m", {"dp": Shard(0), "tp": Shard(-1)}, {"tp": Replicate()}).partial_axes())
+        ['dp']
+        """
+        return frozenset(
+            axis
+            for spec in (self.x, self.dy)
+            for axis, lies in spec.items()
+            if isinstance(lies, Partial) or (isinstance(lies, Shard) and lies.dim != -1)
+        )
+
+
+class Role(NamedTuple):
+    """What is done at one module, by which strategy, and why: what ``show`` prints."""
+
+    name: str
+    strategy: str
+    why: str
+
+
+NUM_TOKENS = 4096
+"""Tokens of one microbatch where nobody says how many: strategies weigh activations against weights by it."""
+
+
+class Job(NamedTuple):
+    """What a person hands over: a plain model, the loss that gives (sum, count), and how much is computed at once.
+
+    ``num_tokens`` are those of one microbatch of one model copy, as far as they are known when it is laid out; a
+    wrong number costs speed, never the result. ``samples`` says, on a rank, whose samples are in hand. ``roles`` are
+    those that a person gives to single layers, by patterns of names.
+    """
+
+    model: nn.Module
+    loss: nn.Module
+    num_tokens: int = NUM_TOKENS
+    samples: Samples | None = None
+    roles: Mapping[str, str] = MappingProxyType({})
+
+
+LOSS = "(loss)"
+"""The name under which ``Plan.roles`` keeps what is done at the loss."""
+
+OUTPUT = "(output)"
+"""The name under which ``Plan.activations`` keeps how the model's output is cut."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation's dim that an axis cuts: ``ranges[i]`` of ``size`` elements at index i."""
+
+    axis: str
+    dim: int
+    size: int
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Where a parameter, its gradient and its optimizer state lie between steps."""
+
+    parameter: Lies
+    gradient: Lies
+    optimizer: Lies
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything lies and what is done where. Refined strategy by strategy, never mutated.
+
+    >>> plan = Plan.of(Job(nn.Linear(2, 4), nn.Identity()), Layout.parse("tp2"))
+    >>> sorted(plan.compute), plan.inputs
+    (['bias', 'weight'], {})
+    """
+
+    layout: Layout
+    mesh: Mesh
+    compute: Mapping[str, Lies]
+    rest: Mapping[str, Rest]
+    uses: tuple[Use, ...]
+    inputs: Mapping[str, int]
+    units: tuple[Unit, ...]
+    loss_axes: frozenset[str] = frozenset()
+    schedules: tuple[tuple[Action, ...], ...] = ()
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    activations: Mapping[str, tuple[Activation, ...]] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    statistics: tuple[str, ...] = ()
+    """The modules that compute statistics of the batch: over all axes that cut its samples."""
+    buffers: Mapping[str, Lies] = field(default_factory=dict)
+    """Where buffers lie that are cut; any other is whole on every rank."""
+
+    @staticmethod
+    def of(job: Job, layout: Layout) -> Plan:
+        """The plan before any strategy: everything copied to every rank."""
+        shapes = {name: tuple(p.shape) for name, p in job.model.named_parameters()}
+        compute = {name: Lies.whole(shape) for name, shape in shapes.items()}
+        rest = {name: Rest(lies, lies, lies) for name, lies in compute.items()}
+        uses = tuple(Use(name, path, {}, {}) for path, _, _, name in owners(job.model))
+        dtypes = {name: p.dtype for name, p in job.model.named_parameters()}
+        frozen = frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad)
+        statistics = tuple(path for path, module in batch_norms(job.model) if uses_batch(module))
+        return Plan(
+            layout, layout.mesh, compute, rest, uses, {}, blocks(job.model), frozen=frozen, dtypes=dtypes,
+            statistics=statistics,
+        )  # fmt: skip
+
+    def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:
+        """Parameter ``name`` lies cut: index i of ``axis`` holds ``ranges[i]`` of ``dim``, at rest as in compute."""
+        lies = self.compute[name].cut(axis, dim, ranges)
+        return replace(self, compute={**self.compute, name: lies}, rest={**self.rest, name: Rest(lies, lies, lies)})
+
+    def cut_buffer(self, name: str, size: int, axis: str, ranges: Ranges) -> Plan:
+        """Buffer ``name``, of ``size`` elements, lies cut: index i of ``axis`` holds ``ranges[i]``."""
+        lies = self.buffers.get(name, Lies.whole((size,))).cut(axis, 0, ranges)
+        return replace(self, buffers={**self.buffers, name: lies})
+
+    def cut_inputs(self, axis: str, dim: int) -> Plan:
+        """The batch is cut along ``dim``, and with it every activation: gradients become terms of a sum."""
+        uses = tuple(u._replace(x={**u.x, axis: Shard(dim)}, dy={**u.dy, axis: Shard(dim)}) for u in self.uses)
+        return replace(self, uses=uses, inputs={**self.inputs, axis: dim}, loss_axes=self.loss_axes | {axis})
+
+    def use(self, module: str, x: Spec | None = None, dy: Spec | None = None) -> Plan:
+        """Every parameter of ``module`` is used on an input that lies like this."""
+        uses = tuple(
+            u._replace(x={**u.x, **(x or {})}, dy={**u.dy, **(dy or {})}) if u.module == module else u
+            for u in self.uses
+        )
+        return replace(self, uses=uses)
+
+    def role(self, module: str, strategy: str, name: str, why: str) -> Plan:
+        """Notes what is done at ``module`` and why."""
+        return replace(self, roles={**self.roles, module: Role(name, strategy, why)})
+
+    def cut_activation(self, module: str, activation: Activation) -> Plan:
+        """What ``module`` takes in is cut: random layers need to know their place in the whole."""
+        return replace(self, activations={**self.activations, module: (*self.activations.get(module, ()), activation)})
+
+    def move_rows(self, module: str, rows: Rows) -> Plan:
+        """Notes that ``module`` sees other samples than this rank's own: random layers need to know which."""
+        return replace(self, rows={**self.rows, module: rows}) if rows else self
+
+    def note(self, module: str, note: Any) -> Plan:
+        """Keeps what a strategy found out about ``module`` for its ``apply`` and ``traffic``."""
+        return replace(self, notes={**self.notes, module: note})
+
+    @property
+    def row_axes(self) -> frozenset[str]:
+        """The axes that cut the samples of the model's input."""
+        return frozenset(axis for axis, dim in self.inputs.items() if dim == 0)
+
+    def slices(self, coord: Coord) -> dict[str, tuple[SliceOfDim, ...]]:
+        """The cut activations by module, as ``coord`` holds them; a dim that several axes cut is one slice."""
+        found: dict[str, tuple[SliceOfDim, ...]] = {}
+        for module, activations in self.activations.items():
+            by_dim: dict[int, SliceOfDim] = {}
+            for a in activations:
+                held = a.ranges[coord[a.axis]]
+                if a.dim in by_dim:
+                    held = tuple(
+                        (max(low, start), min(high, stop))
+                        for low, high in by_dim[a.dim].ranges
+                        for start, stop in held
+                        if max(low, start) < min(high, stop)
+                    )
+                by_dim[a.dim] = SliceOfDim(a.dim, a.size, held)
+            found[module] = tuple(by_dim.values())
+        return found

@@ -1,0 +1,90 @@
+"""What a strategy is: one file, one value, three functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
+
+from torch import nn
+
+from shardwright.comm import Axis
+from shardwright.errors import LayoutError, explain
+from shardwright.mesh import Coord
+from shardwright.models.structure import BATCH_NORMS
+from shardwright.pipeline import End, Ends, Events
+from shardwright.strategy.plan import Job, Plan
+from shardwright.strategy.traffic import Batch, Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """What a strategy adds to a rank's run beside changed modules; each is optional.
+
+    ``events`` are fired by the executor. ``parameters`` take the place of the model's for the optimizer, where a
+    parameter rests in another form than it computes in; they carry the gradients too. ``first`` and ``last``
+    are the ends of this rank's stage. ``late`` are parameters whose gradients do not come from autograd: they are in
+    place when ``after_backward`` has returned.
+    """
+
+    events: Events = field(default_factory=Events)
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    first: End | None = None
+    last: Ends | None = None
+    late: frozenset[str] = frozenset()
+
+
+class Strategy(Protocol):
+    """One strategy: a file of ``strategies/`` that defines ``STRATEGY``.
+
+    For each axis of a layout and each phase, the strategy that declares one of the options given is chosen, or
+    else the one with ``default``. ``options`` maps each option to what it does.
+    """
+
+    name: ClassVar[str]
+    axis: ClassVar[str]
+    phase: ClassVar[Literal["operators", "stages", "state"]]
+    default: ClassVar[bool]
+    options: ClassVar[Mapping[str, str]]
+    source: ClassVar[str]
+
+    def place(self, job: Job, plan: Plan) -> Plan:
+        """Refines the plan, purely. Raises LayoutError for what cannot be laid out."""
+        ...
+
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
+        """Changes this rank's model and loss, whose parameters lie as the plan says for compute."""
+        ...
+
+    def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
+        """The calls that one step makes on the rank at ``coord``."""
+        ...
+
+
+def check_samples_apart(model: nn.Module, factor: str) -> None:
+    """Raises LayoutError for layers that mix the samples of a batch, which ``factor`` cuts, in ways not known here.
+
+    torch's own BatchNorms are known: they share their statistics.
+
+    >>> class Halved(nn.BatchNorm1d):
+    ...     def forward(self, input): return super().forward(input) / 2
+    >>> check_samples_apart(nn.Sequential(nn.BatchNorm1d(4), Halved(4)), "dp2")
+    Traceback (most recent call last):
+    shardwright.errors.LayoutError: '1' computes statistics over the batch, which 'dp2' cuts
+      given:   Halved on dp2
+      allowed: BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm, and layers that treat each sample alone
+      fix:     use one of these as it is, or GroupNorm, or LayerNorm
+    """
+    for name, module in model.named_modules():
+        mixes = isinstance(module, nn.modules.batchnorm._NormBase)
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+            mixes = module.track_running_stats  # it keeps a mean over the samples
+        if mixes and (type(module) not in BATCH_NORMS or "forward" in vars(module)):
+            raise LayoutError(
+                explain(
+                    f"'{name}' computes statistics over the batch, which '{factor}' cuts",
+                    given=f"{type(module).__name__} on {factor}",
+                    allowed=f"{', '.join(k.__name__ for k in BATCH_NORMS)}, and layers that treat each sample alone",
+                    fix="use one of these as it is, or GroupNorm, or LayerNorm",
+                )
+            )

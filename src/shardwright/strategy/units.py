@@ -1,0 +1,62 @@
+"""Units: blocks of parameters that travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from shardwright.pipeline.executor import Unit
+
+
+def blocks(model: nn.Module, *, least_bytes: int = 2**20) -> tuple[Unit, ...]:
+    """The model's parameters in units that travel together: whole blocks, at least ``least_bytes`` each.
+
+    A block is an entry of a list or sequence of modules. Small neighbours are joined, in forward order. A tied
+    parameter belongs to the first block that uses it, and the unit's modules name the other users too.
+
+    >>> [unit.name for unit in blocks(nn.Sequential(nn.Linear(600, 600), nn.Linear(2, 2), nn.Linear(900, 900)))]
+    ['0', '1..2']
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    home: dict[str, int] = {}  # by parameter, the unit it belongs to
+    users: dict[int, list[str]] = {}
+    modules: list[list[str]] = [[]]
+    num_bytes = 0
+    for path, module in _entries("", model):
+        modules[-1].append(path)
+        for parameter in module.parameters(path != ""):
+            name = names[id(parameter)]
+            if name not in home:
+                home[name] = len(modules) - 1
+                num_bytes += parameter.numel() * parameter.element_size()
+            elif home[name] < len(modules) - 1:
+                users.setdefault(home[name], []).append(path)
+        if num_bytes >= least_bytes:
+            modules.append([])
+            num_bytes = 0
+    last = len(modules) - 1
+    if last > 0 and num_bytes < least_bytes:  # what is left is small: it goes with its neighbour
+        tail = modules.pop()
+        modules[-1] += tail
+        home = {name: min(number, last - 1) for name, number in home.items()}
+        users = {number: [u for u in paths if u not in modules[number]] for number, paths in users.items()}
+    units = []
+    for number, paths in enumerate(modules):
+        if not paths:
+            continue
+        name = paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}"
+        parameters = tuple(n for n, at in home.items() if at == number)
+        units.append(Unit(name, (*paths, *dict.fromkeys(users.get(number, ()))), parameters))
+    return tuple(unit for unit in units if unit.parameters)
+
+
+def _entries(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """The blocks in order: children of the root and of every list or sequence of modules below it."""
+    if path and type(module) not in (nn.Sequential, nn.ModuleList):
+        yield path, module
+        return
+    if next(module.parameters(recurse=False), None) is not None:
+        yield path, module  # what a container holds itself
+    for name, child in module.named_children():
+        yield from _entries(f"{path}.{name}".lstrip("."), child)
