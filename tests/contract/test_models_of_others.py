@@ -53,9 +53,9 @@ class Translating(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.positions = nn.Embedding(31, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 20, dropout=0.0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 80, dropout=0.0)
         encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)  # as it would be all the same, unwarned
-        self.transformer = nn.Transformer(WIDTH, 4, 1, 1, 20, dropout=0.0, custom_encoder=encoder)
+        self.transformer = nn.Transformer(WIDTH, 4, 1, 1, 80, dropout=0.0, custom_encoder=encoder)
         self.head = nn.Linear(WIDTH, 31)
 
     def forward(self, tokens):

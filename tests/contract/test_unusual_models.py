@@ -95,6 +95,27 @@ def test_an_unusual_model_equals_one_device(kind, line):
     assert verdict.equal, str(verdict)
 
 
+class SamplesInDimOne(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(6, 48), nn.ReLU(), nn.Linear(48, 6))
+
+    def forward(self, x):
+        return self.mlp(x.transpose(0, 1)).transpose(0, 1)
+
+
+def test_layers_that_do_not_see_samples_in_dim_0_are_refused_where_these_are_gathered_and_right_elsewhere():
+    with without_values():
+        model = SamplesInDimOne()
+    batch = (torch.randn(5, 3, 6), torch.randint(6, (5, 3)))
+    for line, roles in [("tp2", {}), ("dp2 tp2", {}), ("tp2/sp", {"mlp.2": "copied"})]:
+        if roles:
+            with pytest.raises((PlanError, RankFailedError), match="does not see them in dim 0"):
+                verify(model, line, [batch])
+            continue
+        assert verify(model, line, [batch]).equal
+
+
 class TiedByFunction(nn.Module):
     def __init__(self):
         super().__init__()

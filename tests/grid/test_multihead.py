@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
 from shardwright.parallelize import make_plan, parallelize
 from shardwright.product.multihead import SomeHeads, multihead
+from shardwright.strategies import STRATEGIES
 from shardwright.strategy import Job
 
 WIDTH, TOKENS, KEYS, SAMPLES = 12, 4, 3, 5
@@ -57,7 +59,7 @@ class SamplesInDimOne(Model):
 
     def attend(self, x):
         x = x.transpose(0, 1)
-        return self.attn(x, x, x)[0].view(TOKENS, -1, WIDTH).transpose(0, 1)
+        return self.attn(x, x, x)[0].view(-1, WIDTH).view(TOKENS, -1, WIDTH).transpose(0, 1)
 
 
 class MeanWeights(Model):
@@ -115,7 +117,8 @@ class PaddingAndMask(Model):
     def forward(self, x, padding):
         x = self.before(x)
         mask = _causal().to(x.device)
-        return self.after(self.attn(x, x, x, key_padding_mask=padding, attn_mask=mask, is_causal=True)[0])
+        options = {"key_padding_mask": padding, "attn_mask": mask, "is_causal": True, "need_weights": False}
+        return self.after(self.attn(x, x, x, **options)[0])
 
 
 class PaddingAndMaskOfEachSample(MaskOfEachSample):
@@ -124,6 +127,11 @@ class PaddingAndMaskOfEachSample(MaskOfEachSample):
         mask = self.bias(x).unflatten(-1, (4, TOKENS)).transpose(1, 2).flatten(0, 1)
         padding = torch.zeros_like(padding, dtype=x.dtype).masked_fill(padding, -torch.inf)
         return self.after(self.attn(x, x, x, key_padding_mask=padding, attn_mask=mask, need_weights=False)[0])
+
+
+class LearnedPadding(Model):
+    def attend(self, x):
+        return self.attn(x, x, x, key_padding_mask=x[..., 0], need_weights=False)[0]
 
 
 class Cross(Model):
@@ -207,9 +215,9 @@ class PartlyFrozen(SelfAttention):
 
 CUT = [
     SelfAttention, WithoutBias, ThreeHeads, SamplesInDimOne, MeanWeights, WeightsOfEachHead, Causal, HintedCausal,
-    LearnedMask, MaskOfEachSample, Padding, PaddingAndMask, PaddingAndMaskOfEachSample, Cross, CrossOfLearned,
-    ThreeInputs, QueriesAsValues, OtherWidths, OtherWidthsWithoutBias, Drops, DropsWeights, DropsTwice, DropsInDimOne,
-    PartlyFrozen,
+    LearnedMask, MaskOfEachSample, Padding, PaddingAndMask, PaddingAndMaskOfEachSample, LearnedPadding, Cross,
+    CrossOfLearned, ThreeInputs, QueriesAsValues, OtherWidths, OtherWidthsWithoutBias, Drops, DropsWeights, DropsTwice,
+    DropsInDimOne, PartlyFrozen,
 ]  # fmt: skip
 
 
@@ -272,12 +280,26 @@ def test_an_attention_cut_by_heads_equals_torchs_in_every_mode(kind, line):
     check_equal(kind, line)
 
 
+@dataclass(frozen=True)
+class OfFewTokens:
+    """A strategy for so few tokens that these are moved, and not weights."""
+
+    right: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.right, name)
+
+    def place(self, job: Job, plan: Any) -> Any:
+        return self.right.place(job._replace(num_tokens=1), plan)
+
+
 @pytest.mark.parametrize("line", ["tp2", "tp3/sp"])
 @pytest.mark.parametrize("kind", CUT, ids=lambda kind: kind.__name__)
 def test_an_attention_sends_and_holds_what_the_plan_says(kind, line):
-    case = Case(kind, MeanSquaredError())
-    check_shapes(line, case)
-    check_traffic(line, case)
+    case, strategies = Case(kind, MeanSquaredError()), [OfFewTokens(STRATEGIES["tensor_1d"])]
+    assert is_cut(case, line)
+    check_shapes(line, case, strategies)
+    check_traffic(line, case, strategies)
 
 
 @pytest.mark.parametrize("line", ["tp2x2/2d", "tp2x2x2/3d", "tp2x2/2d/regather"])
@@ -396,29 +418,42 @@ def test_what_is_not_known_stays_whole_is_right_and_show_says_why(kind):
 # ---- beside layers whose features are cut
 
 
+Layer = partial(nn.Linear, WIDTH, WIDTH)
+
+
 class Block(nn.Module):
-    """Its code can be followed, and hands cut features to the attention in two ways."""
+    """Its code can be followed, and hands cut features to the attention."""
 
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.last = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.norm, self.attn = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 4, batch_first=True)
 
     def forward(self, x):
         h = self.norm(x)
-        x = x + self.attn(self.q(h), self.k(h), self.v(h))[0]
-        return x + self.last(x, x, x, need_weights=False)[0]
+        return x + self.attn(h, h, h, need_weights=False)[0]
+
+
+class InOrder(Block):
+    """All arguments by their places, and nothing beside it that would want them whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        h = self.norm(x)
+        return self.attn(self.q(h), self.k(h), self.v(h))[0]
 
 
 @pytest.mark.parametrize("line", ["tp2x2/2d", "tp2x2x2/3d"])
-def test_cut_features_are_joined_before_the_module_that_attends(line):
+@pytest.mark.parametrize("block", [Block, InOrder])
+def test_cut_features_are_joined_before_the_module_that_attends(block, line):
     with without_values():
-        model = nn.Sequential(*(each for _ in range(2) for each in (nn.Linear(WIDTH, WIDTH), Block())))
+        model = nn.Sequential(*(each() for _ in range(2) for each in (Layer, block)), Layer())
     plan, _ = make_plan(Job(model.double(), MeanSquaredError()), Layout.parse(line))
     assert {type(plan.notes[path]).__name__ for path in ("1", "3")} == {"GateNote"}
-    assert all(plan.compute[name].axes for name in ("0.weight", "1.attn.in_proj_weight", "3.last.out_proj.weight"))
+    assert all(plan.compute[name].axes for name in ("0.weight", "1.attn.in_proj_weight", "3.attn.out_proj.weight"))
+    assert plan.roles["4"].name == "copied"  # whole in and whole out
     given = [(inputs["x"], targets) for inputs, targets in batches(SelfAttention)]
     verdict = verify(model, line, given, loss=MeanSquaredError())
     assert verdict.equal, str(verdict)

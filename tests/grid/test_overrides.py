@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from shardwright import verify, without_values
 from shardwright.boxes import Lies
+from shardwright.checkpoint import find, read
 from shardwright.cli.main import app
 from shardwright.errors import LayoutError
 from shardwright.grid.overrides import Overrides
@@ -208,6 +209,12 @@ def test_roles_that_cannot_be_are_refused_under_any_layout(what, line):
     assert more in str(caught.value)
 
 
+def test_columns_of_inputs_of_different_widths_are_no_pair():
+    layers = {"a": nn.Linear(4, HIDDEN), "b": nn.Linear(WIDTH, HIDDEN), "down": nn.Linear(HIDDEN, WIDTH)}
+    with pytest.raises(LayoutError, match="'down' makes no pair"):
+        Overrides.of(nn.ModuleDict(layers), {"a": "column", "b": "column", "down": "row"})
+
+
 def test_a_pair_that_is_too_narrow_is_refused_and_not_copied():
     with pytest.raises(LayoutError, match=r"'first' cannot be cut as was asked\n.*12 features cannot be cut"):
         plan_of("tp13", {"first": "column", "second": "row", "layers": "copied"})
@@ -255,6 +262,9 @@ def test_verify_and_train_take_roles_and_a_resumed_run_keeps_them(tmp_path):
     trained = CliRunner().invoke(app, ["train", *COMMAND, *role, "--steps", "2", *out])
     assert trained.exit_code == 0, trained.output
     assert json.loads((tmp_path / "run.json").read_text())["options"]["roles"] == {"blocks.*.mlp*": "copied"}
+    stored = read(find(tmp_path / "checkpoints")).tensors
+    assert len(stored["blocks.0.attention.o.weight"][2]) == 2
+    assert len(stored["blocks.0.mlp.up.weight"][2]) == 1  # copied: one rank has stored it whole
     again = CliRunner().invoke(app, ["train", "--resume", "--steps", "3", *out])
     assert again.exit_code == 0, again.output
     assert "blocks.*.mlp* = copied" in (tmp_path / "report.html").read_text()

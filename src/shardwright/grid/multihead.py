@@ -4,7 +4,7 @@
 
     x --h--> | in_proj: rows of q, k and v of some heads | --> these heads --k--> | out_proj: their columns | --> y
 
-Where samples do not lie in dim 0 (``batch_first=False``), axes that cut samples leave them so and fetch the weights.
+Inside, samples lie in dim 0, whatever ``batch_first`` says of the arguments.
 """
 
 from __future__ import annotations
@@ -93,9 +93,8 @@ def _joined(path: str, own: str) -> str:
 
 def _choose(placing: Placing, module: nn.MultiheadAttention) -> Choice | None:
     mode, num_heads, width = placing.mode, module.num_heads, module.embed_dim
-    whole, inner = mode.states(False), None if module.batch_first else mode.still
-    layers = (Layer(width, 3 * width), Layer(width, width))
-    boundaries = (Boundary(0, whole), Boundary(num_heads, inner, sums=False), Boundary(width, whole))
+    whole, layers = mode.states(False), (Layer(width, 3 * width), Layer(width, width))
+    boundaries = (Boundary(0, whole), Boundary(num_heads, sums=False), Boundary(width, whole))
     return mode.choose(layers, boundaries, placing.job.num_tokens)
 
 
@@ -242,20 +241,21 @@ def price_multihead(pricing: Pricing, note: MultiheadNote, visit: Visit) -> Iter
     rows = tuple(each for each in moved if each.lies == "rows")
     operands = [(moved, *each) for each in call.inputs]
     operands += [(rows, 1, call.mask, call.mask_learns)] if call.mask else []
-    operands += [(rows, 1, call.padding, False)] if call.padding else []
+    operands += [(rows, 1, call.padding, call.padding_learns)] if call.padding else []
     for gatherings, tokens, width, learns in operands:
         shape = (call.num_samples, tokens, width)
         operand = Visit(shape, shape, visit.element_bytes, learns)
         yield from pricing._taken(gatherings, before, Features.balanced(width, ()), operand)
-    learnt = call.shared_mask or (pricing._num_rows(before, 1) * call.mask if call.mask_learns else 0)
-    for each in moved:
-        if each.lies == "whole" and learnt:
-            yield Traffic("all_reduce", each.axis, learnt * visit.element_bytes, pricing.plan.mesh[each.axis])
+    of_each = [call.mask] * call.mask_learns + [call.padding] * call.padding_learns
+    learnt = [call.shared_mask, *(pricing._num_rows(before, 1) * size for size in of_each)]
+    for axis in (each.axis for each in moved if each.lies == "whole"):
+        for size in learnt:
+            yield Traffic("all_reduce", axis, size * visit.element_bytes, pricing.plan.mesh[axis])
     for _, name, axes in note.projections:
         yield from _fetched(pricing, name, axes)
     if call.weights:
         given = (pricing._num_rows(note.after.rows_gathered, 1), call.weights)
-        yield from pricing._summed(note.gives(), given, replace(visit, y_shape=given), learns=False)
+        yield from pricing._summed(note.gives(), given, replace(visit, y_shape=given), call.weights_learn)
 
 
 def _fetched(pricing: Pricing, name: str, axes: Sequence[str]) -> Iterator[Traffic]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 
 class AttentionCall(NamedTuple):
@@ -12,16 +13,19 @@ class AttentionCall(NamedTuple):
 
     ``inputs``: of each different input its tokens, features, and whether a gradient flows back. ``padding``: the
     elements of the mask of keys. ``mask``: those of a mask of each sample, ``shared_mask`` those of one for all whose
-    gradient is wanted. ``weights``: those of the weights that are given back.
+    gradient is wanted. ``weights``: those of the weights that are given back. What ``_learns``, or ``learn``, has a
+    gradient.
     """
 
     num_samples: int
     inputs: tuple[tuple[int, int, bool], ...]
     padding: int = 0
+    padding_learns: bool = False
     mask: int = 0
     mask_learns: bool = False
     shared_mask: int = 0
     weights: int = 0
+    weights_learn: bool = False
 
     def shape(self, width: int) -> tuple[int, int, int]:
         """The queries' shape and the output's, samples first."""
@@ -60,8 +64,27 @@ def attention_call(
         query.shape[1 - tokens] if batched else 1,
         tuple(inputs.values()),
         padding=key.shape[tokens] if key_padding_mask is not None else 0,
+        padding_learns=key_padding_mask is not None and key_padding_mask.requires_grad,
         mask=module.num_heads * num_scores if by_sample else 0,
         mask_learns=learns,
         shared_mask=num_scores if learns and not by_sample else 0,
         weights=heads * num_scores if need_weights else 0,
     )
+
+
+def leads_to(value: Tensor, results: Any) -> bool:
+    """Whether a gradient flows from the results back to ``value``, which was made on the way.
+
+    >>> import torch
+    >>> one = torch.ones(1, requires_grad=True) * 2
+    >>> leads_to(one, {"sum": one + 1}), leads_to(one, one.detach())
+    (True, False)
+    """
+    waiting = [each.grad_fn for each in tree_flatten(results)[0] if isinstance(each, Tensor)]
+    seen: set[Any] = set()
+    while waiting:
+        function = waiting.pop()
+        if function is not None and function not in seen:
+            seen.add(function)
+            waiting += [before for before, _ in function.next_functions]
+    return value.grad_fn in seen

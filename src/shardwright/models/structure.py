@@ -7,7 +7,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 
 from shardwright.draws import with_names
-from shardwright.models.calls import AttentionCall, attention_call
+from shardwright.models.calls import AttentionCall, attention_call, leads_to
 
 ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Softplus,
@@ -288,12 +288,15 @@ def observe(model: nn.Module, inputs: Any) -> Visits:
     (Visit(x_shape=(5, 8), y_shape=(5, 2), element_bytes=4, needs_gradient=True),)
     """
     seen: dict[str, list[Visit]] = {}
+    weights: list[tuple[str, int, Tensor]] = []
 
     def note(path: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
             if isinstance(module, nn.MultiheadAttention):  # it gives a pair, and does not call its own layer
                 call = attention_call(module, *args, **named)
                 shape, learns = call.shape(module.embed_dim), output[0].requires_grad
+                if output[1] is not None:
+                    weights.append((path, len(seen.get(path, ())), output[1]))
                 seen.setdefault(path, []).append(Visit(shape, shape, output[0].element_size(), learns, call))
                 inner = Visit(shape, shape, output[0].element_size(), learns)
                 seen.setdefault(f"{path}.out_proj".lstrip("."), []).append(inner)
@@ -309,10 +312,14 @@ def observe(model: nn.Module, inputs: Any) -> Visits:
     handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in model.named_modules()]
     try:
         with torch.enable_grad():
-            call_model(model, inputs)
+            result = call_model(model, inputs)
     finally:
         for handle in handles:
             handle.remove()
+    for path, number, each in weights:
+        visit, used = seen[path][number], leads_to(each, result)
+        assert visit.call is not None, "an attention was called"
+        seen[path][number] = replace(visit, call=visit.call._replace(weights_learn=used))
     return {path: tuple(visits) for path, visits in seen.items()}
 
 

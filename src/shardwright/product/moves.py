@@ -18,6 +18,7 @@ from torch.autograd import Function
 
 from shardwright.comm import Axis, Pending, partial_to_whole, sum_gradient
 from shardwright.comm.axis import done
+from shardwright.errors import PlanError, explain
 
 
 class Move(NamedTuple):
@@ -86,11 +87,25 @@ def gather(x_nk: Tensor, moves: Sequence[Step]) -> tuple[list[Tensor], int, Pend
         pending.wait()
         x_nk, own = joined(panels), 0
         if lies == "rows":
+            _check_rows(x_nk.shape[0], sizes, axis)
             panels = [axis.all_gather(x_nk, 0, sizes)]
         else:
             panels, pending = axis.gather_parts_async(x_nk, [(x_nk.shape[0], size) for size in sizes])
             own = axis.index
     return panels, own, pending
+
+
+def _check_rows(num_rows: int, sizes: Sequence[int], axis: Axis) -> None:
+    """Raises PlanError unless there are as many rows here as this member's samples have tokens."""
+    if num_rows != sizes[axis.index]:
+        raise PlanError(
+            explain(
+                f"a layer whose samples '{axis.name}' cuts does not see them in dim 0",
+                given=f"{num_rows} rows, where the samples of this rank have {sizes[axis.index]}",
+                allowed="activations (samples, ..., features) before layers that are cut",
+                fix="put the samples in dim 0, or say which layers stay whole: roles={'name': 'copied'}",
+            )
+        )
 
 
 def scatter(panels: Sequence[Tensor], moves: Sequence[Step]) -> Pending[Tensor]:

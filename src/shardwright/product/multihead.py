@@ -73,7 +73,8 @@ def multihead(
                 fix="give it a dim of samples, or keep the layer 'copied' with roles",
             )
         )
-    entered = {id(x): take(_samples_first(module, x), part.take) for x in (query, key, value)}
+    different = {id(x): x for x in (query, key, value)}
+    entered = {number: take(_samples_first(module, x), part.take) for number, x in different.items()}
     q_BLE, k_BSE, v_BSE = (entered[id(x)] for x in (query, key, value))
     q_BnLD, k_BnSD, v_BnSD = (_heads(x, len(part.heads)) for x in _project(module, part, q_BLE, k_BSE, v_BSE))
     masks = _masks(module, part, query.dtype, key_padding_mask, attn_mask, causal=is_causal, need_weights=need_weights)
@@ -141,21 +142,25 @@ def _masks(
         return _Masks(None, causal=True)
     merged = None
     if mask is not None:
-        merged = _added(mask, dtype)
-        if merged.requires_grad:
-            for move in part.take:
-                if move.lies == "whole":
-                    merged = sum_gradient(merged, move.axis)
+        merged = _shared(_added(mask, dtype), part)
         if merged.dim() == 3:  # samples and heads in one dim
             by_sample = merged.unflatten(0, (-1, module.num_heads))
             by_sample = take(by_sample.flatten(1), part.rows).unflatten(1, by_sample.shape[1:])
             merged = by_sample[:, list(part.heads)]
     if padding is not None:
-        padding_BS = _added(padding, dtype)
+        padding_BS = _shared(_added(padding, dtype), part)
         padding_BS = take(padding_BS if padding_BS.dim() == 2 else padding_BS.unsqueeze(0), part.rows)
         padding_B11S = padding_BS[:, None, None]
         merged = padding_B11S if merged is None else merged + padding_B11S
     return _Masks(merged, causal=False)
+
+
+def _shared(mask: Tensor, part: SomeHeads) -> Tensor:
+    """A mask that all members see and each uses for its heads: its gradient, if there is one, is their sum."""
+    for move in part.take:
+        if move.lies == "whole" and mask.requires_grad:
+            mask = sum_gradient(mask, move.axis)
+    return mask
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
