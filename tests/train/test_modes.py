@@ -1,0 +1,56 @@
+"""Every tensor mode trains to the curve of one device, and goes on from what another mode has saved."""
+
+import pytest
+
+from shardwright.train.config import TrainConfig
+from shardwright.train.loop import train
+from shardwright.train.progress import read_metrics
+from shardwright.train.sampling import sample
+
+SETTINGS = {"num_layers": 2, "width": 20, "num_heads": 5, "dropout": 0.1}
+MODES = (
+    "tp3", "tp2/sp", "tp2x2/2d", "tp2x3/2d:summa", "tp2x2x2/2.5d", "tp2x2x2/3d", "dp2 tp1x2x2/3d:classic", "tp4/auto",
+)  # fmt: skip
+
+
+def config(line, steps):
+    return TrainConfig(
+        settings=SETTINGS, seq=12, batch=5, steps=steps, warmup=2, lr=3e-3, layout=line, eval_every=4, eval_batches=2,
+        schedule="constant",
+    )  # fmt: skip
+
+
+def losses(out):
+    return [row["loss"] for row in read_metrics(out)]
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory):
+    out = tmp_path_factory.mktemp("single")
+    train(config("single", 8), out, ranks="threads")
+    return losses(out)
+
+
+@pytest.mark.parametrize("line", MODES)
+def test_a_gpt_trains_to_the_losses_of_one_device(line, curve, tmp_path):
+    train(config(line, 8), tmp_path, ranks="threads")
+    assert losses(tmp_path) == pytest.approx(curve, rel=1e-4)  # float32, eight steps of AdamW
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("tp2x2/2d", "tp2x2x2/3d"), ("tp1x2x2/3d", "tp4/sp"), ("tp2/sp", "single")]
+)
+def test_what_one_mode_has_saved_another_goes_on_with(first, second, curve, tmp_path):
+    train(config(first, 4), tmp_path, ranks="threads")
+    train(config(second, 8), tmp_path, resume=True, ranks="threads")
+    assert losses(tmp_path) == pytest.approx(curve, rel=1e-4)
+
+
+@pytest.mark.parametrize("line", ["tp2x2/2d", "tp2x2x2/2.5d", "tp3/sp"])
+def test_a_checkpoint_is_sampled_from_under_any_mode(line, tmp_path):
+    train(config("single", 3), tmp_path, ranks="threads")
+    texts = {
+        sample(config(each, 3), tmp_path, prompt="def ", num=6, temperature=0.0, seed=0, ranks="threads")
+        for each in ("single", line)
+    }
+    assert len(texts) == 1
