@@ -23,7 +23,7 @@ demo: $(READY)  ## installs, verifies, trains, resumes under another layout, sam
 	$(BIN)/python examples/demo.py --out runs/demo
 
 test: $(READY)  ## unit, doctest, contract and property tests (5 minutes)
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where there are GPUs
 	$(BIN)/python -m pytest -q tests_dist

@@ -8,9 +8,7 @@ from shardwright.train.progress import read_metrics
 from shardwright.train.sampling import sample
 
 SETTINGS = {"num_layers": 2, "width": 20, "num_heads": 5, "dropout": 0.1}
-MODES = (
-    "tp3", "tp2/sp", "tp2x2/2d", "tp2x3/2d:summa", "tp2x2x2/2.5d", "tp2x2x2/3d", "dp2 tp1x2x2/3d:classic", "tp4/auto",
-)  # fmt: skip
+MODES = ("tp3", "tp2/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d")
 
 
 def config(line, steps):
@@ -37,16 +35,14 @@ def test_a_gpt_trains_to_the_losses_of_one_device(line, curve, tmp_path):
     assert losses(tmp_path) == pytest.approx(curve, rel=1e-4)  # float32, eight steps of AdamW
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("tp2x2/2d", "tp2x2x2/3d"), ("tp1x2x2/3d", "tp4/sp"), ("tp2/sp", "single")]
-)
+@pytest.mark.parametrize(("first", "second"), [("tp2x2/2d", "tp1x2x2/3d"), ("tp2/sp", "single")])
 def test_what_one_mode_has_saved_another_goes_on_with(first, second, curve, tmp_path):
     train(config(first, 4), tmp_path, ranks="threads")
     train(config(second, 8), tmp_path, resume=True, ranks="threads")
     assert losses(tmp_path) == pytest.approx(curve, rel=1e-4)
 
 
-@pytest.mark.parametrize("line", ["tp2x2/2d", "tp2x2x2/2.5d", "tp3/sp"])
+@pytest.mark.parametrize("line", ["tp2x2/2d", "tp3/sp"])
 def test_a_checkpoint_is_sampled_from_under_any_mode(line, tmp_path):
     train(config("single", 3), tmp_path, ranks="threads")
     texts = {
