@@ -150,13 +150,12 @@ class _Applying:
         lies = self.plan.compute[own_names(self.job.model, path)["weight"]]
         found = []
         for number, name in enumerate(names):
-            inner = self.plan.mesh.coords(names[:number])
-            here = self.samples.coord
-
-            def rows(index: int, name: str = name, inner: Any = inner, here: Any = here) -> int:
-                return sum(lies.local_shape({**here, name: index, **there})[0] for there in inner)
-
-            found.append(Fetch(self.axes[name], tuple(rows(i) for i in range(self.plan.mesh[name]))))
+            inner, here = self.plan.mesh.coords(names[:number]), self.samples.coord
+            sizes = tuple(
+                sum(lies.local_shape({**here, name: index, **there})[0] for there in inner)
+                for index in range(self.plan.mesh[name])
+            )
+            found.append(Fetch(self.axes[name], sizes))
         return tuple(found)
 
     def _entry(self, module: nn.Module, note: EntryNote) -> None:

@@ -138,7 +138,7 @@ class _Walk:
         if any(is_exactly(module, kind) for kind in NORMS) and len(module.normalized_shape) == 1:  # type: ignore
             self.note(path, Place("norm", x.cut, x.cut, x.size))
             return self.new(cut=x.cut, size=x.size)
-        if isinstance(module, ELEMENTWISE_MODULES) and "forward" not in vars(module):
+        if any(is_exactly(module, kind) for kind in ELEMENTWISE_MODULES):
             self.note(path, Place("elementwise", x.cut, x.cut, x.size))
             return self.new(cut=x.cut, size=x.size)
         cut = any(value.cut for value in args)
@@ -157,8 +157,7 @@ class _Walk:
         return self.new(cut=may_cut, size=size, producer=path)
 
     def _table(self, path: str, table: nn.Embedding, x: Value, may_cut: bool) -> Value:
-        plain = table.padding_idx is None and table.max_norm is None and not table.sparse
-        if not plain or table.scale_grad_by_freq:
+        if not is_plain(table):
             return self.new()
         cut = may_cut and table.embedding_dim >= self.parts
         self.note(path, Place("table", False, cut, table.embedding_dim, x.is_input))
@@ -208,6 +207,16 @@ class _Walk:
         if alike and (combines or (simple and len(given) == 1)) and not _trained_constant(constants):
             return self.new(cut=True, size=given[0].size)
         raise _UnknownError
+
+
+def is_plain(table: nn.Embedding) -> bool:
+    """Whether a table looks rows up and does nothing else to them or to their gradients.
+
+    >>> is_plain(nn.Embedding(9, 3)), is_plain(nn.Embedding(9, 3, padding_idx=2))
+    (True, False)
+    """
+    plain = table.padding_idx is None and table.max_norm is None and not table.sparse
+    return plain and not table.scale_grad_by_freq
 
 
 def _trained_constant(constants: Sequence[object]) -> bool:

@@ -110,7 +110,6 @@ class Placing:
         """
         names, axes = self.names[path], self.mode.axes
         roles = dict(zip((axis.name for axis in axes), step.roles, strict=True))
-        rows_cut = [axis for axis in axes if roles[axis.name] == "h"]
         for axis in axes:
             if roles[axis.name] == "h":
                 for own, name in names.items():
@@ -120,13 +119,11 @@ class Placing:
                 self.cut(names["weight"], axis.name, 1, x.along(axis.name))
         fetches: list[str] = []
         if not y.overlaps:
+            coords = self.plan.mesh.coords([axis.name for axis in axes if roles[axis.name] == "h"])
+            others = [n for n in y.names if roles[n] != "h"]
             held: dict[tuple[int, ...], Sequence[Range]] = {
-                (): y.held(dict.fromkeys(y.names, 0), over=y.names) or ((0, y.size),)
+                tuple(at.values()): y.held({**dict.fromkeys(y.names, 0), **at}, over=others) for at in coords
             }
-            if rows_cut:
-                coords = self.plan.mesh.coords([axis.name for axis in rows_cut])
-                others = [n for n in y.names if roles[n] != "h"]
-                held = {tuple(at.values()): y.held({**dict.fromkeys(y.names, 0), **at}, over=others) for at in coords}
             for axis in axes:
                 if roles[axis.name] == "t" and axis.stored:
                     ranges = nested(held, axis.size)

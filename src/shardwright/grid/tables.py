@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.grid.features import Features
-from shardwright.grid.flow import Place
+from shardwright.grid.flow import Place, is_plain
 from shardwright.grid.mode import LossNote, Mode, TableNote, gives, takes
 from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Layer, States, Step
@@ -27,7 +27,7 @@ def place_head_and_tables(placing: Placing) -> None:
         assert isinstance(table, nn.Embedding)
         tied = placing.head is not None and placing.head in placing.users(path)
         if found is None and not tied:
-            if placing.may_cut_table(path) and _is_plain(table):
+            if placing.may_cut_table(path) and is_plain(table):
                 found = Place("table", False, False, table.embedding_dim, from_input=False)
             else:
                 continue
@@ -103,11 +103,6 @@ def _place_table(placing: Placing, path: str, table: nn.Embedding, place: Place,
     what = [f"{table.num_embeddings} rows over {' '.join(by_rows)}"] if by_rows else []
     what += [f"{table.embedding_dim} features over {' '.join(by_width)}"] if by_width else []
     placing.plan = placing.plan.role(path, placing.mode.name, "table", ", ".join(what))
-
-
-def _is_plain(table: nn.Embedding) -> bool:
-    plain = table.padding_idx is None and table.max_norm is None and not table.sparse
-    return bool(plain and not table.scale_grad_by_freq)
 
 
 def _table_step(mode: Mode, by_rows: Sequence[str], by_width: Sequence[str], after: States) -> Step:
