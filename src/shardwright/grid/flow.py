@@ -19,9 +19,9 @@ from shardwright.models.attention import Attention
 from shardwright.models.structure import (
     ELEMENTWISE_FUNCTIONS,
     ELEMENTWISE_METHODS,
-    ELEMENTWISE_MODULES,
     Chain,
     has_choices,
+    is_elementwise_module,
     is_exactly,
     trace,
 )
@@ -138,7 +138,7 @@ class _Walk:
         if any(is_exactly(module, kind) for kind in NORMS) and len(module.normalized_shape) == 1:  # type: ignore
             self.note(path, Place("norm", x.cut, x.cut, x.size))
             return self.new(cut=x.cut, size=x.size)
-        if any(is_exactly(module, kind) for kind in ELEMENTWISE_MODULES):
+        if is_elementwise_module(module):
             self.note(path, Place("elementwise", x.cut, x.cut, x.size))
             return self.new(cut=x.cut, size=x.size)
         cut = any(value.cut for value in args)

@@ -64,6 +64,18 @@ def is_exactly(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     return type(module) is kind and "forward" not in vars(module)
 
 
+def is_elementwise_module(module: nn.Module | None) -> bool:
+    """Whether a module treats each element alone, as its exact type says; a subclass may do anything.
+
+    >>> class Mixing(nn.ReLU):
+    ...     def forward(self, x):
+    ...         return x.sum(-1, keepdim=True) * x
+    >>> is_elementwise_module(nn.ReLU()), is_elementwise_module(Mixing())
+    (True, False)
+    """
+    return any(is_exactly(module, kind) for kind in ELEMENTWISE_MODULES)
+
+
 def registered_twice(model: nn.Module) -> set[int]:
     """The ids of modules that two parents hold, or one parent twice: they may be called from anywhere.
 
@@ -201,7 +213,7 @@ def is_elementwise(node: fx.Node, root: nn.Module) -> bool:
     if any(tensor.dim() or tensor.requires_grad for tensor in tensors):
         return False  # one number per feature would have to be cut, and a trained one summed
     if node.op == "call_module":
-        return isinstance(module_of(node, root), ELEMENTWISE_MODULES)
+        return is_elementwise_module(module_of(node, root))
     if node.op == "call_function":
         return node.target in ELEMENTWISE_FUNCTIONS
     return node.op == "call_method" and node.target in ELEMENTWISE_METHODS
