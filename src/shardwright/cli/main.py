@@ -151,11 +151,16 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
     from shardwright.layout import Layout as LayoutLine
     from shardwright.report import describe, draw_layout, draw_loss, write_page
     from shardwright.strategy import Job
+    from shardwright.train.data import open_data
+    from shardwright.train.loop import num_samples_of
     from shardwright.train.progress import read_metrics
 
     with without_values():
-        model, loss, _ = config.build()
-    description = describe(Job(model, loss, config.num_tokens, roles=config.roles), LayoutLine.parse(config.layout))
+        model, loss, model_config = config.build()
+    layout, data = LayoutLine.parse(config.layout), open_data(config.data, seq=config.seq, model=model_config)
+    num_samples = num_samples_of(data, config.batch, layout)
+    job = Job(model, loss, config.num_tokens, roles=config.roles, num_samples=num_samples)
+    description = describe(job, layout)
     rows = read_metrics(out)
     pictures = {"loss": out / "loss.png", "layout": out / "layout.png"}
     draw_loss(rows, pictures["loss"])
@@ -233,18 +238,19 @@ def show(
     from shardwright.draws import without_values
     from shardwright.layout import Layout as LayoutLine
     from shardwright.models import MODELS
+    from shardwright.parallelize import samples_of
     from shardwright.report import describe, draw_layout, show_text
     from shardwright.strategy import Job
 
     whole = _config(shared)
     with without_values():
         plain, loss, model_config = whole.build()
-    inputs = None
+    inputs, layout = None, LayoutLine.parse(whole.layout)
     if model_config is not None:
         draw = torch.Generator().manual_seed(0)
         inputs = MODELS[whole.model].example_batch(model_config, whole.batch, whole.seq, draw)[0]
-    job = Job(plain, loss, whole.num_tokens, roles=whole.roles)
-    description = describe(job, LayoutLine.parse(whole.layout), inputs=inputs)
+    job = Job(plain, loss, whole.num_tokens, roles=whole.roles, num_samples=samples_of(inputs, layout))
+    description = describe(job, layout, inputs=inputs)
     if png is not None:
         draw_layout(description, png)
     emit(description, show_text(description, shutil.get_terminal_size((100, 40)).columns), as_json=as_json)

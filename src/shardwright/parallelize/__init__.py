@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from shardwright.draws import Draws, key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.alone import LayerAlone, layer_alone
-from shardwright.parallelize.auto import tokens_of
+from shardwright.parallelize.auto import samples_of, tokens_of
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import expected_traffic, hollow, make_plan, twin
@@ -30,6 +31,7 @@ __all__ = [
     "make_plan",
     "parallelize",
     "place_parameters",
+    "samples_of",
     "tokens_of",
     "twin",
 ]
@@ -45,6 +47,7 @@ def parallelize(
     num_tokens: int = NUM_TOKENS,
     strategies: Sequence[Strategy] | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
+    num_samples: int | None = None,
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
@@ -52,7 +55,9 @@ def parallelize(
     is cut as it is. ``model`` itself is left alone. ``loss(output, targets)`` gives (sum, count), cross entropy
     when left out. ``seed`` fixes initial values and dropout, whatever the layout. ``num_tokens`` is how many one
     microbatch of one model copy will have: modes that weigh activations against weights choose by it. ``roles``
-    go before what is found out of single layers: patterns of names, and "column", "row" or "copied".
+    go before what is found out of single layers: patterns of names, and "column", "row" or "copied". ``num_samples``
+    is how many sequences one microbatch of one model copy will have, where that is known: modes that would leave ranks
+    without any cut the sequences instead, if the model allows it; :func:`samples_of` tells it from a batch.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
         starts. Both are raised on every rank before anything is sent.
@@ -68,17 +73,19 @@ def parallelize(
     [(3, 1.163), (2, 1.163)]
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    job = Job(twin(model), twin(loss if loss is not None else CrossEntropy()), num_tokens, roles=roles)
+    loss = twin(loss if loss is not None else CrossEntropy())
+    job = Job(twin(model), loss, num_tokens, roles=roles, num_samples=num_samples)
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)
-    samples = Samples(plan.mesh, plan.row_axes, coord)
+    samples = Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes)
     job = job._replace(samples=samples)
     place_parameters(job.model, {**plan.compute, **plan.buffers}, coord, seed, world.device)
     job.loss.to(world.device)
     axes = _axes(plan, world)
     draws = Draws(seed)
-    key_dropout(job.model, draws, plan.slices(coord), {m: partial(samples.ids, r) for m, r in plan.rows.items()})
+    rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
+    key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
     each = [s.apply(job, {a: axis.for_strategy(s.name) for a, axis in axes.items()}, plan) for s in chosen]
     applied = [one for one in each if one is not None]
     late = frozenset[str]().union(*(one.late for one in applied))
@@ -89,6 +96,12 @@ def parallelize(
     sync = GradientSync(job.model, plan, coord, joined)
     executor = Executor(job.model, plan.units, [*(one.events for one in applied), sync.events()], draws, samples, late)
     return Run(job, plan, world, axes, executor, sync, applied)
+
+
+def _tokens(model: nn.Module, plan: Plan, samples: Samples) -> Mapping[str, Callable[[Sequence[int]], Any]]:
+    """Which tokens each layer sees, where sequences are cut."""
+    paths = [path for path, _ in model.named_modules()] if plan.token_axes else []
+    return {p: partial(samples.slices, plan.rows.get(p, ()), plan.token_dims.get(p, (1,))) for p in paths}
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:

@@ -17,6 +17,7 @@ from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.models.structure import observe
 from shardwright.parallelize.auto import settle
+from shardwright.parallelize.sequences import cut_tokens, num_tokens_of
 from shardwright.pipeline import Samples, samples
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.product import forget_batches
@@ -125,29 +126,36 @@ def expected_traffic(
     forget_batches(whole)
     on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
     num_global = num_rows(inputs)
+    num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
+    on_meta = cut_tokens(plan, coord, on_meta, num_tokens)
     shares = microbatch_samples(local_samples(plan, coord, num_global), plan.layout.num_microbatches)
     visits = tuple(observe(whole, rows(on_meta, s.start, s.stop)) for s in shares)
     element_bytes = next(whole.parameters()).element_size()
-    batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global))
+    batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global, num_tokens))
     return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in strategies}
 
 
-def in_hand(plan: Plan, coord: Coord, num_global: int) -> tuple[Samples, ...]:
-    """The samples of each microbatch of a global batch, as ``coord`` sees them."""
-    found = tuple(Samples(plan.mesh, plan.row_axes, coord) for _ in range(plan.layout.num_microbatches))
+def in_hand(plan: Plan, coord: Coord, num_global: int, num_tokens: int = 0) -> tuple[Samples, ...]:
+    """The samples of each microbatch of a global batch, as ``coord`` sees them; with tokens, where these are cut."""
+    every = range(plan.layout.num_microbatches)
+    found = tuple(Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes) for _ in every)
     for number, each in enumerate(found):
         each.begin(num_global, number, len(found))
+        each.cut_tokens(num_tokens)
     return found
 
 
-def numbers_per_sample(targets: Any) -> int:
-    """How many targets a sample has: what a loss counts where none is ignored.
+def numbers_per_sample(targets: Any, num_tokens: int = 0) -> int:
+    """How many targets a sample has, what a loss counts where none is ignored; of so many tokens, where these are cut.
 
     >>> numbers_per_sample(torch.zeros(0, 5, 2)), numbers_per_sample({"class": torch.zeros(3)})
     (10, 1)
+    >>> numbers_per_sample(torch.zeros(1, 3, 2), num_tokens=5)
+    10
     """
     sizes: list[int] = []
-    tree_map_only(Tensor, lambda tensor: sizes.append(prod(tensor.shape[1:])), targets)
+    whole = [num_tokens] if num_tokens else []
+    tree_map_only(Tensor, lambda tensor: sizes.append(prod([*whole, *tensor.shape[1 + len(whole) :]])), targets)
     return sizes[0] if sizes else 1
 
 

@@ -21,6 +21,7 @@ from shardwright.parallelize.planning import (
     on_device,
     rows,
 )
+from shardwright.parallelize.sequences import check_long_enough, cut_tokens, join_tokens, num_tokens_of
 from shardwright.pipeline import Action, End, Ends, Executor, LossEnd, Microbatch, MicrobatchEnd, accumulate
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.strategy import OUTPUT, Applied, Job, Plan
@@ -72,9 +73,18 @@ class Run:
             yield self.part(mine, theirs, num_rows((inputs, targets)))
 
     def part(self, inputs: Any, targets: Any, num_global: int) -> Microbatch:
-        """This rank's own samples, those of :meth:`share`, of a global batch of ``num_global``."""
+        """This rank's own samples, those of :meth:`share`, of a global batch of ``num_global``.
+
+        Samples are whole; where the layout cuts sequences, this rank's tokens of them are taken. Raises: LayoutError,
+        PlanError: samples that are no sequences, or too short.
+        """
+        num_tokens = 0
+        if self.plan.token_axes:
+            num_tokens = num_tokens_of(inputs, targets)
+            check_long_enough(self.plan, num_tokens)
+        inputs, targets = cut_tokens(self.plan, self.coord, (inputs, targets), num_tokens)
         inputs, targets = on_device((inputs, targets), self.world.device)
-        return Microbatch(inputs, targets, self.share(num_global), num_global)
+        return Microbatch(inputs, targets, self.share(num_global), num_global, num_tokens)
 
     # ---- steps
 
@@ -86,7 +96,9 @@ class Run:
         """
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
         pieces = [self._cut(batch, samples) for samples in shares]
-        expected = max(batch.num_global * numbers_per_sample(batch.targets), 1)
+        expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
+        if self._samples is not None:
+            self._samples.cut_tokens(batch.num_tokens)
         self.draws.step = self.num_steps
         self._sync.begin(last_microbatch=len(pieces) - 1)
         last = LossEnd(self.loss, scale=1 / expected)
@@ -117,6 +129,7 @@ class Run:
         self.model.eval()
         if self._samples is not None:
             self._samples.begin(batch.num_global, 0, 1)
+            self._samples.cut_tokens(batch.num_tokens)
         try:
             loss_sum, count = self.loss(call_model(self.model, batch.inputs), batch.targets)
             sums.append(torch.stack([loss_sum.double(), torch.as_tensor(count).double()]))
@@ -129,16 +142,21 @@ class Run:
         """The model's whole output on inputs that every rank holds, on every rank."""
         was_training = self.model.training
         self.model.eval()
+        num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
         if self._samples is not None:
             self._samples.alone(num_rows(inputs))
+            self._samples.cut_tokens(num_tokens)
+        mine = on_device(cut_tokens(self.plan, self.coord, inputs, num_tokens), self.world.device)
         try:
-            output: Tensor = call_model(self.model, on_device(inputs, self.world.device))
+            output: Tensor = call_model(self.model, mine)
         finally:
             self.model.train(was_training)
         joined: list[str] = []
         for cut in reversed(self.plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbours
             output = self.axes[cut.axis].all_gather(output, cut.dim, self._output_sizes(cut.axis, joined))
             joined.append(cut.axis)
+        if self.plan.token_axes and self._samples is not None:
+            return join_tokens(self.plan, self._samples, self.axes, output)
         return output[: num_rows(inputs)]  # what gathered rows found the same samples on every rank
 
     def _output_sizes(self, axis: str, joined: Sequence[str]) -> list[int]:

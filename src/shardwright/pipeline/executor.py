@@ -38,12 +38,16 @@ class Unit(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """A share of one step's samples, their places in the global batch, and how many that has."""
+    """A share of one step's samples, their places in the global batch, and how many that has.
+
+    ``num_tokens`` is how many tokens each sample has on all ranks together, where these cut sequences.
+    """
 
     inputs: Any
     targets: Any
     samples: range
     num_global: int
+    num_tokens: int = 0
 
 
 def _nothing(*_: Any) -> None:

@@ -42,7 +42,7 @@ class Tensor1D:
     def mode(self, plan: Plan) -> Mode:
         """The grid of one axis."""
         factor = plan.layout.factor("tp")
-        cut = factor is not None and factor.option("sp") is not None
+        cut = factor is not None and (factor.option("sp") is not None or factor.option("seq") is not None)
         return grid.mode(self.name, plan, {"tp": "T" if cut else "C"})
 
     def place(self, job: Job, plan: Plan) -> Plan:

@@ -28,7 +28,7 @@ from shardwright.comm.launch import Ranks
 from shardwright.draws import without_values
 from shardwright.errors import CheckpointError, PlanError, explain
 from shardwright.layout import Layout
-from shardwright.parallelize import Run, parallelize
+from shardwright.parallelize import Run, parallelize, samples_of
 from shardwright.train.config import RUN_FILE, TrainConfig, read_run
 from shardwright.train.data import Dataset, Order, global_batch, open_data
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
@@ -94,9 +94,10 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
 
     with without_values():
         model, loss, model_config = config.build()
-    make_plan(Job(model, loss, config.num_tokens, roles=config.roles), Layout.parse(config.layout))
-    for split in ("train", "eval"):
-        open_data(config.data, seq=config.seq, model=model_config, split=split)
+    layout = Layout.parse(config.layout)
+    data = [open_data(config.data, seq=config.seq, model=model_config, split=split) for split in ("train", "eval")]
+    num_samples = num_samples_of(data[0], config.batch, layout)
+    make_plan(Job(model, loss, config.num_tokens, roles=config.roles, num_samples=num_samples), layout)
     saved = bool(steps_in(out / CHECKPOINTS))
     if resume and not saved and (out / METRICS_FILE).exists():
         raise CheckpointError(
@@ -130,6 +131,18 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
                 else "give another --out, or remove it",
             )
         )
+
+
+def num_samples_of(data: Dataset, batch: int, layout: Layout) -> int | None:
+    """The samples of the smallest microbatch of one model copy; None where they are not sequences of tokens.
+
+    >>> from shardwright.models import GPTConfig
+    >>> from shardwright.train.data import Synthetic
+    >>> num_samples_of(Synthetic(GPTConfig(), seq=8), 4, Layout.parse("dp2 tp2x2/2d"))
+    2
+    """
+    inputs, _ = data.sample(0)
+    return samples_of(inputs.expand(batch, *inputs.shape), layout)
 
 
 def _make_folder(out: Path) -> None:
@@ -243,8 +256,9 @@ class _Training:
         self.eval_data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
         self.order = Order(len(self.data), config.batch, config.seed)
         self.run = parallelize(
-            plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles
-        )
+            plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
+            num_samples=num_samples_of(self.data, config.batch, Layout.parse(config.layout)),
+        )  # fmt: skip
         self.optimizer = self.run.optimizer(
             torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
         )
