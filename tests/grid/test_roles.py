@@ -173,7 +173,7 @@ TWO_ORDERS = (
     [Boundary(9, ("T", "T")), Boundary(6), Boundary(1, most_alone=2), Boundary(9, ("T", "T"))],
 )
 NO_RUN = (  # only the slower axis can cut the two features: gathered over it alone, rows would not follow each other
-    [Layer(1, 6), Layer(6, 1)],
+    [Layer(1, 6), Layer(6, 6)],
     [Boundary(9, ("T", "T")), Boundary(2, joined=7), Boundary(9, ("T", "T"))],
 )
 NO_GRADIENT = ([Layer(4, 4, False)], [Boundary(9, ("T",)), Boundary(9, ("T",))])

@@ -117,11 +117,14 @@ class Mixing(NamedTuple):
 class _Value(NamedTuple):
     """What is known of a value: it has a place for each token in dim 1, or in dim 0 (a table's rows); or nothing is.
 
-    ``features``: its last dim is known to be features.
+    ``features``: whether its last dim is features; None of the model's input, where nobody knows yet.
     """
 
     lies: Literal["tokens", "places", "unknown"] = "unknown"
-    features: bool = False
+    features: bool | None = False
+
+
+_INPUT = _Value("tokens", None)
 
 
 class _MixesError(Exception):
@@ -152,7 +155,7 @@ class _Walk:
     def visit(self, path: str, module: nn.Module, args: Sequence[_Value] | None) -> _Value:
         """What a module makes of values; the whole model's own are its inputs, whatever their number."""
         kind = type(module).__name__
-        leaf = self._leaf(path, module, _Value("tokens") if args is None else args[0] if args else _Value())
+        leaf = self._leaf(path, module, _INPUT if args is None else args[0] if args else _Value())
         if leaf is not None:
             return leaf
         if next(module.children(), None) is None and type(module).__module__.startswith("torch.nn."):
@@ -174,7 +177,7 @@ class _Walk:
             return self._given(path, module, _Value("tokens", True), known=x.lies == "tokens")
         if any(is_exactly(module, norm) for norm in NORMS):
             known = x.lies != "unknown" and len(module.normalized_shape) == 1  # type: ignore[arg-type]
-            return self._given(path, module, x, known=known)
+            return self._given(path, module, x._replace(features=True), known=known)
         if is_elementwise_module(module):
             drops = isinstance(module, nn.Dropout) and x.lies == "places"  # it looks for samples in dim 0
             return self._given(path, module, x, known=x.lies != "unknown" and not drops)
@@ -191,7 +194,7 @@ class _Walk:
         for node in graph.nodes:
             given = [env[arg] for arg in node.all_input_nodes]
             if node.op == "placeholder":
-                env[node] = _Value("tokens") if inputs is None else next(inputs, _Value())
+                env[node] = _INPUT if inputs is None else next(inputs, _Value())
             elif node.op == "call_module":
                 child = f"{path}.{node.target}".lstrip(".")
                 if list(node.args) != list(node.all_input_nodes) or node.kwargs:
@@ -209,11 +212,13 @@ class _Walk:
         combines = node.target in COMBINING or node.target in COMBINING_METHODS
         simple = node.target in ELEMENTWISE_FUNCTIONS or node.target in ELEMENTWISE_METHODS
         constants = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
-        alike = bool(given) and len({value.features for value in given}) == 1
+        features = {value.features for value in given} - {None}
+        alike = bool(given) and len(features) < 2
         known = alike and all(value.lies != "unknown" for value in given) and not node.kwargs.get("out")
         if not (known and (combines or (simple and len(given) == 1))):
             raise _MixesError(path, f"a call of {name}" if node.target is not getattr else "a look at a value's shape")
         for constant in constants:
-            if isinstance(constant, Tensor) and constant.dim() > int(given[0].features):
+            if isinstance(constant, Tensor) and constant.dim() > int(True in features):
                 raise _MixesError(path, f"a call of {name} with a tensor of shape {list(constant.shape)}")
-        return _Value("tokens" if any(v.lies == "tokens" for v in given) else "places", given[0].features)
+        lies: Literal["tokens", "places"] = "tokens" if any(v.lies == "tokens" for v in given) else "places"
+        return _Value(lies, features.pop() if features else None)
