@@ -25,7 +25,10 @@ from shardwright.layout import Layout
 from shardwright.models import GPT, Attention, AttentionConfig, CrossEntropy, GPTConfig, MeanSquaredError, entry_of
 from shardwright.parallelize import layer_alone, make_plan, parallelize, samples_of
 from shardwright.report import describe, show_text
-from shardwright.strategy import Job
+from shardwright.strategy import OUTPUT, Job
+from shardwright.train.config import TrainConfig
+from shardwright.train.loop import train
+from shardwright.train.progress import read_metrics
 from shardwright.verify import verify
 
 mode = importlib.import_module("shardwright.grid.mode")  # the package has a function of this name
@@ -143,6 +146,34 @@ def test_predictions_and_evaluated_losses_are_those_of_one_device(line, case):
         torch.testing.assert_close(loss, loss_sum / count, rtol=1e-12, atol=0)
         for output, each in zip(outputs, (more, more[:, :3], more[:, :1]), strict=True):
             torch.testing.assert_close(output, model(each), rtol=0, atol=1e-12)
+
+
+def test_an_output_whose_tokens_are_gathered_out_of_order_comes_back_in_order():
+    line, num_tokens = "tp2x3x1/3d/seq", 40  # so many that the head gathers the slower axis and not the faster one
+    plan, _ = make_plan(Job(GROUPED.model, GROUPED.loss, num_tokens), Layout.parse(line))
+    assert plan.rows[OUTPUT] == (("gather", "depth"),)
+    torch.manual_seed(0)
+    model = GPT(GROUPED.config).double().eval()
+    (inputs, _), _ = GROUPED.batches
+
+    def work(world):
+        return parallelize(model, line, world, loss=GROUPED.loss, num_tokens=num_tokens).predict(inputs)
+
+    for output in launch(work, Layout.parse(line), ranks="threads"):
+        torch.testing.assert_close(output, model(inputs), rtol=0, atol=1e-12)
+
+
+def test_a_run_on_one_sample_a_step_trains_to_the_losses_of_one_device(tmp_path):
+    def losses(layout):
+        config = TrainConfig(
+            layout=layout, settings={"num_layers": "1", "width": "16", "dropout": "0.1"}, batch=1, seq=TOKENS, steps=3,
+            warmup=0, eval_every=3, eval_batches=1,
+        )  # fmt: skip
+        train(config, tmp_path / layout.replace("/", "-"), ranks="threads")
+        rows = read_metrics(tmp_path / layout.replace("/", "-"))
+        return [row["loss"] for row in rows] + [rows[-1]["eval_loss"]]
+
+    assert losses("tp2x2/2d") == pytest.approx(losses("single"), rel=1e-5)
 
 
 # ---- when sequences are cut
