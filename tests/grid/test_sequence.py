@@ -23,6 +23,7 @@ from shardwright.comm import launch
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.models import GPT, Attention, AttentionConfig, CrossEntropy, GPTConfig, MeanSquaredError, entry_of
+from shardwright.models.gpt import Positions
 from shardwright.parallelize import layer_alone, make_plan, parallelize, samples_of
 from shardwright.report import describe, show_text
 from shardwright.strategy import OUTPUT, Job
@@ -55,6 +56,13 @@ def some(targets):
 CAUSAL = gpt("tied", "gpt2")
 GROUPED = gpt("grouped heads", "llama", CrossEntropy(label_smoothing=0.1), num_kv_heads=2, tied=False)
 ONE_KV = gpt("one kv head", "llama", num_heads=3, num_kv_heads=1, width=18)
+ONE_HEAD = Case(
+    "one head",
+    AttentionConfig(width=6, num_heads=1, dropout=0.2),
+    MeanSquaredError(),
+    num_tokens=TOKENS,
+    num_samples=(1, 3),
+)
 BOTH_WAYS = Case(
     "not causal",
     AttentionConfig(width=12, num_heads=2, causal=False, dropout=0.2),
@@ -94,6 +102,15 @@ def test_ranks_hold_send_and_are_called_what_the_plan_says(line, case):
 def test_heads_of_which_there_are_fewer_than_ranks_are_shared_as_where_samples_are_cut(line, case):
     check_equal(line, case)
     check_traffic(line, case)
+
+
+def test_a_head_that_several_ranks_share_sees_the_tokens_of_all():
+    line = "tp2x4x1/3d/seq"  # eight parts of the sequence would be more than a weight has rows
+    plan, _ = make_plan(Job(ONE_HEAD.model, ONE_HEAD.loss), Layout.parse(line))
+    assert plan.roles[""].name == "inside a head"
+    assert plan.notes[""].tokens.gathers
+    check_equal(line, ONE_HEAD)
+    check_traffic(line, ONE_HEAD)
 
 
 def gathered_over(line, case, num_tokens):
@@ -163,7 +180,16 @@ def test_an_output_whose_tokens_are_gathered_out_of_order_comes_back_in_order():
         torch.testing.assert_close(output, model(inputs), rtol=0, atol=1e-12)
 
 
-def test_a_run_on_one_sample_a_step_trains_to_the_losses_of_one_device(tmp_path):
+def test_a_run_on_one_sample_a_step_trains_to_the_losses_of_one_device(tmp_path, monkeypatch):
+    cut = []
+
+    def noted(*args, **named):
+        run = parallelize(*args, **named)
+        cut.append(dict(run.plan.inputs))
+        return run
+
+    monkeypatch.setattr("shardwright.train.loop.parallelize", noted)
+
     def losses(layout):
         config = TrainConfig(
             layout=layout, settings={"num_layers": "1", "width": "16", "dropout": "0.1"}, batch=1, seq=TOKENS, steps=3,
@@ -174,6 +200,7 @@ def test_a_run_on_one_sample_a_step_trains_to_the_losses_of_one_device(tmp_path)
         return [row["loss"] for row in rows] + [rows[-1]["eval_loss"]]
 
     assert losses("tp2x2/2d") == pytest.approx(losses("single"), rel=1e-5)
+    assert cut == [{"row": 1}] * 4 + [{}]
 
 
 # ---- when sequences are cut
@@ -344,6 +371,12 @@ def test_what_may_mix_tokens_is_refused_by_name_and_unasked_keeps_its_samples(na
     x = torch.randn(1, TOKENS, 8)
     verdict = verify(model, "tp2x2/2d", [(x, torch.randn(1, TOKENS, 8))], loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
+
+
+def test_an_output_that_is_not_one_tensor_of_tokens_is_refused():
+    for body in (lambda m, x: (m.down(m.up(x)), x), lambda m, x: m.rows(m.places(x))):
+        model = Written(body, rows=nn.Embedding(TOKENS, 8), places=Positions(TOKENS))
+        assert "its output is not known to be one tensor of tokens" in check_refused("tp2x2/2d/seq", model)
 
 
 class Shifted(CrossEntropy):
