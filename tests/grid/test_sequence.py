@@ -230,6 +230,13 @@ def test_sequences_that_are_too_short_to_be_cut_are_not_cut_unasked():
     assert inputs_of("tp2x2x2/3d", few(CAUSAL.model, 2, 8)) == {"depth": 1, "row": 1}
 
 
+def test_what_cannot_be_laid_out_by_tokens_is_laid_out_by_samples_unasked():
+    job = Job(Attention(4, 1, head_dim=3), MeanSquaredError(), 64, num_samples=1)
+    assert inputs_of("tp2x4x1/3d", job) == {"depth": 0, "row": 0}  # a head over the slower axis: tokens are no run
+    with pytest.raises(LayoutError, match="1 heads"):
+        make_plan(job, Layout.parse("tp2x4x1/3d/seq"))
+
+
 def test_an_axis_that_cuts_no_rows_has_nothing_to_do_with_it():
     assert inputs_of("tp1x4/2d/seq", few(CAUSAL.model, 1)) == {}
     assert inputs_of("tp4", few(CAUSAL.model, 1)) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import prod
 
 from torch import nn
@@ -15,7 +16,7 @@ from shardwright.grid.mode import EntryNote, GateNote, HeadsNote, LinearNote, Mo
 from shardwright.grid.multihead import MultiheadNote, place_multiheads
 from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Layer, States
-from shardwright.grid.sequence import cut_rows, with_rows
+from shardwright.grid.sequence import cut_rows, is_asked, with_rows
 from shardwright.grid.tables import place_head_and_tables
 from shardwright.models.convolution_chains import CONVOLUTIONS
 from shardwright.models.structure import Chain, is_exactly, owners
@@ -30,7 +31,15 @@ def sent(plan: Plan) -> float:
 
 def place(job: Job, plan: Plan, mode: Mode) -> Plan:
     """Finds what the mode can cut and cuts it. Raises LayoutError when nothing can be, naming the sizes found."""
-    mode = with_rows(job, plan, mode)
+    found = with_rows(job, plan, mode)
+    if found.dim == 1 and not is_asked(plan):
+        with suppress(LayoutError):  # what nobody asked for refuses nothing
+            return _placed(job, plan, found)
+        found = mode
+    return _placed(job, plan, found)
+
+
+def _placed(job: Job, plan: Plan, mode: Mode) -> Plan:
     if mode.row_axes and mode.dim == 0:
         check_samples_apart(job.model, str(plan.layout.factor("tp")))
     plan = cut_rows(plan, mode)
@@ -39,7 +48,7 @@ def place(job: Job, plan: Plan, mode: Mode) -> Plan:
         plan = plan.role(INPUT, mode.name, "tokens", f"each sample's tokens cut over {names}, not the samples")
     if mode.axes:
         plan = _place_everything(Placing(job, mode, plan))
-        if not plan.notes:
+        if all(isinstance(note, TokensNote) for note in plan.notes.values()):
             raise _nothing_to_cut(job.model, mode)
     for path, module, _, _ in owners(job.model):
         if path not in plan.roles:

@@ -54,9 +54,7 @@ def with_rows(job: Job, plan: Plan, mode: Mode) -> Mode:
     parts = prod(axis.size for axis in mode.row_axes)
     if parts == 1:
         return mode
-    factor = plan.layout.factor("tp")
-    assert factor is not None, "a mode is chosen for a layout with tp"
-    asked = factor.option(SEQ) is not None
+    asked = is_asked(plan)
     if not asked and not _too_few(job, parts):
         return mode
     found = mixes(job)
@@ -72,6 +70,12 @@ def with_rows(job: Job, plan: Plan, mode: Mode) -> Mode:
             fix=f"leave out /{SEQ}, so that samples are cut",
         )
     )
+
+
+def is_asked(plan: Plan) -> bool:
+    """Whether the layout says that sequences are cut."""
+    factor = plan.layout.factor("tp")
+    return factor is not None and factor.option(SEQ) is not None
 
 
 def _too_few(job: Job, parts: int) -> bool:
