@@ -20,7 +20,6 @@ from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import expected_traffic, hollow, job_for, make_plan, twin
 from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Deferred, Executor, Samples
-from shardwright.pipeline.cutting import stages_by_device
 from shardwright.strategy import NUM_TOKENS, Plan, Strategy, summed_axes
 
 __all__ = [
@@ -77,8 +76,7 @@ def parallelize(
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     loss = twin(loss if loss is not None else CrossEntropy())
-    parts = stages_by_device(model) if layout.factor("pp") is not None else ()
-    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(stages=parts)
+    job = job_for(twin(model), loss, layout, example, num_tokens, roles)
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)

@@ -59,7 +59,7 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
     """
     found: dict[CallSite, Cost] = {}
     counted = {node: site for node, site in sites(graph) if site is not None}
-    chunked = Chunked(graph, {}, 1)
+    chunked = Chunked(graph, dict.fromkeys(counted.values(), 0), 1)
     values = bind(model, graph, inputs)
 
     def counting(node: fx.Node, call: Any) -> Any:
