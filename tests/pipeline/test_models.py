@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from shardwright import launch, parallelize, verify
 from shardwright.errors import LayoutError, RankFailedError
+from shardwright.layout import Layout
 from shardwright.models import CrossEntropy
 
 W = 6
@@ -242,6 +243,26 @@ def test_stages_without_weights_of_their_own():
     model = nn.Sequential(nn.Linear(W, W), nn.ReLU(), nn.Tanh(), nn.Sigmoid())
     equal(model, "pp4/1f1b mb2")
     equal(model, "pp4/cut:0,1,2,3 mb2")
+
+
+@pytest.mark.parametrize("line", ["pp2", "pp3/cut:0,1,3", "pp2 dp2"])
+def test_statistics_of_a_batch_are_counted_once(line):
+    model = nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.ReLU(), nn.Linear(W, W), nn.BatchNorm1d(W))
+    equal(model, line)
+
+    def work(world):
+        run = parallelize(model, line, world)
+        for batch in run.shard(pairs()):
+            run.step(batch)
+        run.evaluate(next(run.shard(pairs())))
+        return {
+            name: buffer.tolist() for name, buffer in run.model.named_buffers() if name.endswith("num_batches_tracked")
+        }
+
+    counts = {}
+    for found in launch(work, Layout.parse(line).num_ranks, ranks="threads"):
+        counts.update({name: count for name, count in found.items() if count})
+    assert counts == {"1.num_batches_tracked": 2, "4.num_batches_tracked": 2}
 
 
 # ---- what goes in
