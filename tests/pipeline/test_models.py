@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwright import launch, parallelize, verify
+from shardwright import launch, parallelize, time_layers, verify
 from shardwright.errors import LayoutError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy
@@ -457,3 +459,24 @@ def test_what_cannot_be_cut_is_said_before_anything_runs(name):
 def test_a_value_that_cannot_be_sent_is_said_with_its_chunk():
     with pytest.raises(RankFailedError, match="what chunk 0 hands on is no tree of tensors"):
         verify(Texts(), "pp2/cut:a,read mb2", pairs())
+
+
+class Slow(nn.Linear):
+    """A layer whose operators are few and whose time is long."""
+
+    def forward(self, x):
+        time.sleep(0.01)
+        return super().forward(x)
+
+
+def test_stages_are_balanced_by_what_was_measured():
+    model = nn.Sequential(Slow(W, W), *(nn.Linear(W, W) for _ in range(5)))
+    seconds = time_layers(model, pairs()[0][0], repeats=3)
+    assert seconds["0"] > 0.01 > 5 * seconds["3"]
+
+    def parts(**options):
+        found = launch(lambda world: sorted(parallelize(model, "pp2", world, **options).parameters), 2, ranks="threads")
+        return [len({name.split(".")[0] for name in names}) for names in found]
+
+    assert parts() == [3, 3]
+    assert parts(seconds=seconds) == [1, 5]

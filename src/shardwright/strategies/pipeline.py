@@ -132,7 +132,8 @@ def _chosen(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
         if by_device and num_chunks != len(names):
             raise _other_devices(factor, num_chunks, names)
         return cut(
-            job.model, num_chunks, names=names, example=job.example, num_tokens=job.num_tokens, closed=closed
+            job.model, num_chunks, names=names, example=job.example, num_tokens=job.num_tokens,
+            seconds=job.seconds, closed=closed,
         )  # fmt: skip
 
     auto = factor.option("auto")
