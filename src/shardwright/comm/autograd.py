@@ -73,7 +73,7 @@ class _CutToWhole(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...], partial: bool) -> Tensor:
         ctx.axis, ctx.dim, ctx.sizes, ctx.partial = axis, dim, sizes, partial
-        return axis.all_gather(x, dim, sizes)
+        return axis.all_gather(x, dim, sizes).detach()  # no view: the code that follows may write into it
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -86,7 +86,7 @@ class _PartialToCut(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        return axis.reduce_scatter(x, dim, sizes)
+        return axis.reduce_scatter(x, dim, sizes).detach()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:

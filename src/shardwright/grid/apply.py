@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.comm import Axis, cut_to_whole
+from shardwright.errors import PlanError, explain
 from shardwright.grid.convolution import ChannelsNote, ConvolutionNote, apply_convolution, apply_statistics
 from shardwright.grid.features import Features
 from shardwright.grid.mode import (
@@ -107,7 +108,7 @@ class _Applying:
             elif isinstance(note, TableNote):
                 self._table(path, module, note)
             elif isinstance(note, GateNote):
-                self._gate(module, note)
+                self._gate(path, module, note)
             elif isinstance(note, MultiheadNote):
                 apply_multihead(self, module, note)
             elif isinstance(note, ConvolutionNote | ChannelsNote):
@@ -227,15 +228,39 @@ class _Applying:
             joined += (name,)
         return x
 
-    def _gate(self, module: nn.Module, note: GateNote) -> None:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(self._whole(arg, features) for arg, features in zip(args, note.arguments, strict=True))
+    def _gate(self, path: str, module: nn.Module, note: GateNote) -> None:
+        before: list[int] = []
 
-        module.register_forward_pre_hook(hook)
+        def versions(args: Sequence[Any]) -> list[int]:
+            gathered = [arg for arg, features in zip(args, note.arguments, strict=True) if features is not None]
+            return [-1 if arg.is_inference() else arg._version for arg in gathered]
+
+        def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            whole = tuple(self._whole(arg, features) for arg, features in zip(args, note.arguments, strict=True))
+            before[:] = versions(whole)
+            return whole
+
+        def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if versions(args) != before:
+                raise _overwritten(path)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
 
     def _gate_end(self, note: GateNote) -> None:
         (features,) = note.arguments
         self.job.model.register_forward_hook(lambda _, args, output: self._whole(output, features))
+
+
+def _overwritten(path: str) -> PlanError:
+    return PlanError(
+        explain(
+            f"'{path}' writes into its input, of which it has a copy: the features lie cut, and were gathered for it",
+            given="an input changed in place",
+            allowed="modules that leave their inputs as they are, or a layout that does not cut features between layers",
+            fix="write x = x * 2 for x.mul_(2), or lay tp out without rows and columns: tp4",
+        )
+    )
 
 
 def _linear_forward(module: nn.Module, product: Product, input: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class CutConvolution:
             y_BCS = convolve(x_BCS, weight, bias)
             for axis, sizes in self.joins:
                 y_BCS = cut_to_whole(y_BCS, axis, 1, sizes)
-            return y_BCS.clone() if self.joins else y_BCS  # what is joined is a view: nobody could change it in place
+            return y_BCS
         y_BCS = convolve(x_BCS, weight, None)
         for axis in self.sums:
             y_BCS = partial_to_whole(y_BCS, axis)

@@ -63,10 +63,13 @@ def matrix(x: Tensor) -> Tensor:
 
 
 def tensor(x_NK: Tensor, like: Tensor) -> Tensor:
-    """A matrix as (samples, ..., K), with the tokens that ``like`` has."""
+    """A matrix as (samples, ..., K), with the tokens that ``like`` has.
+
+    Detached, so that torch does not take it for a view: a Function may give no view to code that writes into it.
+    """
     if like.dim() == 1:
-        return x_NK.view(x_NK.shape[1])
-    return x_NK.view(x_NK.shape[0] // max(1, prod(like.shape[1:-1])), *like.shape[1:-1], x_NK.shape[1])
+        return x_NK.view(x_NK.shape[1]).detach()
+    return x_NK.view(x_NK.shape[0] // max(1, prod(like.shape[1:-1])), *like.shape[1:-1], x_NK.shape[1]).detach()
 
 
 def joined(panels: Sequence[Tensor]) -> Tensor:

@@ -69,7 +69,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, w_hk: Tensor, bias_h: Tensor | None, deferred: Leaves, owners: Any) -> Tensor:
         ctx.save_for_backward(x, w_hk)
         ctx.deferred, ctx.owners = deferred, owners
-        return nn.functional.linear(x, w_hk, bias_h)
+        return nn.functional.linear(x, w_hk, bias_h).detach()  # no view: the code that follows may write into it
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
