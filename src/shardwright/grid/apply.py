@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,8 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Lat
     ``later`` collects the gradients of fetched weights; ``Later(ahead=0)`` puts each in place at once.
     """
     assert job.samples is not None, "a rank knows whose samples it has in hand"
-    applying = _Applying(job, axes, plan, mode, job.samples, later or Later())
+    ahead = Ahead(always=plan.stages is not None)
+    applying = _Applying(job, axes, plan, mode, job.samples, ahead, later or Later())
     applying.everything()
     late = frozenset(
         own_names(job.model, path)["weight"]
@@ -64,7 +65,7 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Lat
         if isinstance(note, LinearNote) and note.fetches
         if job.model.get_submodule(path)._parameters["weight"] is not None
     )
-    return Applied(events=Events(after_backward=applying.later.finish), late=late)
+    return Applied(events=Events(after_backward=applying.later.finish, after_action=ahead.finish), late=late)
 
 
 @dataclass
@@ -74,8 +75,8 @@ class _Applying:
     plan: Plan
     mode: Mode
     samples: Samples
-    later: Later = field(default_factory=Later)
-    ahead: Ahead = field(default_factory=Ahead)
+    ahead: Ahead
+    later: Later
 
     @property
     def coord(self) -> dict[str, int]:
@@ -84,6 +85,7 @@ class _Applying:
     def everything(self) -> None:
         forwarding = Forwarding()
         forwarding.watch(self.job.model)
+        self.ahead.watch(self.job.model)
         leave_fast_path(self.job.model)
         apply_statistics(self.job.model, self.axes, self.mode)
         used = {use.module for use in self.plan.uses}
