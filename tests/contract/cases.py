@@ -41,7 +41,7 @@ VALUES = {
     "bucket": ("0",),
     "2.5d": ("d2", "d3", "d1"),
     "interleaved": ("v2",),
-    "cut": ("token,blocks.1", "token,blocks.0,norm"),
+    "cut": ("token,blocks.1",),
     "file": (str(Path(__file__).parent / "two_stages.csv"),),
 }
 """The values to try of an option that needs one; any other option is written bare."""

@@ -11,6 +11,7 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.pipeline.checks import check_schedule
 from shardwright.pipeline.schedules import SCHEDULES, build
 from shardwright.pipeline.schedules.auto import search
+from shardwright.pipeline.schedules.greedy import Taste, greedy
 from shardwright.pipeline.simulate import Memory, Times, simulate
 
 UNEVEN = Times((1, 2, 1, 3), (2, 2, 1, 4), (1, 1, 1, 2), transfer_s=1)
@@ -109,6 +110,43 @@ def test_a_limit_between_zb_h1_and_zb_h2_is_used():
     assert schedule.name == "auto"
     assert h2.makespan_s <= timeline.makespan_s < h1.makespan_s
     assert peak(h1) < peak(timeline) < peak(h2)
+
+
+def test_a_named_schedule_that_nothing_beats_keeps_its_name():
+    assert search(2, 4, Times.equal(2))[0] == build("zb-h1", 2, 4)  # zb-h2 takes as long and holds more
+
+
+def written(taste, times, num_microbatches):
+    """The lists of two stages by the greedy scheduler, and how long they take."""
+    schedule = greedy((0, 1), num_microbatches, times, taste, Memory.equal(2))
+    return [" ".join(map(str, actions)) for actions in schedule.actions], simulate(schedule, times).makespan_s
+
+
+def test_weights_are_done_while_something_is_on_its_way():
+    lists, step = written(Taste((2, 1)), Times.equal(2, transfer_s=1), 4)
+    assert lists[0] == "0F0 0F1 0I0 0F2 0I1 0F3 0W0 0W1 0I2 0W2 0I3 0W3"
+    assert lists[1] == "1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1F3 1I3 1W2 1W3"
+    assert step == 15  # 17 for the list of no transfer
+
+
+def test_the_patient_do_not_begin_a_weight_that_something_would_have_to_wait_for():
+    times = Times((3, 1), (1, 1), (2, 2), transfer_s=1)
+    (_, last), step = written(Taste((2, 1)), times, 2)
+    assert (last, step) == ("1F0 1I0 1W0 1F1 1I1 1W1", 14)  # 1F1 could begin a second before 1W0 ends
+    (_, last), step = written(Taste((2, 1), patient=True), times, 2)
+    assert (last, step) == ("1F0 1I0 1F1 1I1 1W0 1W1", 13)
+
+
+def test_a_taste_says_what_goes_first_and_how_many_are_held():
+    times = Times.equal(2, transfer_s=1)
+    (first, _), _ = written(Taste((3, 1)), times, 4)
+    assert first.startswith("0F0 0F1 0F2 0I0")
+    (backward, _), _ = written(Taste((9, 9)), Times.equal(2), 4)
+    (forward, _), _ = written(Taste((9, 9), forward_first=True), Times.equal(2), 4)
+    assert (backward[:15], forward[:15]) == ("0F0 0F1 0F2 0I0", "0F0 0F1 0F2 0F3")
+    for deep_first, second in ((True, "1F0"), (False, "0F1")):
+        schedule = greedy((0, 0), 2, Times.equal(2), Taste((4,), deep_first=deep_first), Memory.equal(2))
+        assert str(schedule.actions[0][1]) == second
 
 
 def test_of_two_that_take_equally_long_it_takes_the_one_that_holds_less():

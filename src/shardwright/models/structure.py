@@ -109,8 +109,9 @@ def trace(
 
     The children stay calls, but for plain sequences and those named in ``opened``, whose own children do; ``deep``
     looks into all modules that are not torch's own. Arguments that may be left out are, but for those in ``given``.
-    Code that reads a layer's weight from outside cannot be traced, unless ``shows_weights``. torch's own tracer replaces ``nn.Module.__call__`` for the whole process while it works; this one
-    changes a copy of the module and nothing else, so that other threads may run models meanwhile.
+    Code that reads a layer's weight from outside cannot be traced, unless ``shows_weights``. torch's own tracer
+    replaces ``nn.Module.__call__`` for the whole process while it works; this one changes a copy of the module and
+    nothing else, so that other threads may run models meanwhile.
 
     >>> [node.op for node in trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['placeholder', 'call_module', 'call_module', 'output']

@@ -20,6 +20,7 @@ from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import example_of, expected_traffic, hollow, make_plan, twin
 from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Deferred, Executor, Samples
+from shardwright.pipeline.cutting import stages_by_device
 from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, summed_axes
 
 __all__ = [
@@ -56,7 +57,8 @@ def parallelize(
     when left out. ``seed`` fixes initial values and dropout, whatever the layout. ``num_tokens`` is how many one
     microbatch of one model copy will have: modes that weigh activations against weights choose by it. ``roles``
     go before what is found out of single layers: patterns of names, and "column", "row" or "copied". ``example`` are
-    the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them.
+    the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them. A model
+    whose parts a person has put on several devices is cut into stages there.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
         starts. Both are raised on every rank before anything is sent.
@@ -73,7 +75,8 @@ def parallelize(
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     loss = twin(loss if loss is not None else CrossEntropy())
-    job = Job(twin(model), loss, num_tokens, roles=roles, example=example_of(example, layout))
+    parts = stages_by_device(model) if layout.factor("pp") is not None else ()
+    job = Job(twin(model), loss, num_tokens, roles=roles, example=example_of(example, layout), stages=parts)
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)

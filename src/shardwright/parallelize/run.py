@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.boxes import read
 from shardwright.comm import Axis, World
+from shardwright.comm.values import gather_json
 from shardwright.draws import Draws
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.models.structure import call_model
@@ -22,7 +24,18 @@ from shardwright.parallelize.planning import (
     on_device,
     rows,
 )
-from shardwright.pipeline import Executor, Last, LossEnd, Microbatch, OutputEnd, Schedule, accumulate
+from shardwright.pipeline import (
+    Action,
+    Executor,
+    Last,
+    LossEnd,
+    Microbatch,
+    OutputEnd,
+    Schedule,
+    Span,
+    Timeline,
+    accumulate,
+)
 from shardwright.pipeline.mail import share_output
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.pipeline.schedules import forward_only, one_by_one
@@ -184,6 +197,31 @@ class Run:
             total = self.axes[joint(self.plan, self.plan.loss_axes)].for_strategy("loss").all_reduce(total)
         count = float(total[1])
         return total[0] / max(count, 1.0), max(count, 1.0)
+
+    # ---- what happens when
+
+    def timeline(self, batch: Microbatch) -> Timeline:
+        """Takes one step as ``step`` does, and says what every stage of this rank's pipeline did when.
+
+        Time begins when all stages are there. Traffic: beside the step's, one barrier and one gathering of times.
+
+        >>> import shardwright as sw
+        >>> def work(world):
+        ...     run = sw.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "pp2 mb2", world)
+        ...     (batch,) = run.shard([(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))])
+        ...     return [" ".join(str(span.action) for span in stage) for stage in run.timeline(batch).spans]
+        >>> sw.launch(work, 2, ranks="threads")[0]
+        ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
+        """
+        stages = self.axes["pp"].for_strategy("core") if "pp" in self.axes else None
+        if stages is not None:
+            stages.barrier()
+        start_s = perf_counter()
+        self.step(batch)
+        mine = [(*span.action, span.start_s - start_s, span.end_s - start_s) for span in self._executor.spans]
+        found = [mine] if stages is None else gather_json(stages, mine)
+        spans = (tuple(Span(Action(*each[:3]), *each[3:]) for each in stage) for stage in found)
+        return Timeline(f"{self.plan.layout}, measured", tuple(spans))
 
     # ---- the optimizer
 

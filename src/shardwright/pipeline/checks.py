@@ -77,7 +77,7 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 need, give = size + own, always
             else:
                 give = size + own
-                need = own if chunk == last or not done[own] else give + num_microbatches
+                need = own if chunk == last else give + num_microbatches  # which has run only after our own F
             if not done[need]:
                 waiting[need] = stage
                 positions[stage] = position

@@ -276,6 +276,8 @@ def stages_by_device(model: nn.Module) -> tuple[str, ...]:
     >>> stages_by_device(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
     ('0', '1')
     """
+    if len({p.device for p in model.parameters()}) < 2:
+        return ()
     found: list[tuple[str, object]] = []
     for site in _movable(read_graph(model), model):
         devices = {p.device for p in model.get_submodule(site.module).parameters()}

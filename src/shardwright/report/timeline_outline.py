@@ -14,8 +14,8 @@ from shardwright.units import format_bytes, format_duration
 KINDS: dict[Kind, str] = {
     "F": "forward",
     "B": "backward",
-    "I": "gradient of the input",
-    "W": "gradients of the weights",
+    "I": "input gradient",
+    "W": "weight gradient",
 }
 """The kinds of action and what they do, in the order of every legend."""
 

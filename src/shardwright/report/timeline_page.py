@@ -129,12 +129,12 @@ def _bar(drawn: Sequence[Outline]) -> str:
     keys = []
     for kind, words in KINDS.items():
         if any(kind in outline.kinds for outline in drawn):
-            shades = [_css(shade(kind, place, most_chunks)) for place in spread(most_chunks, 3)]
+            shades = [_css(shade(kind, place, most_chunks)) for place in spread(most_chunks, 2)]
             swatches = "".join(f'<span class="swatch" style="background:{colour}"></span>' for colour in shades)
             keys.append(f'<span class="key">{swatches}{escape(words)}</span>')
     keys.append('<span class="key"><span class="swatch" style="background:var(--idle)"></span>waits</span>')
     if most_chunks > 1:
-        keys.append('<span class="key note">lighter: a stage&#x27;s later chunks</span>')
+        keys.append('<span class="key note">lighter: later chunks</span>')
     tools = (("in", "zoom in", "+"), ("out", "zoom out", "&minus;"), ("whole", "show the whole", "whole"))
     buttons = "".join(
         f'<button type="button" data-tool="{tool}" aria-label="{words}">{face}</button>' for tool, words, face in tools

@@ -96,20 +96,27 @@ def timelines_figure(timelines: Sequence[Timeline], title: str = "Timeline") -> 
     row = min(_ROW, *(_MOST_HEIGHT / max(len(outline.spans), 1) for outline in drawn))
     sizes = _Sizes(unit, longest / unit.size_s or 1.0, row, max(max(o.peaks, default=0) for o in drawn))
     figure = _figure(_TOP + sum(_HEAD + _height(outline, sizes) + _AXIS + _GAP for outline in drawn))
-    _write(figure, _LEFT, 0.42, title, 50, fontsize=16, weight="bold")
-    _write(figure, _WIDTH - _LEFT, 0.42, times_as_long(drawn), 62, ha="right", fontsize=11, color=_MUTED)
+    words = _write(figure, _WIDTH - _LEFT, 0.42, times_as_long(drawn), 5.5, ha="right", fontsize=11, color=_MUTED)
+    _write(figure, _LEFT, 0.42, title, _WIDTH - 2 * _LEFT - 0.3 - _inches(words), fontsize=16, weight="bold")
     _draw_legend(figure, drawn)
     top = _TOP
     for outline in drawn:
-        _write(figure, _LEFT, top, outline.name, 44, fontsize=12, weight="bold")
-        if outline.makespan_s:
-            _write(figure, _END, top, outline.summary, 90, ha="right", fontsize=11, color=_MUTED)
+        told = outline.summary if outline.makespan_s else ""
+        words = _write(figure, _END, top, told, 6.0, ha="right", fontsize=11, color=_MUTED)
+        _write(figure, _LEFT, top, outline.name, _END - _LEFT - 0.3 - _inches(words), fontsize=12, weight="bold")
         top += _HEAD
         _draw_timeline(figure, top, outline, sizes)
         top += _height(outline, sizes) + _AXIS + _GAP
     mixed = "; mixed colours: actions too narrow for a pixel" * any(_many(outline, sizes) for outline in drawn)
     _write(
-        figure, (_START + _END) / 2, top - _GAP, f"time, {unit.name}{mixed}", 80, ha="center", fontsize=11, color=_MUTED
+        figure,
+        (_START + _END) / 2,
+        top - _GAP,
+        f"time, {unit.name}{mixed}",
+        7.0,
+        ha="center",
+        fontsize=11,
+        color=_MUTED,
     )
     return figure
 
@@ -130,10 +137,10 @@ def _draw_timeline(figure: Figure, top: float, outline: Outline, sizes: _Sizes) 
     rows = _panel(figure, top, len(outline.spans) * sizes.row, sizes)
     _draw_rows(rows, outline, sizes)
     if sizes.row >= 0.15:
-        _write(figure, _END + 0.12, top - _HEAD, "bubble", 9, fontsize=_FONT, color=_MUTED)
+        _write(figure, _END + 0.12, top - _HEAD, "bubble", 0.85, fontsize=_FONT, color=_MUTED)
         for stage, bubble in enumerate(outline.bubbles):
             at = top + (stage + 0.5) * sizes.row
-            _write(figure, _END + 0.12, at, percent(bubble), 9, fontsize=_FONT, color=_MUTED)
+            _write(figure, _END + 0.12, at, percent(bubble), 0.85, fontsize=_FONT, color=_MUTED)
     if any(outline.peaks):
         rows.tick_params(labelbottom=False)
         _draw_memory(figure, top + _height(outline, sizes) - _MEMORY, outline, sizes)
@@ -244,10 +251,10 @@ def _draw_memory(figure: Figure, top: float, outline: Outline, sizes: _Sizes) ->
         times, levels = [*held, end], [*held.values(), outline.memory[stage][-1][1]]
         colour = _line_colour(place, len(counted))
         axes.plot(times, levels, drawstyle="steps-post", linewidth=width, color=colour, clip_on=False)
-    _write(figure, _LEFT, top + _MEMORY / 2, "memory", 9, fontsize=10, color=_MUTED)
+    _write(figure, _LEFT, top + _MEMORY / 2, "memory", 0.75, fontsize=10, color=_MUTED)
     for n, place in enumerate(spread(len(counted), _MANY_LINES)):
         at, colour = top + 0.1 + 0.165 * n, _line_colour(place, len(counted))
-        _write(figure, _END + 0.12, at, f"stage {counted[place]}", 12, fontsize=9, weight="bold", color=colour)
+        _write(figure, _END + 0.12, at, f"stage {counted[place]}", 0.85, fontsize=9, weight="bold", color=colour)
 
 
 def _line_colour(place: int, count: int) -> tuple[float, ...]:
@@ -262,7 +269,7 @@ def _draw_legend(figure: Figure, drawn: Sequence[Outline]) -> None:
 
     most_chunks = max(outline.most_chunks for outline in drawn)
     entries = [
-        (KINDS[kind], [shade(kind, place, most_chunks) for place in spread(most_chunks, 3)])
+        (KINDS[kind], [shade(kind, place, most_chunks) for place in spread(most_chunks, 2)])
         for kind in KINDS
         if any(kind in outline.kinds for outline in drawn)
     ]
@@ -273,12 +280,10 @@ def _draw_legend(figure: Figure, drawn: Sequence[Outline]) -> None:
             size = 0.16 / _WIDTH, 0.16 / figure.get_figheight()
             figure.add_artist(Rectangle(corner, *size, facecolor=colour, linewidth=0, transform=figure.transFigure))
             left += 0.17
-        text = _write(figure, left + 0.06, 0.9, word, 40, fontsize=10.5)
-        left += text.get_window_extent().width / _DPI + 0.3
+        text = _write(figure, left + 0.06, 0.9, word, 2.0, fontsize=10.5)
+        left += _inches(text) + 0.3
     if most_chunks > 1:
-        _write(
-            figure, _WIDTH - _LEFT, 0.9, "lighter: a stage's later chunks", 40, ha="right", fontsize=10.5, color=_MUTED
-        )
+        _write(figure, _WIDTH - _LEFT, 0.9, "lighter: later chunks", 2.0, ha="right", fontsize=10.5, color=_MUTED)
 
 
 def shade(kind: Kind, place: int, num_chunks: int) -> tuple[float, ...]:
@@ -290,14 +295,19 @@ def shade(kind: Kind, place: int, num_chunks: int) -> tuple[float, ...]:
     return _mixed(KIND_COLOURS[kind], 1 - 0.6 * place / max(num_chunks - 1, 1))
 
 
-def _write(figure: Figure, x: float, y: float, words: str, most: int, **style: Any) -> Text:
-    """Puts text at inches from the top left, cut to ``most`` letters; what the font lacks is a square."""
+def _write(figure: Figure, x: float, y: float, words: str, room: float, **style: Any) -> Text:
+    """Puts text at inches from the top left, cut to ``room`` inches; what the font lacks is a square."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     font = get_font(findfont(FontProperties()))
-    letters = [
-        letter if font.get_char_index(ord(letter)) and letter.isprintable() else "\N{WHITE SQUARE}" for letter in words
-    ]
-    shown = "".join(letters) if len(letters) <= most else "".join(letters[: most - 1]) + "\N{HORIZONTAL ELLIPSIS}"
+    shown = "".join(letter if font.get_char_index(ord(letter)) else "\N{WHITE SQUARE}" for letter in words[:200])
     style = {"va": "center", "color": _INK, **style}
-    return figure.text(x / _WIDTH, 1 - y / figure.get_figheight(), shown, parse_math=False, **style)
+    text = figure.text(x / _WIDTH, 1 - y / figure.get_figheight(), shown, parse_math=False, **style)
+    while shown and _inches(text) > room:
+        shown = shown[: min(len(shown) - 1, round(len(shown) * room / _inches(text)))]
+        text.set_text(f"{shown}\N{HORIZONTAL ELLIPSIS}")
+    return text
+
+
+def _inches(text: Text) -> float:
+    return float(text.get_window_extent().width) / _DPI if text.get_text() else 0.0

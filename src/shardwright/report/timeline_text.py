@@ -41,6 +41,7 @@ _STYLES: dict[Kind, str] = {
 }
 _MOST_STAGES = 16
 _FEWEST_CELLS = 10
+_LONG_NAME = 60
 
 
 class _Scale(NamedTuple):
@@ -81,10 +82,7 @@ def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool 
     """
     drawn = outlines(timelines)
     name_width = max((len(f"stage {len(outline.spans) - 1}") for outline in drawn), default=0)
-    right = max(
-        (len(_behind(outline, stage)) for outline in drawn for stage in spread(len(outline.spans), _MOST_STAGES)),
-        default=0,
-    )
+    right = max((len(_behind(outline, 0)) for outline in drawn if outline.spans), default=0)
     scale = _scale(drawn, max(_FEWEST_CELLS, width - name_width - 3 - right))
     lines = [line for outline in drawn for line in (*_drawing(outline, scale, name_width), Text())]
     notes = [*_legend(drawn), *_left_out(drawn, scale), times_as_long(drawn)]
@@ -93,10 +91,11 @@ def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool 
 
 
 def _drawing(outline: Outline, scale: _Scale, name_width: int) -> Iterator[Text]:
-    yield Text(_printable(f"{outline.name}: {outline.summary}"), style="bold")
+    name = outline.name if len(outline.name) <= _LONG_NAME else f"{outline.name[: _LONG_NAME - 3]}..."
+    yield Text(_printable(f"{name}: {outline.summary}"), style="bold")
     if not outline.makespan_s:
         return
-    heads = " bubble" + "peak".rjust(len(_behind(outline, 0)) - 7) * any(outline.peaks)
+    heads = "  bubble" + "peak".rjust(len(_behind(outline, 0)) - 8) * any(outline.peaks)
     yield Text(" " * (name_width + scale.num_cells + 3) + heads, style="dim")
     for stage in spread(len(outline.spans), _MOST_STAGES):
         row = Text(f"{f'stage {stage}':{name_width}} |")
@@ -108,9 +107,8 @@ def _drawing(outline: Outline, scale: _Scale, name_width: int) -> Iterator[Text]
 
 def _behind(outline: Outline, stage: int) -> str:
     """What stands behind a stage's row."""
-    widest = max(len(format_bytes(peak)) for peak in outline.peaks)
-    peak = f"  {format_bytes(outline.peaks[stage]):>{widest}}" if any(outline.peaks) else ""
-    return f" {percent(outline.bubbles[stage]):>6}{peak}"
+    peak = f" {format_bytes(outline.peaks[stage]):>10}" if any(outline.peaks) else ""
+    return f" {percent(outline.bubbles[stage]):>7}{peak}"
 
 
 def _scale(drawn: Sequence[Outline], most_cells: int) -> _Scale:
@@ -144,14 +142,13 @@ def stage_runs(outline: Outline, stage: int, scale: _Scale) -> Iterator[_Run]:
         doing.append(spans[at] if at < len(spans) and spans[at].start_s <= middle else None)
     for span, cells in groupby(doing):
         size = len(list(cells))
-        yield _Run(span and span.action, _label(span.action, chunks, outline.most_chunks, size) if span else " " * size)
+        yield _Run(span and span.action, _label(span.action, chunks, size) if span else " " * size)
 
 
-def _label(action: Action, chunks: dict[int, int], most_chunks: int, size: int) -> str:
+def _label(action: Action, chunks: dict[int, int], size: int) -> str:
     """As much of an action as ``size`` cells hold, the whole of a number or none of it."""
     kind = action.kind if chunks[action.chunk] % 2 == 0 else action.kind.lower()
-    whole = [f"{action.chunk}{kind}{action.microbatch}"] if most_chunks > 1 else []
-    label = next(text for text in (*whole, f"{kind}{action.microbatch}", kind) if len(text) <= max(size, 1))
+    label = next(text for text in (f"{kind}{action.microbatch}", kind) if len(text) <= max(size, 1))
     return label.ljust(size, _FILLS[action.kind])
 
 
@@ -175,12 +172,9 @@ def _legend(drawn: Sequence[Outline]) -> Iterator[str]:
     if kinds:
         told = ", ".join(f"{kind} {KINDS[kind]}" for kind in kinds)
         yield f"{told}, blank waits. The number is the microbatch."
-    if any(outline.most_chunks > 1 for outline in drawn):
-        kind = kinds[0]
-        yield (
-            f"2{kind}5 is microbatch 5 in chunk 2. Lower case: every second chunk of a stage "
-            f"({kind} the first, {kind.lower()} the second)."
-        )
+    most_chunks = max((outline.most_chunks for outline in drawn), default=0)
+    if most_chunks > 1:
+        yield f"Upper case is a stage's first chunk, lower case {'its' if most_chunks == 2 else 'every'} second."
 
 
 def _left_out(drawn: Sequence[Outline], scale: _Scale) -> Iterator[str]:

@@ -16,20 +16,25 @@ Source: Narayanan et al. 2021, arXiv:2104.04473; each schedule names its own in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from shardwright.boxes import Lies
 from shardwright.comm import Axis
 from shardwright.errors import LayoutError, explain
-from shardwright.layout import Factor
+from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
 from shardwright.pipeline import Schedule
+from shardwright.pipeline.checks import check_schedule
 from shardwright.pipeline.cutting import Stages, cut
 from shardwright.pipeline.executor import Unit
 from shardwright.pipeline.mail import Mail
+from shardwright.pipeline.predict import memory_of, times_of
 from shardwright.pipeline.schedules import SCHEDULES, build
+from shardwright.pipeline.schedules.auto import search
 from shardwright.pipeline.schedules.file import read_schedule
 from shardwright.pipeline.stage import Stage
 from shardwright.pipeline.transfers import coming, leaving
@@ -47,6 +52,7 @@ class Pipeline:
     default: ClassVar[bool] = True
     options: ClassVar[Mapping[str, str]] = {
         **{name: family.description for name, family in SCHEDULES.items()},
+        "auto": "the best list for what the chunks cost, within a limit where one is given: auto:8GiB",
         "cut": "stages by hand, each beginning at a module of this name: cut:conv1,conv2,fc",
         "file": "a schedule of your own, as CSV or JSON: file:PATH",
     }
@@ -54,16 +60,7 @@ class Pipeline:
 
     def place(self, job: Job, plan: Plan) -> Plan:
         """Gives each parameter to the stages that use it. Raises LayoutError for a model with too few calls."""
-        schedule = schedule_of(plan)
-        named = _factor(plan).option("cut")
-        stages = cut(
-            job.model,
-            schedule.num_chunks,
-            names=tuple(named.value.split(",")) if named is not None and named.value else (),
-            example=job.example,
-            num_tokens=job.num_tokens,
-            closed={path for path in (*plan.roles, *plan.notes) if path},
-        )
+        schedule, stages = _chosen(job, plan)
         holders = _holders(stages, schedule, tuple(plan.compute))
         compute, rest, buffers = dict(plan.compute), dict(plan.rest), dict(plan.buffers)
         for name, where in holders.items():
@@ -117,13 +114,73 @@ def _factor(plan: Plan) -> Factor:
     return factor
 
 
+def _chosen(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
+    """The schedule, and the model cut into its chunks."""
+    factor = _factor(plan)
+    named = factor.option("cut")
+    if named is not None and not named.value:
+        raise LayoutError(
+            explain("'cut' needs names", given=str(factor), allowed="cut:conv1,conv2", fix="name a module each stage")
+        )
+    names = tuple(named.value.split(",")) if named is not None and named.value else ()
+    if named is None and job.stages:
+        names = job.stages
+    closed = {path for path in (*plan.roles, *plan.notes) if path}
+
+    def into(num_chunks: int) -> Stages:
+        return cut(
+            job.model, num_chunks, names=names, example=job.example, num_tokens=job.num_tokens, closed=closed
+        )  # fmt: skip
+
+    auto = factor.option("auto")
+    if auto is None:
+        schedule = schedule_of(plan)
+        return schedule, into(schedule.num_chunks)
+    return _best(factor.size, plan.layout.num_microbatches, into, _limit_bytes(auto), bool(names))
+
+
+def _best(
+    num_stages: int, num_microbatches: int, into: Callable[[int], Stages], limit_bytes: int | None, by_hand: bool
+) -> tuple[Schedule, Stages]:
+    """The best schedule for what the model's chunks cost, one or two of them on a stage."""
+    stages = {num_stages: into(num_stages)}
+    if not by_hand:
+        with suppress(LayoutError):  # too few calls for two chunks on a stage
+            stages[2 * num_stages] = into(2 * num_stages)
+    schedule, _ = search(
+        num_stages,
+        num_microbatches,
+        [times_of(each.costs) for each in stages.values()],
+        [memory_of(each.costs) for each in stages.values()],
+        limit_bytes,
+    )
+    return schedule, stages[schedule.num_chunks]
+
+
+def _limit_bytes(option: Option) -> int | None:
+    """The most that activations may take on a stage: auto:512MiB; no limit where none is given."""
+    if option.value is None:
+        return None
+    found = re.fullmatch(r"([0-9]+)(KiB|MiB|GiB)", option.value)
+    if found is None:
+        raise LayoutError(
+            explain(
+                "'auto' takes the most that a stage's activations may hold",
+                given=str(option),
+                allowed="auto:512MiB, auto:8GiB, or auto alone",
+                fix="write auto:8GiB",
+            )
+        )
+    return int(found[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[found[2]]
+
+
 def schedule_of(plan: Plan) -> Schedule:
     """The schedule that a layout asks for; 1f1b where it names none."""
     factor = _factor(plan)
     file = factor.option("file")
     named = [option for option in factor.options if option.name in SCHEDULES]
     if len(named) + (file is not None) > 1:
-        names = [str(option) for option in factor.options if option.name in SCHEDULES or option.name == "file"]
+        names = [str(option) for option in factor.options if option.name in (*SCHEDULES, "file")]
         raise LayoutError(
             explain(
                 "a pipeline runs one schedule",
@@ -151,8 +208,6 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def _from_file(path: str | None, factor: Factor, num_microbatches: int) -> Schedule:
-    from shardwright.pipeline.checks import check_schedule
-
     if path is None:
         raise LayoutError(explain("'file' needs a path", given=str(factor), allowed="file:PATH", fix="write file:PATH"))
     schedule = read_schedule(path)

@@ -87,7 +87,8 @@ class Job(NamedTuple):
     ``num_tokens`` are those of one microbatch of one model copy, as far as they are known when it is laid out; a
     wrong number costs speed, never the result. ``samples`` says, on a rank, whose samples are in hand. ``roles`` are
     those that a person gives to single layers, by patterns of names. ``example`` are the inputs of one microbatch of
-    one model copy, on the meta device, where they are known: what a layer costs is counted on them. ``deferred`` takes,
+    one model copy, on the meta device, where they are known: what a layer costs is counted on them. ``stages`` are
+    the modules at which a person lets stages begin, by putting parts on devices. ``deferred`` takes,
     on a rank, weight gradients that are wanted later; ``draws`` are its random numbers.
     """
 
@@ -97,6 +98,7 @@ class Job(NamedTuple):
     samples: Samples | None = None
     roles: Mapping[str, str] = MappingProxyType({})
     example: Any = None
+    stages: tuple[str, ...] = ()
     deferred: Deferred | None = None
     draws: Draws | None = None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, product
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 from shardwright.errors import LayoutError, PlanError, check_at_least, explain
 from shardwright.pipeline.actions import Schedule
@@ -114,10 +114,8 @@ def _candidates(
     for family in SCHEDULES.values():
         if family.takes(per_stage):
             yield family.builder(num_stages, num_microbatches, per_stage)
-    num_actions = 3 * times.num_chunks * num_microbatches
-    for stage_of, taste in islice(
-        _tastes(num_stages, num_microbatches, per_stage), max(1, _BUDGET_ACTIONS // num_actions)
-    ):
+    most = max(1, _BUDGET_ACTIONS // (3 * times.num_chunks * num_microbatches))
+    for stage_of, taste in islice(_tastes(num_stages, num_microbatches, per_stage), most):
         schedule = greedy(stage_of, num_microbatches, times, taste, memory, limit)
         if schedule is not None:
             yield schedule
@@ -125,27 +123,23 @@ def _candidates(
 
 def _tastes(num_stages: int, num_microbatches: int, per_stage: int) -> Iterator[tuple[tuple[int, ...], Taste]]:
     """Where chunks live and what stages prefer, the likely best first."""
-    stages, most = range(num_stages), per_stage * num_microbatches
-    after = [num_stages - s for s in stages]  # as many stages from this one on
-    if per_stage == 1:
+    most = per_stage * num_microbatches
+    after = range(num_stages, 0, -1)  # for each stage, how many there are from it on
+    full = per_stage * num_stages
+    if per_stage == 1:  # those of ZB-H2 and 1F1B first
         placements = [round_robin(num_stages, 1)]
-        held = [[2 * n - 1 for n in after], after, [most] * num_stages, [n + 1 for n in after], [2 * n for n in after]]
-        held += [[num_stages] * num_stages, [2 * num_stages - 1] * num_stages]
+        held = [[2 * n - 1 for n in after], [*after], [n + 1 for n in after], [2 * n for n in after]]
+        equal = [most, full, 2 * full - 1]
     else:
         placements = [v_shape(num_stages)] if per_stage == 2 else []
         placements.append(round_robin(num_stages, per_stage))
-        full = per_stage * num_stages
-        held = [
-            [count] * num_stages for count in (full, full + 1, most, full + num_stages, full // 2 + 2, 2 * full - 1)
-        ]
-        held.append([2 * (n - 1) + full - num_stages + 1 for n in after])
-    lateness = (None, tuple(stages), tuple(2 * s for s in stages))
+        held = [[2 * (n - 1) + full - num_stages + 1 for n in after]]  # interleaved 1F1B
+        equal = [full, full + 1, most, full + num_stages, full // 2 + 2, 2 * full - 1]
+    held += [[count] * num_stages for count in equal]
     seen = set()
-    weights: tuple[Literal["fill", "patient", "whole"], ...] = ("fill", "patient", "whole")
-    for late, forward_first, deep_first in product(lateness, (False, True), (True, False)[:per_stage]):
-        for weight, counts, stage_of in product(weights, held, placements):
-            most_held = tuple(min(max(count, per_stage), most) for count in counts)
-            taste = Taste(most_held, forward_first, deep_first, weight, None if weight == "whole" else late)
+    for forward_first, deep_first in product((False, True), (True, False)[:per_stage]):
+        for patient, counts, stage_of in product((False, True), held, placements):
+            taste = Taste(tuple(min(max(n, per_stage), most) for n in counts), forward_first, deep_first, patient)
             if (stage_of, taste) not in seen:
                 seen.add((stage_of, taste))
                 yield stage_of, taste

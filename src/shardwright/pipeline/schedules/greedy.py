@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
 
 from shardwright.pipeline.actions import Action, Schedule
 from shardwright.pipeline.simulate import Memory, Times
@@ -20,15 +19,14 @@ class Taste:
     """What a free stage prefers.
 
     ``most_held[s]``: how many microbatches of all its chunks together stage ``s`` holds from F to I at most.
-    ``weight``: ``whole`` runs B; ``fill`` runs W when nothing else is ready; ``patient`` when, too, nothing that is on
-    its way would have to wait for it. ``most_late[s]``: with as many W put off, the next comes before any F.
+    ``forward_first``: F before I, where both are ready. ``deep_first``: F of a later chunk before that of an earlier.
+    W is for when neither is ready, and, for the ``patient``, when nothing on its way would have to wait for it.
     """
 
     most_held: tuple[int, ...]
     forward_first: bool = False
     deep_first: bool = True
-    weight: Literal["whole", "fill", "patient"] = "fill"
-    most_late: tuple[int, ...] | None = None
+    patient: bool = False
 
 
 class _Pipeline:
@@ -53,14 +51,14 @@ class _Pipeline:
 
     def pick(self, stage: int, now: float) -> Action | None:
         """What a free stage runs now; None to wait."""
-        blocked, soonest = False, float("inf")
+        soonest = float("inf")
         backward: Action | None = None
         for chunk in reversed(self.chunks[stage]):
             microbatch = self.num_backwards[chunk]
             if microbatch < self.num_forwards[chunk]:
                 there = now if chunk == self.last else self._at(self.returned[chunk + 1], microbatch)
                 if there <= now:
-                    backward = Action("B" if self.taste.weight == "whole" else "I", microbatch, chunk)
+                    backward = Action("I", microbatch, chunk)
                     break
                 soonest = min(soonest, there)
         forward: Action | None = None
@@ -73,16 +71,12 @@ class _Pipeline:
                 elif self._has_room(stage, chunk):
                     forward = Action("F", microbatch, chunk)
                     break
-                else:
-                    blocked = True
         late = self.late[stage]
-        if self.taste.most_late and len(late) > self.taste.most_late[stage]:
-            forward, blocked = None, True
         first, second = (forward, backward) if self.taste.forward_first else (backward, forward)
         if first or second or not late:
             return first or second
         chunk, microbatch = late[0]
-        if self.taste.weight == "patient" and not blocked and soonest < now + self.times.weight_s[chunk]:
+        if self.taste.patient and soonest < now + self.times.weight_s[chunk]:
             return None
         return Action("W", microbatch, chunk)
 
@@ -103,12 +97,9 @@ class _Pipeline:
         else:
             self.num_backwards[chunk] += 1
             self.held[stage] -= 1
-            self.held_bytes[stage] -= self.bytes[chunk] if kind == "B" else memory.activation_bytes[chunk]
+            self.held_bytes[stage] -= memory.activation_bytes[chunk]
+            self.late[stage].append((chunk, microbatch))
             end, to, log = now + times.input_s[chunk], chunk - 1, self.returned[chunk]
-            if kind == "B":
-                end += times.weight_s[chunk]
-            else:
-                self.late[stage].append((chunk, microbatch))
         if not 0 <= to <= self.last:
             return end, None
         target = self.stage_of[to]
@@ -139,10 +130,9 @@ def greedy(
 ) -> Schedule | None:
     """The list of every stage after one taste; None where a stage finds no room for a single microbatch.
 
-    >>> taste = Taste(most_held=(2, 1), weight="whole")
-    >>> found = greedy((0, 1), 3, Times.equal(2), taste, Memory.equal(2))
+    >>> found = greedy((0, 1), 3, Times.equal(2), Taste(most_held=(2, 1)), Memory.equal(2))
     >>> [" ".join(map(str, actions)) for actions in found.actions]
-    ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
+    ['0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2', '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2']
     """
     pipeline = _Pipeline(stage_of, num_microbatches, times, taste, memory, limit_bytes)
     num_stages = len(pipeline.lists)
