@@ -259,7 +259,7 @@ def _overwritten(path: str) -> PlanError:
         explain(
             f"'{path}' writes into its input, of which it has a copy: the features lie cut, and were gathered for it",
             given="an input changed in place",
-            allowed="modules that leave their inputs as they are, or a layout that does not cut features between layers",
+            allowed="modules that leave their inputs alone, or a layout that does not cut features between layers",
             fix="write x = x * 2 for x.mul_(2), or lay tp out without rows and columns: tp4",
         )
     )

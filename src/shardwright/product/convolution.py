@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from shardwright.boxes import Range
-from shardwright.comm import Axis, cut_to_whole, partial_to_whole, sum_gradient
+from shardwright.comm import Axis, cut_to_whole, once, partial_to_whole, sum_gradient
 from shardwright.errors import LayoutError, explain
 from shardwright.mesh import balanced
 from shardwright.product.norms import Split
@@ -157,6 +157,7 @@ class _Halo(Function):
         return torch.cat([parts[i] for i in range(axis.size)], dim)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         axis, dim, held, needed = ctx.axis, ctx.dim, ctx.held, ctx.needed
         me = axis.index

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from shardwright.comm import Axis, Pending
+from shardwright.comm import Axis, Pending, once
 from shardwright.comm.axis import done
 from shardwright.product.moves import Move, Step, gather, matrix, scatter, steps, tensor
 from shardwright.product.split import Leaves, add
@@ -190,6 +190,7 @@ class _GridLinear(Function):
         return tensor(y_nh, x)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         product: Product = ctx.product
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardwright.comm import Axis, Pending, partial_to_whole, sum_gradient
+from shardwright.comm import Axis, Pending, once, partial_to_whole, sum_gradient
 from shardwright.comm.axis import done
 from shardwright.errors import PlanError, explain
 
@@ -143,6 +143,7 @@ class _Take(Function):
         return tensor(joined(panels), x)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return scatter([matrix(dy)], tuple(reversed(ctx.moves))).wait().view(ctx.shape), None
 
@@ -154,6 +155,7 @@ class _Give(Function):
         return tensor(scatter([matrix(y)], ctx.moves).wait(), y)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         panels, _, pending = gather(matrix(dy), tuple(reversed(ctx.moves)))
         pending.wait()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardwright.comm import Axis
+from shardwright.comm import Axis, once
 
 Split = tuple[Axis, tuple[int, ...]]
 """An axis, and how many features each of its members answers for."""
@@ -58,6 +58,7 @@ class _LayerNorm(Function):
         return _like(x, y_Nf if b_f is None else y_Nf + b_f, kept=normed_Nf)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         normed_Nf, scale_N, w_f = ctx.saved_tensors
         dy_Nf = dy.reshape(normed_Nf.shape).to(normed_Nf.dtype)
@@ -87,6 +88,7 @@ class _RMSNorm(Function):
         return _like(x, normed_Nf if w_f is None else normed_Nf * w_f, kept=normed_Nf)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         normed_Nf, scale_N, w_f = ctx.saved_tensors
         dy_Nf = dy.reshape(normed_Nf.shape).to(normed_Nf.dtype)

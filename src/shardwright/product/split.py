@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from shardwright.comm import once
 from shardwright.models.structure import is_exactly
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -72,6 +73,7 @@ class _Linear(Function):
         return nn.functional.linear(x, w_hk, bias_h).detach()  # no view: the code that follows may write into it
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, w_hk = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
@@ -112,6 +114,7 @@ class _Convolution(Function):
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, kernel = ctx.saved_tensors
         weight, bias = ctx.owners
