@@ -10,10 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from shardwright import grid
 from shardwright.errors import LayoutError, explain
 from shardwright.layout import Factor, Layout, Option
-from shardwright.strategy import Plan
 
 AUTO = "auto"
 
@@ -39,18 +37,19 @@ def candidates(factor: Factor) -> Iterator[Factor]:
             yield Factor("tp", (depth, rows, size // depth // rows), (*others, Option("3d")))
 
 
-def settle(layout: Layout, plan_of: Callable[[Layout], Plan]) -> Layout:
-    """The layout with ``auto`` replaced by the mode that sends least; the simplest of equal ones.
+def settle(layout: Layout, price: Callable[[Layout], float]) -> Layout:
+    """The layout with ``auto`` replaced by the mode of the lowest price; the simplest of equal ones.
 
-    ``plan_of`` plans a layout. Raises: LayoutError: no mode fits the model; the text of the plainest.
+    ``price`` plans a layout and says what it sends. Raises: LayoutError: no mode fits the model; the text of the
+    plainest.
     """
     factor = layout.factor("tp")
     if factor is None or factor.option(AUTO) is None:
         return layout
-    if len(factor.sizes) > 1:
+    if len(factor.sizes) > 1 or factor.option("sp") is not None:
         raise LayoutError(
             explain(
-                "'auto' chooses the grid itself",
+                "'auto' chooses the mode and the grid itself",
                 given=str(layout),
                 allowed=f"tp{factor.size}/auto",
                 fix=f"write tp{factor.size}/auto",
@@ -62,12 +61,12 @@ def settle(layout: Layout, plan_of: Callable[[Layout], Plan]) -> Layout:
         others = tuple(f for f in layout.factors if f.axis != "tp")
         tried = replace(layout, factors=(*others, candidate))
         try:
-            elements = grid.sent(plan_of(tried))
+            sent = price(tried)
         except LayoutError as error:
             refusal = refusal or error
             continue
-        if best is None or elements < best[0] * (1 - 1e-9):
-            best = (elements, tried)
+        if best is None or sent < best[0] * (1 - 1e-9):
+            best = (sent, tried)
     if best is None:
         assert refusal is not None, "there is always the plainest"
         raise refusal
