@@ -52,8 +52,7 @@ class Later:
         """Adds what ``pending`` gives to the parameter's gradient, soon."""
 
         def put() -> None:
-            gradient = pending.wait()
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            add(parameter, pending.wait())
 
         self._waiting.append(put)
         while len(self._waiting) > self.ahead:
