@@ -231,27 +231,30 @@ class _Applying:
         return x
 
     def _gate(self, path: str, module: nn.Module, note: GateNote) -> None:
-        before: list[int] = []
+        gathered: list[tuple[Any, int]] = []
 
-        def versions(args: Sequence[Any]) -> list[int]:
-            gathered = [arg for arg, features in zip(args, note.arguments, strict=True) if features is not None]
-            return [-1 if arg.is_inference() else arg._version for arg in gathered]
+        def version(x: Any) -> int:
+            return -1 if x.is_inference() else int(x._version)
 
         def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             whole = tuple(self._whole(arg, features) for arg, features in zip(args, note.arguments, strict=True))
-            before[:] = versions(whole)
+            kept = (arg for arg, features in zip(whole, note.arguments, strict=True) if features is not None)
+            gathered[:] = [(arg, version(arg)) for arg in kept]
             return whole
 
-        def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if versions(args) != before:
+        def leave(*_: Any) -> None:
+            overwritten = any(version(arg) != before for arg, before in gathered)
+            gathered.clear()
+            if overwritten:
                 raise _overwritten(path)
 
-        module.register_forward_pre_hook(enter)
+        module.register_forward_pre_hook(enter, prepend=True)  # before those of others, who see whole features
         module.register_forward_hook(leave)
 
     def _gate_end(self, note: GateNote) -> None:
         (features,) = note.arguments
-        self.job.model.register_forward_hook(lambda _, args, output: self._whole(output, features))
+        hook = lambda _, args, output: self._whole(output, features)  # noqa: E731
+        self.job.model.register_forward_hook(hook, prepend=True)
 
 
 def _overwritten(path: str) -> PlanError:

@@ -13,14 +13,14 @@ from shardwright.grid.mode import EntryNote, HeadsNote
 from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Layer
 from shardwright.models.attention import Attention
-from shardwright.models.structure import is_exactly
+from shardwright.models.structure import has_hooks, is_exactly
 from shardwright.product.heads import head_rows, head_slices, kv_heads, query_heads
 
 
 def place_attentions(placing: Placing) -> None:
     """Cuts every ``Attention`` whose parameters are its own."""
     for path, module in placing.model.named_modules():
-        if not is_exactly(module, Attention):
+        if not is_exactly(module, Attention) or has_hooks(module, inside=True):
             continue
         assert isinstance(module, Attention)
         layers = [f"{path}.{own}".lstrip(".") for own in (("qkv", "o") if module.fused else ("q", "k", "v", "o"))]

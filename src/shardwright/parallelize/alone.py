@@ -12,7 +12,7 @@ from shardwright.errors import LayoutError, PlanError, check_at_least, explain
 from shardwright.grid.features import width
 from shardwright.grid.mode import LinearNote, Mode
 from shardwright.layout import Layout
-from shardwright.models.structure import is_exactly
+from shardwright.models.structure import is_exactly, runs_as
 from shardwright.parallelize.auto import settle
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
@@ -22,8 +22,6 @@ from shardwright.pipeline import Rows, Samples
 from shardwright.product import Later, weight_of
 from shardwright.strategies import choose
 from shardwright.strategy import NUM_TOKENS, Job, Plan, summed_axes
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class LayerAlone:
@@ -195,13 +193,10 @@ def _planned(job: Job, layout: Layout) -> tuple[Plan, Mode]:
 
 def _check_layer(layer: nn.Module) -> None:
     """Raises PlanError unless a layer does what ``nn.Linear`` does, and nothing else."""
-    given = type(layer).__name__
     if is_exactly(layer, nn.Linear):
         check_hooks(layer)
-        hooks = any(getattr(layer, name) for name in HOOKS)
-        if not hooks and "weight" in layer._parameters:
-            return
-        given += " with hooks" if hooks else " whose weight is computed"
+        return
+    given = type(layer).__name__ + (" with hooks" if runs_as(layer, nn.Linear) else "")
     raise PlanError(
         explain(
             "a layer alone is one nn.Linear, and no more",

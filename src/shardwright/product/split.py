@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardwright.comm import once
-from shardwright.models.structure import is_exactly
+from shardwright.models.structure import runs_as
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -49,9 +49,9 @@ def split_backward(model: nn.Module, deferred: Leaves) -> None:
             [1., 1.]])
     """
     for module in model.modules():
-        if is_exactly(module, nn.Linear):
+        if runs_as(module, nn.Linear):
             module.forward = partial(_linear, module, deferred)
-        elif any(is_exactly(module, kind) for kind in CONVOLUTIONS) and _is_plain(module):
+        elif any(runs_as(module, kind) for kind in CONVOLUTIONS) and _is_plain(module):
             module.forward = partial(_convolution, module, deferred)
 
 
