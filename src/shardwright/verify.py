@@ -36,7 +36,16 @@ from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.structure import call_model
-from shardwright.parallelize import check_hooks, example_of, make_plan, parallelize, place_parameters, tokens_of, twin
+from shardwright.parallelize import (
+    check_model,
+    check_trains,
+    example_of,
+    make_plan,
+    parallelize,
+    place_parameters,
+    tokens_of,
+    twin,
+)
 from shardwright.parallelize.planning import num_rows
 from shardwright.strategy import Job, Plan
 
@@ -131,7 +140,7 @@ def verify(
             )
         )
     loss = CrossEntropy() if loss is None else loss
-    check_hooks(model)
+    check_model(model)
     plain = twin(model)
     plain._apply(partial(_cast, dtype))
     batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
@@ -143,6 +152,7 @@ def verify(
         raise PlanError(
             explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
         )
+    check_trains(plan)
     expected = _reference(plain, loss, batches, seed)
     work = (plain, layout, batches, loss, seed, expected.eps, job.roles)
     if launcher is not None:
@@ -282,7 +292,7 @@ def _errors(lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Mappin
     floor = FLOOR * _largest(expected)
     errors = {}
     for name, whole in expected.items():
-        scale = max(float(whole.abs().max()), floor) or 1.0
+        scale = max(_largest({name: whole}), floor) or 1.0
         worst = 0.0
         for rank, local in found.items():
             coord: Coord = mesh.coord(rank)

@@ -15,9 +15,10 @@ from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import tokens_of
+from shardwright.parallelize.checking import check_model, check_trains
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
-from shardwright.parallelize.planning import check_hooks, example_of, expected_traffic, hollow, make_plan, twin
+from shardwright.parallelize.planning import example_of, expected_traffic, hollow, make_plan, twin
 from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Deferred, Executor, Samples
 from shardwright.pipeline.cutting import stages_by_device
@@ -26,7 +27,8 @@ from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, summed_axes
 __all__ = [
     "LayerAlone",
     "Run",
-    "check_hooks",
+    "check_model",
+    "check_trains",
     "example_of",
     "expected_traffic",
     "hollow",
@@ -75,7 +77,7 @@ def parallelize(
     [(3, 1.163), (2, 1.163)]
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    check_hooks(model)
+    check_model(model)
     loss = twin(loss if loss is not None else CrossEntropy())
     parts = stages_by_device(model) if layout.factor("pp") is not None else ()
     job = Job(twin(model), loss, num_tokens, roles=roles, example=example_of(example, layout), stages=parts)

@@ -14,9 +14,10 @@ from shardwright.grid.mode import LinearNote, Mode
 from shardwright.layout import Layout
 from shardwright.models.structure import is_exactly, runs_as
 from shardwright.parallelize.auto import settle
+from shardwright.parallelize.checking import check_model
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
-from shardwright.parallelize.planning import check_hooks, hollow, twin
+from shardwright.parallelize.planning import hollow, twin
 from shardwright.parallelize.run import check_world
 from shardwright.pipeline import Rows, Samples
 from shardwright.product import Later, weight_of
@@ -194,7 +195,7 @@ def _planned(job: Job, layout: Layout) -> tuple[Plan, Mode]:
 def _check_layer(layer: nn.Module) -> None:
     """Raises PlanError unless a layer does what ``nn.Linear`` does, and nothing else."""
     if is_exactly(layer, nn.Linear):
-        check_hooks(layer)
+        check_model(layer)
         return
     given = type(layer).__name__ + (" with hooks" if runs_as(layer, nn.Linear) else "")
     raise PlanError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright import grid
-from shardwright.errors import LayoutError, PlanError, explain
+from shardwright.errors import LayoutError, explain
 from shardwright.grid.overrides import overrides_of
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
@@ -45,20 +45,6 @@ def twin(model: nn.Module) -> nn.Module:
     (False, True)
     """
     return _copied(model, lambda tensor: tensor.detach())
-
-
-def check_hooks(model: nn.Module) -> None:
-    """Raises PlanError for hooks on parameters: a rank's own gradient is a term, or a part, of what they would see."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise PlanError(
-                explain(
-                    f"the parameter '{name}' has a hook on its gradient",
-                    given="a hook by register_hook or register_post_accumulate_grad_hook",
-                    allowed="parameters without hooks: no rank has the gradient that one would see",
-                    fix="change run.parameters[name].grad between step() and the optimizer's step",
-                )
-            )
 
 
 def _copied(model: nn.Module, change: Any) -> nn.Module:
