@@ -48,7 +48,8 @@ def check_trains(plan: Plan) -> None:
 
 def _of_parameters(model: nn.Module) -> Iterator[_Refusal]:
     for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
+        lazy: bool = is_lazy(parameter)
+        if lazy:
             yield _Refusal(
                 f"the parameter '{name}' has no shape yet",
                 "a lazy module that has not been called",
