@@ -84,7 +84,7 @@ def test_without_an_example_linear_layers_decide():
     assert grid.sent(make_plan(job, auto)[0]) == min(grid.sent(plan) for plan in plans)
 
 
-@pytest.mark.parametrize("line", ["tp2x2/2d/auto", "tp4/sp/auto"])
+@pytest.mark.parametrize("line", ["tp2x2/2d/auto", "tp4/sp/auto", "tp4/auto:7"])
 def test_a_mode_of_ones_own_beside_auto_is_refused(line):
     with pytest.raises(LayoutError, match="chooses the mode and the grid itself"):
         chosen(line, MLP, MLP.batches[0])

@@ -44,9 +44,10 @@ def settle(layout: Layout, price: Callable[[Layout], float]) -> Layout:
     plainest.
     """
     factor = layout.factor("tp")
-    if factor is None or factor.option(AUTO) is None:
+    auto = factor.option(AUTO) if factor is not None else None
+    if factor is None or auto is None:
         return layout
-    if len(factor.sizes) > 1 or factor.option("sp") is not None:
+    if auto.value is not None or len(factor.sizes) > 1 or factor.option("sp") is not None:
         raise LayoutError(
             explain(
                 "'auto' chooses the mode and the grid itself",
