@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwright.comm import launch
 from shardwright.errors import LayoutError
-from shardwright.layout import Layout
+from shardwright.layout import Layout, Option
 from shardwright.models import (
     AttentionConfig,
     ConvNetConfig,
@@ -46,6 +46,12 @@ VALUES = {
 }
 """The values to try of an option that needs one; any other option is written bare."""
 
+PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
+"""Further values of an option, that need the sizes written out."""
+
+TOGETHER = (("sp", "regather"),)
+"""Options of one strategy that do something else together than each does alone."""
+
 
 def spellings(strategy, size: int) -> list[str]:
     """The factors that ask for ``strategy`` on so many ranks, with each of its options in turn."""
@@ -65,7 +71,19 @@ def spellings(strategy, size: int) -> list[str]:
                 found.append(str(layout))
         except LayoutError:
             continue
-    return found
+    found += [f"{strategy.axis}{size}/{'/'.join(names)}" for names in TOGETHER if set(names) <= set(strategy.options)]
+    pins = [name for name in PINS if name in strategy.options]
+    return found + [pinned for name in pins for pinned in _pinned(found[:1], name)]
+
+
+def _pinned(factors: list[str], name: str) -> list[str]:
+    """The same grids with each of the algorithms that may be pinned."""
+    pinned = []
+    for factor in (Layout.parse(each).factors[0] for each in factors):
+        for value in PINS[name]:
+            options = tuple(Option(name, value) if o.name == name else o for o in factor.options)
+            pinned.append(str(replace(factor, options=options)))
+    return pinned
 
 
 def spelling(strategy, size: int) -> str:
