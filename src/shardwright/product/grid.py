@@ -202,6 +202,8 @@ class _GridLinear(Function):
         later = needs_w and product.leaves is not None and product.leaves.takes(ctx.owner)
         if not product.keep and needs_w and not later:
             panels, _, again = gather(panels[0], ctx.take)
+            if not product.overlap:
+                again.wait()
         arriving: Pending[Tensor] | None = None
         if needs_x:
             dxs = _input_gradient(dys, weight.wait(), _in_sizes(ctx.take, w_hk))
