@@ -1,4 +1,4 @@
-"""``verify``: any layout against one device: the loss, every gradient, the parameters after some steps.
+"""``verify``: any layout against one device: the loss, every gradient, parameters and buffers after some steps.
 
 The reference is an untouched copy of the plain model under plain torch, in one process, the whole batch at once.
 Only its dropout is ours too, because masks that differ would hide everything else.
@@ -10,6 +10,8 @@ AdamW as it comes makes too much of such a gradient: it divides each by its own 
 1e-17 of rounding becomes 1e-12 in the parameter, and 1e-10 of a bias that starts from zero. Here both sides step with
 an ``eps`` of a thousandth of the model's largest gradient entry, the same floor. Then a difference of rounding stays
 one, no entry is left out, and a wrong factor that AdamW would have divided out again shows.
+
+A buffer of numbers that the steps have changed is compared as a parameter is; any other has to be the same bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -32,10 +35,19 @@ from shardwright.draws import Draws, key_dropout
 from shardwright.errors import PlanError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
-from shardwright.models.devices import StaysPut
+from shardwright.models.devices import StaysOn
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.structure import call_model
-from shardwright.parallelize import job_for, make_plan, parallelize, place_parameters, tokens_of, twin
+from shardwright.parallelize import (
+    check_model,
+    check_trains,
+    job_for,
+    make_plan,
+    parallelize,
+    place_parameters,
+    tokens_of,
+    twin,
+)
 from shardwright.parallelize.planning import num_rows
 from shardwright.strategy import Plan
 
@@ -55,7 +67,8 @@ Named = dict[str, Tensor]
 class Verdict:
     """What ``verify`` found; ``first_difference`` is the first parameter in forward order beyond the tolerance.
 
-    ``max_relative_error`` is the larger of the gradients' and the parameters', and ``worst_parameter`` has it.
+    ``max_relative_error`` is the largest of the gradients', the parameters' and the buffers', and ``worst_parameter``
+    has it.
     """
 
     equal: bool
@@ -66,6 +79,7 @@ class Verdict:
     loss_error: float
     gradients_error: float
     parameters_error: float
+    buffers_error: float
     tolerance: float
     parameters: int
     world_size: int
@@ -86,7 +100,7 @@ class Verdict:
             f"NOT equal to one device: first at {self.first_difference or 'the loss'} by {self.first_error:.1e}, worst "
             f"at {self.worst_parameter} by {self.max_relative_error:.1e}, allowed {self.tolerance:.0e}; "
             f"loss off by {self.loss_error:.1e}, gradients by {self.gradients_error:.1e}, "
-            f"parameters after {self.steps} steps by {self.parameters_error:.1e}"
+            f"parameters after {self.steps} steps by {self.parameters_error:.1e}, buffers by {self.buffers_error:.1e}"
         )
 
 
@@ -106,9 +120,10 @@ def verify(
 ) -> Verdict:
     """Trains one step per batch under ``layout`` and on one device, and compares.
 
-    ``model`` may be on the meta device. ``batches`` are global (inputs, targets). Gradients are compared after
-    the first step; the parameters after the last in float64 only, since in float32 AdamW makes too much of the
-    rounding of a gradient near zero. ``alter`` changes each rank's run before it starts: to see a check fail.
+    ``model`` may be on the meta device. ``batches`` are global (inputs, targets), and are left alone. Complex numbers
+    are of twice the ``dtype``. Gradients are compared after the first step; parameters and buffers after the last in
+    float64 only, since in float32 AdamW makes too much of the rounding of a gradient near zero. ``alter`` changes each
+    rank's run before it starts: to see a check fail.
     ``launcher(work, *args)`` runs ``work(world, *args)`` on ranks that are there already, instead of starting some.
     ``roles`` are those of ``parallelize``.
 
@@ -127,8 +142,10 @@ def verify(
             )
         )
     loss = CrossEntropy() if loss is None else loss
-    plain = twin(model).to(dtype)
-    batches = [_cast(batch, dtype) for batch in batches]
+    check_model(model)
+    plain = twin(model)
+    plain._apply(partial(_cast, dtype))
+    batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
     num_tokens = tokens_of(batches[0][0], layout) if batches else 1
     inputs = batches[0][0] if batches else None
     job = job_for(plain, loss, layout, inputs, num_tokens, dict(roles))
@@ -137,6 +154,7 @@ def verify(
         raise PlanError(
             explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
         )
+    check_trains(plan)
     expected = _reference(plain, loss, batches, seed)
     work = (plain, layout, batches, loss, seed, expected.eps, job.roles)
     if launcher is not None:
@@ -155,7 +173,10 @@ class _Outcome:
     losses: list[float]
     gradients: Named
     parameters: Named
+    buffers: Named = field(default_factory=dict)
     eps: float = 0.0
+    changed: frozenset[str] = frozenset()
+    """Of the buffers, those that the steps gave other numbers."""
 
 
 def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int) -> _Outcome:
@@ -166,12 +187,13 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
     for parameter in model.parameters():  # a plain model with values of its own keeps them
         parameter.data = parameter.data.to("cpu", copy=True) if on_several else parameter.data.clone()
     key_dropout(model, draws)
+    before = _buffers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     outcome = _Outcome([], {}, {})
-    for step, (inputs, targets) in enumerate(batches):
+    for step, (inputs, targets) in enumerate(map(_own, batches)):
         draws.step, draws.samples = step, range(num_rows(inputs))
         optimizer.zero_grad()
-        with StaysPut() if on_several else nullcontext():
+        with StaysOn(torch.device("cpu")) if on_several else nullcontext():
             loss_sum, count = loss(call_model(model, inputs), targets)
         mean = loss_sum / max(int(count), 1)
         mean.backward()
@@ -182,6 +204,9 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
             optimizer.param_groups[0]["eps"] = outcome.eps
         optimizer.step()
     outcome.parameters = {name: p.detach() for name, p in model.named_parameters()}
+    outcome.buffers = _buffers(model)
+    different = (name for name, buffer in outcome.buffers.items() if not torch.equal(buffer, before[name]))
+    outcome.changed = frozenset(name for name in different if not _counts(before[name]))
     return outcome
 
 
@@ -198,12 +223,13 @@ def _rank(
         alter(run)
     optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, eps=eps)
     outcome = _Outcome([], {}, {})
-    for step, batch in enumerate(run.shard(batches)):
+    for step, batch in enumerate(run.shard(map(_own, batches))):
         outcome.losses.append(run.step(batch).item())
         if step == 0:
             outcome.gradients = _gradients(run.parameters)
         optimizer.step()
     outcome.parameters = {name: p.detach().cpu() for name, p in run.parameters.items()}
+    outcome.buffers = _buffers(run.model)
     return outcome
 
 
@@ -215,9 +241,24 @@ def _gradients(named: Mapping[str, nn.Parameter]) -> Named:
     }
 
 
-def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    cast: Batch = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
-    return cast
+def _buffers(model: nn.Module) -> Named:
+    return {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers() if not buffer.is_meta}
+
+
+def _counts(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _own(batch: Batch) -> Batch:
+    """A copy, which the model may write into."""
+    copied: Batch = tree_map_only(Tensor, torch.clone, batch)
+    return copied
 
 
 def _by_rank(found: Sequence[_Outcome], num_ranks: int) -> dict[int, _Outcome]:
@@ -231,17 +272,36 @@ def _largest(named: Named) -> float:
     return max((float(tensor.abs().max()) for tensor in named.values() if tensor.numel()), default=0.0)
 
 
+def _buffer_errors(plan: Plan, expected: _Outcome, found: Mapping[int, Named]) -> dict[str, float]:
+    """The error of each buffer: of those that the steps left alone, and of counts, 0 or infinite."""
+    lies = {name: plan.buffers.get(name, Lies.whole(tuple(b.shape))) for name, b in expected.buffers.items()}
+    numbers = {name: buffer for name, buffer in expected.buffers.items() if name in expected.changed}
+    errors = _errors(lies, plan.mesh, numbers, found)
+    for name, whole in expected.buffers.items():
+        if name in numbers:
+            continue
+        there = lies[name]
+        parts = ((plan.mesh.coord(rank), local.get(name)) for rank, local in found.items())
+        same = all(
+            b is not None and torch.equal(cut(whole, there.pieces(at), there.local_shape(at)), b)
+            for at, b in parts
+            if there.pieces(at)  # or else another stage has it
+        )
+        errors[name] = 0.0 if same else float("inf")
+    return errors
+
+
 def _errors(lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Mapping[int, Named]) -> dict[str, float]:
     """The error of each tensor, over all ranks, in the model's order."""
     floor = FLOOR * _largest(expected)
     errors = {}
     for name, whole in expected.items():
-        scale = max(float(whole.abs().max()), floor) or 1.0
+        scale = max(_largest({name: whole}), floor) or 1.0
         worst = 0.0
         for rank, local in found.items():
             coord: Coord = mesh.coord(rank)
             part = cut(whole, lies[name].pieces(coord), lies[name].local_shape(coord))
-            if not part.numel() and name not in local:
+            if not part.numel() and (name not in local or not lies[name].pieces(coord)):
                 continue  # another stage has it
             if part.shape != local[name].shape:
                 worst = float("inf")
@@ -270,10 +330,11 @@ def _compare(
         for each in by_rank.values()
         for mine, theirs in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
     )
-    errors = {name: max(gradients.get(name, 0.0), parameters.get(name, 0.0)) for name in expected.parameters}
+    buffers = _buffer_errors(plan, expected, {rank: each.buffers for rank, each in by_rank.items()}) if exact else {}
+    errors = {name: max(gradients.get(name, 0.0), parameters.get(name, 0.0)) for name in expected.parameters} | buffers
     worst = max(errors, key=lambda name: errors[name])
     beyond = [name for name, error in gradients.items() if not error <= tolerance]
-    beyond += [name for name, error in parameters.items() if not error <= tolerance and name not in beyond]
+    beyond += [name for name, error in (parameters | buffers).items() if not error <= tolerance and name not in beyond]
     return Verdict(
         equal=not beyond and loss_error <= tolerance,
         max_relative_error=errors[worst],
@@ -283,6 +344,7 @@ def _compare(
         loss_error=loss_error,
         gradients_error=max(gradients.values()),
         parameters_error=max(parameters.values(), default=0.0),
+        buffers_error=max(buffers.values(), default=0.0),
         tolerance=tolerance,
         parameters=len(gradients),
         world_size=mesh.size,

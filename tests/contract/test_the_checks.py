@@ -145,6 +145,23 @@ def test_traffic_that_is_right_on_the_first_rank_alone_is_caught():
         check_traffic("tp2", MLP, strategies=[Wrong(TENSOR, {"traffic": traffic})])
 
 
+def test_a_call_that_is_made_from_the_second_step_on_is_caught():
+    def apply(job, axes, plan):
+        forwards = []
+
+        def hook(*_):
+            forwards.append(1)
+            if len(forwards) == 2:
+                axes["tp"].all_reduce(torch.ones(1))
+
+        job.model.register_forward_hook(hook)
+        return TENSOR.apply(job, axes, plan)
+
+    check_equal("tp2", MLP, strategies=[Wrong(TENSOR, {"apply": apply})])
+    with pytest.raises(AssertionError, match="makes calls nobody spoke of in step 1"):
+        check_traffic("tp2", MLP, strategies=[Wrong(TENSOR, {"apply": apply})])
+
+
 def unwatched(right, *names):
     """The place of ``right``, but that nobody waits for the gradients of ``names``."""
 
@@ -237,6 +254,6 @@ def test_a_layout_that_is_accepted_is_no_refusal():
 def test_the_traffic_of_the_cases_is_not_empty():
     for line in ("dp2", "tp2"):
         for found in one_step(line, MLP):
-            assert found.recorded.total() > 0
-            assert found.recorded == found.expected
-            assert isinstance(found.recorded, Counter)
+            assert found.expected.total() > 0
+            assert found.recorded == (found.expected, found.expected)
+            assert isinstance(found.expected, Counter)

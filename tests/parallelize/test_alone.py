@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from shardwright.comm import launch
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.parallelize import layer_alone
 
 LINES = [
     "tp1", "tp3", "tp2/sp", "tp2x2/2d", "tp2x3/2d", "tp1x4/2d", "tp2x2x2/2.5d", "tp2x2x2/3d", "tp2x2/2d:summa",
-    "tp2x2x2/2.5d:summa", "tp2x2x2/3d:classic", "tp2x2/2d/regather",
+    "tp2x2x2/2.5d:summa", "tp2x2x2/3d:classic", "tp2x2/2d/regather", "tp4/auto",
 ]  # fmt: skip
 
 
@@ -55,5 +55,91 @@ def test_another_axis_is_refused():
     def work(world):
         with pytest.raises(LayoutError, match="tp alone"):
             layer_alone(nn.Linear(3, 2), "dp2", world)
+
+    launch(work, 2, ranks="threads")
+
+
+# ---- what is refused
+
+
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def hooked():
+    layer = nn.Linear(6, 5)
+    layer.register_forward_hook(lambda module, args, output: 7 * output)
+    return layer
+
+
+LAYERS = {
+    "a subclass": lambda: Doubled(6, 5),
+    "hooks": hooked,
+    "a parametrization": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)),
+    "an old parametrization": lambda: nn.utils.weight_norm(nn.Linear(6, 5)),
+    "another layer": lambda: nn.Bilinear(6, 6, 5),
+    "no layer": lambda: None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("layer", LAYERS)
+def test_what_is_more_or_less_than_a_linear_is_refused(layer):
+    with pytest.raises(PlanError, match=r"one nn\.Linear, and no more"):
+        launch(lambda world: layer_alone(LAYERS[layer](), "tp2", world), 2, ranks="threads")
+
+
+CALLS = {
+    "another width": lambda alone: alone.cut(torch.ones(4, 7)),
+    "no samples": lambda alone: alone.cut(torch.ones(6)),
+    "nothing": lambda alone: alone.cut(torch.ones(())),
+    "another dtype": lambda alone: alone.cut(torch.ones(4, 6).double()),
+    "a whole input": lambda alone: alone(alone.cut(torch.ones(4, 6)).new_ones(4, 6)),
+    "the part of another batch": lambda alone: (
+        [alone.cut(torch.ones(n, 6)) for n in (4, 8)] and alone(torch.ones(2, 3))
+    ),
+    "no batch": lambda alone: alone(torch.ones(2, 3)),
+    "a whole output": lambda alone: alone.gather(alone(alone.cut(torch.ones(4, 6))).new_ones(4, 5)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_input_or_output_of_another_shape_is_refused_on_every_rank(call):
+    def work(world):
+        alone = layer_alone(nn.Linear(6, 5), "tp2x2/2d", world)
+        with pytest.raises(PlanError, match="has another shape or dtype than the layer takes"):
+            CALLS[call](alone)
+
+    launch(work, 4, ranks="threads")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("line", ["tp2x2/2d", "tp2x2x2/2.5d"])
+def test_gradients_are_summed_once(line, bias):
+    def work(world):
+        alone = layer_alone(nn.Linear(6, 5, bias=bias), line, world, num_tokens=100_000)
+
+        def backward():
+            alone.gather(alone(alone.cut(torch.ones(4, 6)))).sum().backward()
+
+        backward()
+        alone.sum_gradients()
+        with pytest.raises(PlanError, match="would count it twice"):
+            alone.sum_gradients()
+        backward()
+        with pytest.raises(PlanError, match="would count it twice"):
+            alone.sum_gradients()
+        alone.layer.zero_grad()
+        backward()
+        alone.sum_gradients()
+
+    launch(work, Layout.parse(line), ranks="threads")
+
+
+def test_a_layer_without_tokens_is_refused():
+    def work(world):
+        with pytest.raises(LayoutError, match="'num_tokens' is too small"):
+            layer_alone(nn.Linear(6, 5), "tp2/sp", world, num_tokens=0)
 
     launch(work, 2, ranks="threads")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
 from math import prod
+from threading import local
 from typing import NamedTuple
 
 import pytest
@@ -16,8 +17,8 @@ import torch
 from torch import nn
 
 from shardwright import Mesh
-from shardwright.comm import launch, ring_factor
-from shardwright.product import Fetch, Move, Product
+from shardwright.comm import Axis, launch, ring_factor
+from shardwright.product import Fetch, Move, Product, grid
 
 S, N, K, H = 5, 2, 13, 17
 
@@ -274,3 +275,43 @@ def test_a_weight_used_in_several_products_collects_the_gradients_of_all():
         return float((w.grad - 6 * part(one_device()[2], laid.w)).abs().max())
 
     assert max(launch(work, 2, ranks="threads")) <= 1e-12
+
+
+# ---- what travels while something is multiplied
+
+
+ASYNC = ("all_reduce_async", "all_gather_async", "gather_parts_async", "reduce_scatter_parts_async")
+PRODUCTS = ("_multiply", "_input_gradient", "_weight_gradient")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_without_overlap_no_message_is_under_way_while_something_is_multiplied(monkeypatch, keep, overlap):
+    under_way, found = local(), []
+
+    def counted(start):
+        def begin(axis, *args, **named):
+            started = start(axis, *args, **named)
+            pending = started[1] if isinstance(started, tuple) else started
+            under_way.messages = {*getattr(under_way, "messages", ()), pending}
+            return started
+
+        return begin
+
+    def watched(multiply):
+        def run(*args):
+            waiting = getattr(under_way, "messages", ())
+            found.append((multiply.__name__, sum(pending._finish is not None for pending in waiting)))
+            return multiply(*args)
+
+        return run
+
+    for name in ASYNC:
+        monkeypatch.setattr(Axis, name, counted(getattr(Axis, name)))
+    for name in PRODUCTS:
+        monkeypatch.setattr(grid, name, watched(getattr(grid, name)))
+    ways = {"row": Way("T", "t", "T"), "col": Way("F", "h", "F")}
+    launch(run, 4, ways, {"row": 2, "col": 2}, [(keep, overlap)], ranks="threads")
+    assert {name for name, _ in found} == set(PRODUCTS)
+    assert {name for name, count in found if count} >= ({"_multiply", "_weight_gradient"} if overlap else set())
+    assert overlap or not any(count for _, count in found)

@@ -19,14 +19,38 @@ Each message is the size that the name says: the whole tensor for all-reduce, al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from shardwright.comm.axis import Axis
+from shardwright.errors import PlanError, explain
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def once(backward: Callable[P, R]) -> Callable[P, R]:
+    """A backward that sends or keeps what autograd does not see, and so cannot be differentiated: it says so."""
+
+    @wraps(backward)
+    def checked(*args: P.args, **named: P.kwargs) -> R:
+        if torch.is_grad_enabled():  # in a backward: create_graph
+            raise PlanError(
+                explain(
+                    "a gradient's own gradient does not go through layers that ranks share",
+                    given="a backward with create_graph=True",
+                    allowed="gradients of the first order",
+                    fix="leave out create_graph, or leave whole what it goes through: dp4, or roles={'name': 'copied'}",
+                )
+            )
+        return backward(*args, **named)
+
+    return checked
 
 
 def _run(function: type[Function], *args: Any) -> Tensor:
@@ -40,6 +64,7 @@ class _PartialToWhole(Function):
         return axis.all_reduce(x)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
 
@@ -51,6 +76,7 @@ class _SumGradient(Function):
         return x.view_as(x)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         if not ctx.overwrite:
             dy = dy.clone()  # autograd may hand the same tensor to others
@@ -65,6 +91,7 @@ class _WholeToCut(Function):
         return x.narrow(dim, sum(sizes[: axis.index]), sizes[axis.index]).clone()
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.axis.all_gather(dy, ctx.dim, ctx.sizes), None, None, None
 
@@ -73,9 +100,10 @@ class _CutToWhole(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...], partial: bool) -> Tensor:
         ctx.axis, ctx.dim, ctx.sizes, ctx.partial = axis, dim, sizes, partial
-        return axis.all_gather(x, dim, sizes)
+        return axis.all_gather(x, dim, sizes).detach()  # no view: the code that follows may write into it
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         if ctx.partial:
             return ctx.axis.reduce_scatter(dy, ctx.dim, ctx.sizes), None, None, None, None
@@ -86,9 +114,10 @@ class _PartialToCut(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        return axis.reduce_scatter(x, dim, sizes)
+        return axis.reduce_scatter(x, dim, sizes).detach()
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.axis.all_gather(dy, ctx.dim, ctx.sizes), None, None, None
 
@@ -102,6 +131,7 @@ class _CutToCut(Function):
         return _exchange(x, axis, give, take, a, b)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         return _exchange(dy, ctx.axis, ctx.take, ctx.give, ctx.b, ctx.a), None, None, None, None, None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm import Axis, cut_to_whole
+from shardwright.errors import PlanError, explain
 from shardwright.grid.convolution import ChannelsNote, ConvolutionNote, apply_convolution, apply_statistics
 from shardwright.grid.features import Features
 from shardwright.grid.mode import (
@@ -59,7 +60,8 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Lat
     ``later`` collects the gradients of fetched weights; ``Later(ahead=0)`` puts each in place at once.
     """
     assert job.samples is not None, "a rank knows whose samples it has in hand"
-    applying = _Applying(job, axes, plan, mode, job.samples, later or Later())
+    ahead = Ahead(always=plan.stages is not None)
+    applying = _Applying(job, axes, plan, mode, job.samples, ahead, later or Later())
     applying.everything()
     late = frozenset(
         own_names(job.model, path)["weight"]
@@ -67,7 +69,7 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Lat
         if isinstance(note, LinearNote) and note.fetches
         if job.model.get_submodule(path)._parameters["weight"] is not None
     )
-    return Applied(events=Events(after_backward=applying.later.finish), late=late)
+    return Applied(events=Events(after_backward=applying.later.finish, after_action=ahead.finish), late=late)
 
 
 @dataclass
@@ -77,8 +79,8 @@ class _Applying:
     plan: Plan
     mode: Mode
     samples: Samples
-    later: Later = field(default_factory=Later)
-    ahead: Ahead = field(default_factory=Ahead)
+    ahead: Ahead
+    later: Later
 
     @property
     def coord(self) -> dict[str, int]:
@@ -87,6 +89,7 @@ class _Applying:
     def everything(self) -> None:
         forwarding = Forwarding()
         forwarding.watch(self.job.model)
+        self.ahead.watch(self.job.model)
         leave_fast_path(self.job.model)
         apply_statistics(self.job.model, self.axes, self.mode)
         for module in self.job.model.modules() if self.mode.dim == 1 else ():
@@ -116,7 +119,7 @@ class _Applying:
             elif isinstance(note, TableNote):
                 self._table(path, module, note)
             elif isinstance(note, GateNote):
-                self._gate(module, note)
+                self._gate(path, module, note)
             elif isinstance(note, MultiheadNote):
                 apply_multihead(self, module, note)
             elif isinstance(note, ConvolutionNote | ChannelsNote):
@@ -256,11 +259,26 @@ class _Applying:
             joined += (name,)
         return x
 
-    def _gate(self, module: nn.Module, note: GateNote) -> None:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(self._whole(arg, features) for arg, features in zip(args, note.arguments, strict=True))
+    def _gate(self, path: str, module: nn.Module, note: GateNote) -> None:
+        gathered: list[tuple[Any, int]] = []
 
-        module.register_forward_pre_hook(hook)
+        def version(x: Any) -> int:
+            return -1 if x.is_inference() else int(x._version)
+
+        def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            whole = tuple(self._whole(arg, features) for arg, features in zip(args, note.arguments, strict=True))
+            kept = (arg for arg, features in zip(whole, note.arguments, strict=True) if features is not None)
+            gathered[:] = [(arg, version(arg)) for arg in kept]
+            return whole
+
+        def leave(*_: Any) -> None:
+            overwritten = any(version(arg) != before for arg, before in gathered)
+            gathered.clear()
+            if overwritten:
+                raise _overwritten(path)
+
+        module.register_forward_pre_hook(enter, prepend=True)  # before those of others, who see whole features
+        module.register_forward_hook(leave)
 
     def _positions(self, module: Positions) -> None:
         """A sequence's tokens begin at their place in it."""
@@ -274,7 +292,19 @@ class _Applying:
 
     def _gate_end(self, note: GateNote) -> None:
         (features,) = note.arguments
-        self.job.model.register_forward_hook(lambda _, args, output: self._whole(output, features))
+        hook = lambda _, args, output: self._whole(output, features)  # noqa: E731
+        self.job.model.register_forward_hook(hook, prepend=True)
+
+
+def _overwritten(path: str) -> PlanError:
+    return PlanError(
+        explain(
+            f"'{path}' writes into its input, of which it has a copy: the features lie cut, and were gathered for it",
+            given="an input changed in place",
+            allowed="modules that leave their inputs alone, or a layout that does not cut features between layers",
+            fix="write x = x * 2 for x.mul_(2), or lay tp out without rows and columns: tp4",
+        )
+    )
 
 
 def _linear_forward(module: nn.Module, product: Product, input: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Where features may stay cut between layers: a walk through the model's own code, module by module.
 
 A value is *cut* when its last dim holds a part of the features. Layers, norms, tables and elementwise work take cut
-values; where a module's code does anything else with one, that module takes in whole values and gives out whole ones,
-and is walked again inside.
+values; where a module's code does anything else with one, or somebody has hooks on it, that module takes in whole
+values and gives out whole ones, and is walked again inside.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shardwright.models.structure import (
     ELEMENTWISE_METHODS,
     Chain,
     has_choices,
+    has_hooks,
     is_elementwise_module,
     is_exactly,
     trace,
@@ -103,7 +104,7 @@ class _Walk:
         if leaf is not None:
             return leaf
         graph = None if has_choices(module) or not _has_children(module) else trace(module)
-        if graph is not None:
+        if graph is not None and not (path and has_hooks(module)):
             before = dict(self.places)
             try:
                 return self._run(path, module, graph, args, may_cut)
@@ -126,7 +127,7 @@ class _Walk:
         if path == self.head:
             self.note(path, Place("linear", x.cut, False, x.size, x.is_input))
             return self.new()
-        if is_exactly(module, Attention):
+        if is_exactly(module, Attention) and not has_hooks(module, inside=True):
             return self._layer(path, "attention", x, module.o.out_features, may_cut)  # type: ignore
         if is_exactly(module, nn.Linear):
             width: int = min(module.in_features, module.out_features)  # type: ignore[type-var, assignment]

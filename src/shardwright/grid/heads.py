@@ -15,7 +15,7 @@ from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Layer
 from shardwright.grid.sequence import tokens_note
 from shardwright.models.attention import Attention
-from shardwright.models.structure import is_exactly
+from shardwright.models.structure import has_hooks, is_exactly
 from shardwright.product.heads import head_rows, head_slices, kv_heads, query_heads
 
 _GATHERED = "keys and values of all tokens gathered"
@@ -24,7 +24,7 @@ _GATHERED = "keys and values of all tokens gathered"
 def place_attentions(placing: Placing) -> None:
     """Cuts every ``Attention`` whose parameters are its own."""
     for path, module in placing.model.named_modules():
-        if not is_exactly(module, Attention):
+        if not is_exactly(module, Attention) or has_hooks(module, inside=True):
             continue
         assert isinstance(module, Attention)
         if placing.mode.dim == 1:

@@ -82,7 +82,8 @@ def place_multiheads(placing: Placing, overrides: Overrides) -> None:
 def _reason_against(placing: Placing, path: str, module: nn.MultiheadAttention) -> str:
     if not is_known_attention(module):
         plain = is_exactly(module, nn.MultiheadAttention)
-        return "bias_k, bias_v or zero attention: every rank computes it whole" if plain else "not torch's own forward"
+        reason = "not torch's own forward, or with hooks"
+        return "bias_k, bias_v or zero attention: every rank computes it whole" if plain else reason
     names = [*placing.names[path].values(), *placing.names[_joined(path, "out_proj")].values()]
     return "its parameters are used elsewhere too" if any(name in placing.shared for name in names) else ""
 

@@ -181,7 +181,7 @@ class Placing:
         self.plan = self.plan.role(path, self.mode.name, names, f"{what}; {sends}")
 
     def _find_head(self) -> str | None:
-        head = find_head(self.model) if type(self.job.loss) is CrossEntropy else None
+        head = find_head(self.model) if is_exactly(self.job.loss, CrossEntropy) else None
         if head is None or not self.mode.axes or self.overrides.speak_of(self.users(head)):
             return None
         layer = self.model.get_submodule(head)

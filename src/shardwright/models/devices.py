@@ -21,31 +21,36 @@ def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tup
     >>> without_device(("cuda:1", torch.float16), {"non_blocking": True})
     ((torch.float16,), {})
     """
-    rest = tuple(arg for arg in args if isinstance(arg, Tensor | fx.Proxy | fx.Node | torch.dtype))
+    rest = tuple(arg for arg in args if isinstance(arg, Tensor | fx.Node | torch.dtype))
     kept = {name: value for name, value in named.items() if name in ("dtype", "other", "memory_format")}
     return (rest, kept) if rest or kept else None
 
 
 def stay_put(graph: fx.Graph) -> None:
-    """Takes all moves to devices out of a trace."""
+    """Takes all moves to devices that the code names out of a trace; to where another value is they stay."""
     for node in list(graph.nodes):
-        if node.op != "call_method" or node.target not in MOVES:
+        moved = node.args[0] if node.op == "call_method" and node.target in MOVES else None
+        if not isinstance(moved, fx.Node):
             continue
         rest = without_device(tuple(node.args[1:]), node.kwargs) if node.target == "to" else None
         if rest is None:
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(moved)
             graph.erase_node(node)
         else:
-            node.args, node.kwargs = (node.args[0], *rest[0]), rest[1]
+            node.args, node.kwargs = (moved, *rest[0]), rest[1]
 
 
-class StaysPut(TorchFunctionMode):
-    """While it is on, tensors are moved to no device.
+class StaysOn(TorchFunctionMode):
+    """While it is on, whatever is moved is moved to one device.
 
-    >>> with StaysPut():
+    >>> with StaysOn(torch.device("cpu")):
     ...     torch.ones(1).to("meta").cuda().device
     device(type='cpu')
     """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -54,4 +59,5 @@ class StaysPut(TorchFunctionMode):
         if func not in MOVES.values():
             return func(*args, **named)
         rest = without_device(tuple(args[1:]), named) if func is Tensor.to else None
-        return args[0] if rest is None else func(args[0], *rest[0], **rest[1])
+        here = args[0].to(self._device)
+        return here if rest is None else here.to(*rest[0], **rest[1])

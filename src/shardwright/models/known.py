@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from shardwright.models.structure import ELEMENTWISE_FUNCTIONS, ELEMENTWISE_MODULES, Chain, is_exactly
+from shardwright.models.structure import ELEMENTWISE_FUNCTIONS, Chain, is_elementwise_module, is_exactly, runs_as
 
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -21,10 +21,10 @@ def known_chains(model: nn.Module) -> Iterator[tuple[Chain, bool]]:
     [(Chain(columns=('linear1',), between=('dropout',), row='linear2', entry=None), False)]
     """
     for path, layer in model.named_modules():
-        if not any(is_exactly(layer, kind) for kind in LAYERS):
+        if not any(runs_as(layer, kind) for kind in LAYERS):
             continue
         activation: Any = layer.activation
-        elementwise = isinstance(activation, ELEMENTWISE_MODULES) or activation in ELEMENTWISE_FUNCTIONS
+        elementwise = activation in ELEMENTWISE_FUNCTIONS or is_elementwise_module(activation)
         inside = {name: getattr(layer, name) for name in ("linear1", "dropout", "linear2", "self_attn")}
         kinds = {"linear1": nn.Linear, "dropout": nn.Dropout, "linear2": nn.Linear}
         if not elementwise or not all(is_exactly(inside[name], kind) for name, kind in kinds.items()):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwright.draws import with_names
 from shardwright.models.calls import AttentionCall, attention_call, leads_to
-from shardwright.models.devices import StaysPut
+from shardwright.models.devices import StaysOn
 from shardwright.models.reading import ShowsReads, Tracer
 
 ELEMENTWISE_MODULES = (
@@ -57,13 +57,32 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
             yield path, module, own, names[id(parameter)]
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module, *, inside: bool = False) -> bool:
+    """Whether somebody's code sees what goes into a module or comes out of it, or, ``inside``, of one in it.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> handle = layer.register_forward_hook(print)
+    >>> has_hooks(layer), has_hooks(nn.Sequential(layer)), has_hooks(nn.Sequential(layer), inside=True)
+    (True, False, True)
+    """
+    return any(getattr(each, name) for each in (module.modules() if inside else (module,)) for name in HOOKS)
+
+
+def runs_as(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Whether a module's own code is its kind's: no subclass, no parametrization, no other forward."""
+    return type(module) is kind and "forward" not in vars(module)
+
+
 def is_exactly(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Whether a module does what its kind does and nothing else: no subclass, no parametrization, no other forward.
+    """Whether a module does what its kind does and nothing else: its code is its kind's, and it has no hooks.
 
     >>> is_exactly(nn.Linear(2, 2), nn.Linear), is_exactly(nn.Bilinear(2, 2, 2), nn.Linear)
     (True, False)
     """
-    return type(module) is kind and "forward" not in vars(module)
+    return module is not None and runs_as(module, kind) and not has_hooks(module)
 
 
 def is_elementwise_module(module: nn.Module | None) -> bool:
@@ -110,10 +129,10 @@ def trace(
     """The calls that one module makes, or None where its Python code depends on values.
 
     The children stay calls, but for plain sequences and those named in ``opened``, whose own children do; ``deep``
-    looks into all modules that are not torch's own. Arguments that may be left out are, but for those in ``given``.
-    Code that reads a layer's weight from outside cannot be traced, unless ``shows_weights``. torch's own tracer
-    replaces ``nn.Module.__call__`` for the whole process while it works; this one changes a copy of the module and
-    nothing else, so that other threads may run models meanwhile.
+    looks into all modules that are not torch's own. What has hooks stays a call, which will run them. Arguments that
+    may be left out are, but for those in ``given``. Code that reads a layer's weight from outside cannot be traced,
+    unless ``shows_weights``. torch's own tracer replaces ``nn.Module.__call__`` for the whole process while it works;
+    this one changes a copy of the module and nothing else, so that other threads may run models meanwhile.
 
     >>> [node.op for node in trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
@@ -124,6 +143,8 @@ def trace(
     copied = copy.deepcopy(module, memo)
     for path, child in _leaves(copied, deep=deep, opened=opened):
         child.forward = partial(_call, tracer, path)
+        for name in HOOKS:
+            setattr(child, name, {})
         for layer in child.modules():
             if not shows_weights and (deep or isinstance(layer, nn.Linear | nn.Embedding)):
                 layer._parameters = {}  # who looks at a weight from outside would not see it cut
@@ -186,8 +207,9 @@ def _leaves(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The children, by path; of plain sequences, ``opened`` and, ``deep``, all but torch's own, theirs instead."""
     for name, child in module.named_children():
-        opens = type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict) or f"{prefix}{name}" in opened
-        if opens or (deep and not type(child).__module__.startswith("torch.nn.")):
+        plain = type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        opens = plain or f"{prefix}{name}" in opened or (deep and not type(child).__module__.startswith("torch.nn."))
+        if opens and not has_hooks(child):
             yield from _leaves(child, f"{prefix}{name}.", deep=deep, opened=opened)
         else:
             yield f"{prefix}{name}", child
@@ -273,7 +295,7 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
     inputs = {node.all_input_nodes[0] for node in columns}
     entry = next(node for node in row.graph.nodes if node.op == "placeholder")
     # one sum for all columns, where the module's first argument goes to them and nowhere else
-    shared = len(columns) > 1 and inputs == {entry} and set(entry.users) == set(columns)
+    shared = len(columns) > 1 and inputs == {entry} and set(entry.users) == set(columns) and not has_hooks(root)
     names = [
         tuple(f"{path}.{node.target}".lstrip(".") for node in nodes if node.op == "call_module")
         for nodes in (reversed(columns), reversed(between), [row])
@@ -282,12 +304,12 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
 
 
 def find_head(model: nn.Module) -> str | None:
-    """The ``Linear`` whose output is the model's output, by name; None where there is none to be seen.
+    """The ``Linear`` whose output is the model's, and nobody else's, by name; None where there is none to be seen.
 
     >>> find_head(nn.Sequential(nn.ReLU(), nn.Linear(2, 8)))
     '1'
     """
-    graph = trace(model)
+    graph = trace(model) if not has_hooks(model) else None
     if graph is None:
         return None
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -345,7 +367,7 @@ def observe(model: nn.Module, inputs: Any) -> Visits:
 
     handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in model.named_modules()]
     try:
-        with torch.enable_grad(), StaysPut():
+        with torch.enable_grad(), StaysOn(torch.device("meta")):
             result = call_model(model, inputs)
     finally:
         for handle in handles:

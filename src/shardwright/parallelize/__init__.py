@@ -15,6 +15,7 @@ from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import samples_of, tokens_of
+from shardwright.parallelize.checking import check_model, check_trains
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import expected_traffic, hollow, job_for, make_plan, twin
@@ -25,6 +26,8 @@ from shardwright.strategy import NUM_TOKENS, Plan, Strategy, summed_axes
 __all__ = [
     "LayerAlone",
     "Run",
+    "check_model",
+    "check_trains",
     "expected_traffic",
     "hollow",
     "job_for",
@@ -77,6 +80,7 @@ def parallelize(
     [(3, 1.163), (2, 1.163)]
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    check_model(model)
     loss = twin(loss if loss is not None else CrossEntropy())
     job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(seconds=seconds)
     plan, chosen = make_plan(job, layout, strategies)

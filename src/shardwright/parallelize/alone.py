@@ -8,15 +8,19 @@ from torch import Tensor, nn
 
 from shardwright import grid
 from shardwright.comm import Axis, World, cut_to_whole, whole_to_cut
-from shardwright.errors import LayoutError, explain
-from shardwright.grid.mode import SEQ, LinearNote
+from shardwright.errors import LayoutError, PlanError, check_at_least, explain
+from shardwright.grid.features import width
+from shardwright.grid.mode import SEQ, LinearNote, Mode
 from shardwright.layout import Layout
+from shardwright.models.structure import is_exactly, runs_as
+from shardwright.parallelize.auto import settle
+from shardwright.parallelize.checking import check_model
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import hollow, twin
 from shardwright.parallelize.run import check_world
 from shardwright.pipeline import Rows, Samples
-from shardwright.product import Later
+from shardwright.product import Later, weight_of
 from shardwright.strategies import choose
 from shardwright.strategy import NUM_TOKENS, Job, Plan, summed_axes
 
@@ -48,13 +52,16 @@ class LayerAlone:
         self._note = note
         self._row_axes = [name for name in plan.mesh.axes if name in plan.row_axes]
         self._sync = GradientSync(layer, plan, samples.coord, lambda names: axes["+".join(names)])
+        self._summed: tuple[Tensor, ...] = ()
 
     def cut(self, x: Tensor) -> Tensor:
         """This rank's part of an input that every rank holds.
 
         Shapes: x (samples, ..., in_features); returns this rank's samples and features.
         Traffic: backward, one all-gather over each axis that cuts it.
+        Raises: PlanError: an input of another width or dtype.
         """
+        self._check("an input", x, (None, self._note.x.size))
         self._samples.begin(x.shape[0])
         for number, name in enumerate(self._row_axes):
             rows: Rows = tuple(("gather", axis) for axis in reversed(self._row_axes[number + 1 :]))
@@ -66,12 +73,20 @@ class LayerAlone:
         return x
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The layer on this rank's part. Traffic: as its roles say, see :mod:`shardwright.product.grid`."""
+        """The layer on this rank's part, one of the batch that was cut last.
+
+        Traffic: as its roles say, see :mod:`shardwright.product.grid`. Raises: PlanError: a part of another shape.
+        """
+        self._check("this rank's part of an input", x, (self._num_samples(), width(self._note.x.held(self._coord))))
         y: Tensor = self.layer(x)
         return y
 
     def gather(self, y: Tensor) -> Tensor:
-        """The whole output, on every rank. Traffic: forward, one all-gather over each axis that cuts it."""
+        """The whole output, on every rank, of this rank's part of the batch that was cut last.
+
+        Traffic: forward, one all-gather over each axis that cuts it. Raises: PlanError: a part of another shape.
+        """
+        self._check("this rank's part of an output", y, (self._num_samples(), width(self._note.y.held(self._coord))))
         features = self._note.y
         joined: tuple[str, ...] = ()
         for name in reversed(features.names):
@@ -84,10 +99,50 @@ class LayerAlone:
         return y
 
     def sum_gradients(self) -> None:
-        """Sums the gradients of parameters that several ranks hold, where each has only a term. Call it once a step."""
+        """Sums the gradients of parameters that several ranks hold, where each has only a term.
+
+        Call it once a step, after the last backward. Raises: PlanError: the gradients hold sums already.
+        """
+        found = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)
+        if any(gradient is summed for gradient in found for summed in self._summed):
+            raise PlanError(
+                explain(
+                    "the gradients hold what other ranks know already, and would count it twice",
+                    given="sum_gradients() after sum_gradients(), on the same gradients",
+                    allowed="one call a step: backward, as often as you like, then sum_gradients()",
+                    fix="leave one out, or call alone.layer.zero_grad() before the backward of the next step",
+                )
+            )
         for unit in self._sync.units:
             for group in self._sync.groups[unit.name]:
                 group.start()()
+        self._summed = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)
+
+    @property
+    def _coord(self) -> Mapping[str, int]:
+        return self._samples.coord
+
+    def _num_samples(self) -> int | None:
+        """How many samples of the batch in hand are this rank's; None where no axis cuts them."""
+        return len(self._samples.ids(())) if self._row_axes else None
+
+    def _check(self, what: str, x: Tensor, sizes: tuple[int | None, int]) -> None:
+        """Raises PlanError unless ``x`` has so many samples and features, in the layer's dtype."""
+        num_samples, features = sizes
+        dtype = weight_of(self.layer).dtype
+        fits = x.dim() > 1 and x.shape[-1] == features and num_samples in (None, x.shape[0])
+        if fits and x.dtype == dtype:
+            return
+        allowed = f"({'samples' if num_samples is None else num_samples}, ..., {features}) in {dtype}"
+        raise PlanError(
+            explain(
+                f"{what} has another shape or dtype than the layer takes",
+                given=f"{tuple(x.shape)} in {x.dtype}",
+                allowed=allowed,
+                fix="take what cut() gives of a whole input, call the layer on it, gather() what it gives, and then "
+                "cut the next",
+            )
+        )
 
 
 def layer_alone(
@@ -98,9 +153,12 @@ def layer_alone(
     A layer on the meta device is drawn as ``parallelize`` draws it; one with values is cut as it is. Where the mode
     copies activations (1D), the output comes cut by features: the layer is a column.
 
-    Raises: LayoutError: the layout has other axes than ``tp``, or does not fit the layer or the ranks.
+    Raises: LayoutError: the layout has other axes than ``tp``, or does not fit the layer or the ranks; PlanError: the
+        layer is not exactly an ``nn.Linear``, or its code is more than a Linear's.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    _check_layer(layer)
+    check_at_least("num_tokens", num_tokens, 1, fix="the tokens of one batch: samples times what lies between")
     if [factor.axis for factor in layout.factors] != ["tp"] or layout.num_microbatches > 1:
         raise LayoutError(
             explain(
@@ -119,11 +177,9 @@ def layer_alone(
                 fix=f"leave out /{SEQ}",
             )
         )
-    (strategy,) = choose(layout)
     whole = Job(hollow(layer), nn.Identity(), num_tokens)
-    plan = Plan.of(whole, layout)
-    mode = strategy.mode(plan)  # type: ignore[attr-defined]
-    plan = grid.place_alone(whole, plan, mode)
+    layout = settle(layout, lambda tried: grid.sent(_planned(whole, tried)[0]))
+    plan, mode = _planned(whole, layout)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)
     samples = Samples(plan.mesh, plan.row_axes, coord)
@@ -136,3 +192,26 @@ def layer_alone(
     grid.apply(job, axes, plan, mode, Later(ahead=0))
     assert isinstance(job.model, nn.Linear)
     return LayerAlone(job.model, plan, axes, samples)
+
+
+def _planned(job: Job, layout: Layout) -> tuple[Plan, Mode]:
+    (strategy,) = choose(layout)
+    plan = Plan.of(job, layout)
+    mode: Mode = strategy.mode(plan)  # type: ignore[attr-defined]
+    return grid.place_alone(job, plan, mode), mode
+
+
+def _check_layer(layer: nn.Module) -> None:
+    """Raises PlanError unless a layer does what ``nn.Linear`` does, and nothing else."""
+    if is_exactly(layer, nn.Linear):
+        check_model(layer)
+        return
+    given = type(layer).__name__ + (" with hooks" if runs_as(layer, nn.Linear) else "")
+    raise PlanError(
+        explain(
+            "a layer alone is one nn.Linear, and no more",
+            given=given,
+            allowed="nn.Linear itself: no subclass, no hooks, no parametrization",
+            fix="give layer_alone the nn.Linear inside and do the rest around it, or use parallelize",
+        )
+    )

@@ -10,11 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from shardwright import grid
 from shardwright.errors import LayoutError, explain
 from shardwright.layout import Factor, Layout, Option
 from shardwright.parallelize.sequences import is_sequence
-from shardwright.strategy import Plan
 
 AUTO = "auto"
 
@@ -40,18 +38,20 @@ def candidates(factor: Factor) -> Iterator[Factor]:
             yield Factor("tp", (depth, rows, size // depth // rows), (*others, Option("3d")))
 
 
-def settle(layout: Layout, plan_of: Callable[[Layout], Plan]) -> Layout:
-    """The layout with ``auto`` replaced by the mode that sends least; the simplest of equal ones.
+def settle(layout: Layout, price: Callable[[Layout], float]) -> Layout:
+    """The layout with ``auto`` replaced by the mode of the lowest price; the simplest of equal ones.
 
-    ``plan_of`` plans a layout. Raises: LayoutError: no mode fits the model; the text of the plainest.
+    ``price`` plans a layout and says what it sends. Raises: LayoutError: no mode fits the model; the text of the
+    plainest.
     """
     factor = layout.factor("tp")
-    if factor is None or factor.option(AUTO) is None:
+    auto = factor.option(AUTO) if factor is not None else None
+    if factor is None or auto is None:
         return layout
-    if len(factor.sizes) > 1:
+    if auto.value is not None or len(factor.sizes) > 1 or factor.option("sp") is not None:
         raise LayoutError(
             explain(
-                "'auto' chooses the grid itself",
+                "'auto' chooses the mode and the grid itself",
                 given=str(layout),
                 allowed=f"tp{factor.size}/auto",
                 fix=f"write tp{factor.size}/auto",
@@ -63,12 +63,12 @@ def settle(layout: Layout, plan_of: Callable[[Layout], Plan]) -> Layout:
         others = tuple(f for f in layout.factors if f.axis != "tp")
         tried = replace(layout, factors=(*others, candidate))
         try:
-            elements = grid.sent(plan_of(tried))
+            sent = price(tried)
         except LayoutError as error:
             refusal = refusal or error
             continue
-        if best is None or elements < best[0] * (1 - 1e-9):
-            best = (elements, tried)
+        if best is None or sent < best[0] * (1 - 1e-9):
+            best = (sent, tried)
     if best is None:
         assert refusal is not None, "there is always the plainest"
         raise refusal
@@ -87,7 +87,7 @@ def tokens_of(inputs: Any, layout: Layout) -> int:
         return 1
     first = tensors[0]
     shape = first.shape[:-1] if first.is_floating_point() and first.dim() > 1 else first.shape
-    return max(1, prod(shape) // _num_shares(layout))
+    return max(1, prod(shape) // num_shares(layout))
 
 
 def samples_of(inputs: Any, layout: Layout) -> int | None:
@@ -101,10 +101,10 @@ def samples_of(inputs: Any, layout: Layout) -> int | None:
     tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
     if not tensors or not all(map(is_sequence, tensors)):
         return None
-    return max(1, tensors[0].shape[0] // _num_shares(layout))
+    return max(1, tensors[0].shape[0] // num_shares(layout))
 
 
-def _num_shares(layout: Layout) -> int:
-    """In how many microbatches, of all model copies, a batch is cut."""
+def num_shares(layout: Layout) -> int:
+    """In how many parts, microbatches of all model copies, a global batch goes through the model."""
     data = layout.factor("dp")
     return layout.num_microbatches * (data.size if data is not None else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright import grid
 from shardwright.errors import LayoutError, explain
 from shardwright.grid.overrides import overrides_of
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.models.structure import Visit, Visits, observe
-from shardwright.parallelize.auto import samples_of, settle
+from shardwright.parallelize.auto import num_shares, samples_of, settle
 from shardwright.parallelize.rehearsal import crossings
 from shardwright.parallelize.sequences import cut_tokens, num_tokens_of
 from shardwright.pipeline import Samples, samples
@@ -65,7 +67,7 @@ def make_plan(
     >>> plan.inputs, plan.mesh.size
     ({'dp': 0}, 2)
     """
-    layout = settle(layout, lambda tried: make_plan(job, tried)[0])
+    layout = settle(layout, partial(_sent, job))
     strategies = choose(layout) if strategies is None else tuple(strategies)
     whole = job._replace(model=hollow(job.model))
     if layout.num_microbatches > 1:
@@ -86,6 +88,21 @@ def make_plan(
     return plan, strategies
 
 
+def _sent(job: Job, layout: Layout) -> float:
+    """The bytes that one rank sends in a step, those of the first rank of each stage, which holds most.
+
+    Without an example nothing is known of a batch but its tokens: then it is the elements that linear layers send.
+    """
+    plan, strategies = make_plan(job, layout)
+    if job.example is None:
+        return grid.sent(plan)
+    inputs = tree_map_only(Tensor, lambda t: t.new_empty((len(t) * num_shares(layout), *t.shape[1:])), job.example)
+    coords = plan.mesh.coords([axis for axis in plan.mesh.axes if axis == "pp"])
+    first = dict.fromkeys(plan.mesh.axes, 0)
+    said = [expected_traffic(job, plan, strategies, inputs, {**first, **coord}) for coord in coords]
+    return max(sum(each.sent_bytes for traffic in rank.values() for each in traffic) for rank in said)
+
+
 def example_of(inputs: Any, layout: Layout) -> Any:
     """One microbatch of one model copy, on the meta device, of a global batch's inputs; None stays None.
 
@@ -94,9 +111,8 @@ def example_of(inputs: Any, layout: Layout) -> Any:
     """
     if inputs is None:
         return None
-    data = layout.factor("dp")
-    share = layout.num_microbatches * (data.size if data is not None else 1)
-    return rows(tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs), 0, -(-num_rows(inputs) // share))
+    on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
+    return rows(on_meta, 0, -(-num_rows(inputs) // num_shares(layout)))
 
 
 def job_for(

@@ -16,6 +16,7 @@ from shardwright.comm.values import gather_json
 from shardwright.draws import Draws
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.models.structure import call_model
+from shardwright.parallelize.checking import check_trains
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.planning import (
     local_samples,
@@ -106,8 +107,9 @@ class Run:
         """Forward and backward over this rank's part of one batch; returns the global mean loss.
 
         Starts from zero gradients and ends with the gradients of the global mean, whole on every rank that holds
-        the parameter. Call the optimizer next.
+        the parameter. Call the optimizer next. Raises: PlanError: no parameter wants a gradient.
         """
+        check_trains(self.plan)
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
         pieces = [self._cut(batch, samples) for samples in shares]
         assert batch.num_global is not None, "a share of a global batch"

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwright.comm import once
 from shardwright.pipeline.actions import Action, Schedule
 from shardwright.pipeline.cutting import Stages
 from shardwright.pipeline.executor import Last, Microbatch
@@ -42,6 +43,7 @@ class _Entry(Function):
         return incoming.tensors
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
         ctx.incoming.gradients = gradients
         return None, None

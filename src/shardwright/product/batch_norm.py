@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from shardwright.comm import Axis
+from shardwright.comm import Axis, once
 from shardwright.errors import PlanError, explain
 from shardwright.models.structure import BATCH_NORMS
 
@@ -89,6 +89,7 @@ class _BatchNorm(Function):
         return y_NCS.to(x.dtype), count, mean_C, m2_C
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, w_C, count, mean_C, scale_C = ctx.saved_tensors
         dy_NCS = dy.to(mean_C.dtype)

@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from shardwright.boxes import Range
-from shardwright.comm import Axis, cut_to_whole, partial_to_whole, sum_gradient
+from shardwright.comm import Axis, cut_to_whole, once, partial_to_whole, sum_gradient
 from shardwright.errors import LayoutError, explain
 from shardwright.mesh import balanced
 from shardwright.product.norms import Split
@@ -64,7 +64,7 @@ class CutConvolution:
             y_BCS = convolve(x_BCS, weight, bias)
             for axis, sizes in self.joins:
                 y_BCS = cut_to_whole(y_BCS, axis, 1, sizes)
-            return y_BCS.clone() if self.joins else y_BCS  # what is joined is a view: nobody could change it in place
+            return y_BCS
         y_BCS = convolve(x_BCS, weight, None)
         for axis in self.sums:
             y_BCS = partial_to_whole(y_BCS, axis)
@@ -157,6 +157,7 @@ class _Halo(Function):
         return torch.cat([parts[i] for i in range(axis.size)], dim)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         axis, dim, held, needed = ctx.axis, ctx.dim, ctx.held, ctx.needed
         me = axis.index

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from shardwright.comm import Axis, Pending
+from shardwright.comm import Axis, Pending, once
 from shardwright.comm.axis import done
 from shardwright.product.moves import Move, Step, gather, matrix, num_moved, rows_dim, scatter, steps, tensor
 from shardwright.product.split import Leaves, add
@@ -52,8 +52,7 @@ class Later:
         """Adds what ``pending`` gives to the parameter's gradient, soon."""
 
         def put() -> None:
-            gradient = pending.wait()
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            add(parameter, pending.wait())
 
         self._waiting.append(put)
         while len(self._waiting) > self.ahead:
@@ -65,38 +64,72 @@ class Later:
             self._waiting.pop(0)()
 
 
+class _Early(NamedTuple):
+    """A weight on its way before its layer is called, and the version of what was sent."""
+
+    product: Product
+    version: int
+    pending: Pending[Tensor]
+
+
 @dataclass
 class Ahead:
     """Weights fetched before they are needed: while one layer multiplies, the next one's is on its way.
 
-    The order is that of the forward before, the same on every rank, since all run the same code.
+    The next is that of the forward before, as long as this one goes the same way; all ranks run the same code, so they
+    find the same. What was fetched for nothing is waited for and dropped, at the latest when the forward ends: no
+    product sees a weight from before the optimizer's step. Only the forwards that it is told of are looked at, not what
+    is computed again in a backward; ``always`` is for a model in stages, whose forwards are told of when they end.
     """
 
-    _order: list[Product] = field(default_factory=list)
-    _waiting: dict[int, Pending[Tensor]] = field(default_factory=dict)
+    always: bool = False
+    _open: bool = False
+    _known: dict[Product, tuple[Product, ...]] = field(default_factory=dict)
+    """The calls of a forward, by the first."""
+    _calls: list[Product] = field(default_factory=list)
+    _same: bool = True
+    _early: _Early | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Follows the forwards of ``model``."""
+
+        def begin(*_: Any) -> None:
+            self.finish()
+            self._open = True
+
+        model.register_forward_pre_hook(begin)
+        model.register_forward_hook(self.finish, always_call=True)
 
     def fetch(self, product: Product, w_hk: Tensor) -> Pending[Tensor]:
         """The weight of ``product``, and the start of the one that comes after it."""
-        if product not in self._order:
-            self._order.append(product)
-        number = self._order.index(product)
-        if number == 0:
-            self._drop()  # a forward that was cut short may have left one
-        pending = self._waiting.pop(number, None)
-        if pending is None:
-            pending = _start_fetch(w_hk, product)
-        if number + 1 < len(self._order):
-            following = self._order[number + 1]
-            assert following.weight is not None, "a product that fetches knows its weight"
-            w_next_hk = following.weight()
-            if w_next_hk.untyped_storage().size():  # a strategy that drops weights brings this one back later
-                self._waiting[number + 1] = _start_fetch(w_next_hk, following)
+        if not (self._open or self.always) or torch._C._current_graph_task_id() != -1:  # the latter: in a backward
+            return _start_fetch(w_hk, product)
+        known = self._known.get(self._calls[0] if self._calls else product, ())
+        number = len(self._calls)
+        self._calls.append(product)
+        self._same = self._same and number < len(known) and known[number] is product
+        early, self._early = self._early, None
+        if early is not None and (early.product is not product or early.version != w_hk._version):
+            early.pending.wait()
+            early = None
+        pending = early.pending if early is not None else _start_fetch(w_hk, product)
+        if self._same and number + 1 < len(known):
+            self._start(known[number + 1])
         return pending
 
-    def _drop(self) -> None:
-        for pending in self._waiting.values():
-            pending.wait()
-        self._waiting.clear()
+    def _start(self, following: Product) -> None:
+        assert following.weight is not None, "a product that fetches knows its weight"
+        w_hk = following.weight()
+        if w_hk.untyped_storage().size():  # a strategy that drops weights brings this one back later
+            self._early = _Early(following, w_hk._version, _start_fetch(w_hk, following))
+
+    def finish(self, *_: Any) -> None:
+        """A forward has ended: keeps its calls for the next, and nothing else."""
+        if self._early is not None:
+            self._early.pending.wait()
+        if self._calls:
+            self._known[self._calls[0]] = tuple(self._calls)
+        self._early, self._calls, self._same, self._open = None, [], True, False
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +194,7 @@ class _GridLinear(Function):
         return tensor(y_nh, x.shape, product.dim, num_moved(x.shape[product.dim], product.take, product.give))
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         product: Product = ctx.product
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
@@ -173,6 +207,8 @@ class _GridLinear(Function):
         later = needs_w and product.leaves is not None and product.leaves.takes(ctx.owner)
         if not product.keep and needs_w and not later:
             panels, _, again = gather(panels[0], ctx.take)
+            if not product.overlap:
+                again.wait()
         arriving: Pending[Tensor] | None = None
         if needs_x:
             dxs = _input_gradient(dys, weight.wait(), _in_sizes(ctx.take, w_hk))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardwright.comm import Axis, Pending, partial_to_whole, sum_gradient
+from shardwright.comm import Axis, Pending, once, partial_to_whole, sum_gradient
 from shardwright.comm.axis import done
 from shardwright.errors import PlanError, explain
 
@@ -89,11 +89,14 @@ def matrix(x: Tensor, dim: int = 0) -> Tensor:
 
 
 def tensor(x_NK: Tensor, shape: Sequence[int], dim: int = 0, count: int | None = None) -> Tensor:
-    """A matrix as a tensor of this shape but for its features, with ``count`` rows along ``dim``."""
+    """A matrix as a tensor of this shape but for its features, with ``count`` rows along ``dim``.
+
+    Detached, so that torch does not take it for a view: a Function may give no view to code that writes into it.
+    """
     if len(shape) == 1:
-        return x_NK.view(x_NK.shape[1])
+        return x_NK.view(x_NK.shape[1]).detach()
     x = x_NK.view(shape[dim] if count is None else count, *_others(shape, dim), x_NK.shape[1])
-    return x.transpose(0, dim) if dim else x
+    return (x.transpose(0, dim) if dim else x).detach()
 
 
 def joined(panels: Sequence[Tensor]) -> Tensor:
@@ -167,6 +170,7 @@ class _Take(Function):
         return tensor(joined(panels), x.shape, ctx.dim, num_moved(x.shape[ctx.dim], moves))
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         dx_nk = scatter([matrix(dy, ctx.dim)], tuple(reversed(ctx.moves))).wait()
         return tensor(dx_nk, ctx.shape, ctx.dim), None
@@ -180,6 +184,7 @@ class _Give(Function):
         return tensor(y_nk, y.shape, ctx.dim, num_moved(y.shape[ctx.dim], (), moves))
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         panels, _, pending = gather(matrix(dy, ctx.dim), tuple(reversed(ctx.moves)))
         pending.wait()

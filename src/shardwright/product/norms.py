@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardwright.comm import Axis
+from shardwright.comm import Axis, once
 
 Split = tuple[Axis, tuple[int, ...]]
 """An axis, and how many features each of its members answers for."""
@@ -36,6 +36,12 @@ def _statistics(x_Nf: Tensor, splits: Sequence[Split]) -> tuple[Tensor, Tensor]:
     return mean_N, m2_N
 
 
+def _like(x: Tensor, y_Nf: Tensor, *, kept: Tensor) -> Tensor:
+    """The output as ``x`` lies, for code that may write into it: no view, and not what the backward keeps."""
+    y_Nf = y_Nf.clone() if y_Nf is kept and x.dtype == kept.dtype else y_Nf.to(x.dtype)
+    return y_Nf.view(x.shape).detach()
+
+
 class _LayerNorm(Function):
     @staticmethod
     def forward(
@@ -49,9 +55,10 @@ class _LayerNorm(Function):
         ctx.save_for_backward(normed_Nf, scale_N, w_f)
         ctx.size, ctx.splits, ctx.dtype = size, splits, x.dtype
         y_Nf = normed_Nf if w_f is None else normed_Nf * w_f
-        return (y_Nf if b_f is None else y_Nf + b_f).to(x.dtype).view(x.shape)
+        return _like(x, y_Nf if b_f is None else y_Nf + b_f, kept=normed_Nf)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         normed_Nf, scale_N, w_f = ctx.saved_tensors
         dy_Nf = dy.reshape(normed_Nf.shape).to(normed_Nf.dtype)
@@ -78,9 +85,10 @@ class _RMSNorm(Function):
         normed_Nf = x_Nf * scale_N.unsqueeze(1)
         ctx.save_for_backward(normed_Nf, scale_N, w_f)
         ctx.size, ctx.splits, ctx.dtype = size, splits, x.dtype
-        return (normed_Nf if w_f is None else normed_Nf * w_f).to(x.dtype).view(x.shape)
+        return _like(x, normed_Nf if w_f is None else normed_Nf * w_f, kept=normed_Nf)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         normed_Nf, scale_N, w_f = ctx.saved_tensors
         dy_Nf = dy.reshape(normed_Nf.shape).to(normed_Nf.dtype)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardwright.models.structure import is_exactly
+from shardwright.comm import once
+from shardwright.models.structure import runs_as
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -48,9 +49,9 @@ def split_backward(model: nn.Module, deferred: Leaves) -> None:
             [1., 1.]])
     """
     for module in model.modules():
-        if is_exactly(module, nn.Linear):
+        if runs_as(module, nn.Linear):
             module.forward = partial(_linear, module, deferred)
-        elif any(is_exactly(module, kind) for kind in CONVOLUTIONS) and _is_plain(module):
+        elif any(runs_as(module, kind) for kind in CONVOLUTIONS) and _is_plain(module):
             module.forward = partial(_convolution, module, deferred)
 
 
@@ -69,9 +70,10 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, w_hk: Tensor, bias_h: Tensor | None, deferred: Leaves, owners: Any) -> Tensor:
         ctx.save_for_backward(x, w_hk)
         ctx.deferred, ctx.owners = deferred, owners
-        return nn.functional.linear(x, w_hk, bias_h)
+        return nn.functional.linear(x, w_hk, bias_h).detach()  # no view: the code that follows may write into it
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, w_hk = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
@@ -112,6 +114,7 @@ class _Convolution(Function):
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
 
     @staticmethod
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, kernel = ctx.saved_tensors
         weight, bias = ctx.owners

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from shardwright.comm import Axis
+from shardwright.comm import Axis, once
 from shardwright.models.losses import check_same_shape
 from shardwright.product.moves import Move, Step, matrix, rows_dim, steps
 from shardwright.product.moves import give as summed
@@ -101,6 +101,7 @@ class _CutCrossEntropy(Function):
         return loss_N.contiguous()
 
     @staticmethod
+    @once
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
         softmax_Nv, local, here = ctx.saved_tensors
         for axis, _, sizes in ctx.take:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardwright.errors import LayoutError, explain, nearest
-from shardwright.layout import Factor, Layout
+from shardwright.layout import Factor, Layout, Option
 from shardwright.strategy import Strategy
 
 PHASES = ("operators", "stages", "state")
@@ -26,7 +27,7 @@ STRATEGIES: Mapping[str, Strategy] = _found()
 def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[Strategy, ...]:
     """The strategies that a layout asks for, in the order in which they refine the plan.
 
-    Raises: LayoutError: a factor, an option or a word that no strategy here runs.
+    Raises: LayoutError: a factor, an option or a word that no strategy here runs; a value where none is taken.
 
     >>> [strategy.name for strategy in choose(Layout.parse("dp2 tp2"))]
     ['data_parallel', 'tensor_1d']
@@ -38,6 +39,9 @@ def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[
         for option in factor.options:
             if not any(option.name in strategy.options for strategy in of_axis):
                 raise _no_option(layout, factor, option.name, known)
+            shown = (strategy.options.get(option.name, "") for strategy in of_axis)
+            if option.value is not None and not any(f"{option.name}:" in text for text in shown):
+                raise _no_value(layout, factor, option)
     return tuple(strategy for phase in PHASES for strategy in chosen[phase])
 
 
@@ -77,6 +81,19 @@ def _no_option(layout: Layout, factor: Factor, option: str, known: Mapping[str, 
             given=str(layout),
             allowed=f"{plain}" + "".join(f", {plain}/{name}" for name in options),
             fix=f"write {plain}" + (f", or {plain}/{nearest(option, options)}" if options else ""),
+        )
+    )
+
+
+def _no_value(layout: Layout, factor: Factor, option: Option) -> LayoutError:
+    others = tuple(replace(each, value=None) if each == option else each for each in factor.options)
+    mended = tuple(replace(each, options=others) if each is factor else each for each in layout.factors)
+    return LayoutError(
+        explain(
+            f"'{option.name}' on axis '{factor.axis}' takes no value",
+            given=str(layout),
+            allowed=f"/{option.name} alone",
+            fix=f"write {replace(layout, factors=mended)}",
         )
     )
 

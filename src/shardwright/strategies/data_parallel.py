@@ -44,7 +44,7 @@ class DataParallel:
     axis: ClassVar[str] = "dp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = True
-    options: ClassVar[Mapping[str, str]] = {"bucket": "least KiB of gradients sent at once (1024)"}
+    options: ClassVar[Mapping[str, str]] = {"bucket": "least KiB of gradients sent at once: bucket:1024"}
     source: ClassVar[str] = "Li et al. 2020, arXiv:2006.15704"
 
     def place(self, job: Job, plan: Plan) -> Plan:

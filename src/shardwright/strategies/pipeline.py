@@ -27,6 +27,7 @@ from shardwright.comm import Axis
 from shardwright.errors import LayoutError, explain
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
+from shardwright.models.structure import has_hooks
 from shardwright.pipeline import Schedule
 from shardwright.pipeline.checks import check_schedule
 from shardwright.pipeline.cutting import Stages, cut
@@ -60,6 +61,15 @@ class Pipeline:
 
     def place(self, job: Job, plan: Plan) -> Plan:
         """Gives each parameter to the stages that use it. Raises LayoutError for a model with too few calls."""
+        if has_hooks(job.model):
+            raise LayoutError(
+                explain(
+                    "the model as a whole has hooks, and under a pipeline no rank calls it as a whole",
+                    given=f"hooks on {type(job.model).__name__} under {plan.layout}",
+                    allowed="hooks on modules inside it: each runs on the stage that calls it",
+                    fix="take the hooks off, or put them on a module inside",
+                )
+            )
         schedule, stages = _chosen(job, plan)
         holders = _holders(stages, schedule, tuple(plan.compute))
         compute, rest, buffers = dict(plan.compute), dict(plan.rest), dict(plan.buffers)

@@ -37,7 +37,8 @@ class Strategy(Protocol):
     """One strategy: a file of ``strategies/`` that defines ``STRATEGY``.
 
     For each axis of a layout and each phase, the strategy that declares one of the options given is chosen, or
-    else the one with ``default``. ``options`` maps each option to what it does.
+    else the one with ``default``. ``options`` maps each option to what it does; one that takes a value shows it
+    there: "stages by hand: cut:conv1,conv2". Others refuse values.
     """
 
     name: ClassVar[str]

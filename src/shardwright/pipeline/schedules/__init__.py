@@ -48,7 +48,9 @@ SCHEDULES: Mapping[str, Family] = MappingProxyType(
         "naive": Family(_fixed(naive), "one microbatch at a time: one stage works, the others wait"),
         "gpipe": Family(_fixed(gpipe), "all forwards, then all backwards"),
         "1f1b": Family(_fixed(one_f_one_b), "one forward and one backward by turns: less memory than gpipe"),
-        "interleaved": Family(interleaved, "1f1b over several chunks a stage: less bubble, more traffic", 2, 2, None),
+        "interleaved": Family(
+            interleaved, "1f1b over several chunks a stage, interleaved:v2: less bubble, more traffic", 2, 2, None
+        ),
         "zb-h1": Family(_fixed(zb_h1), "1f1b with the backward split: a third of its bubble in its memory"),
         "zb-h2": Family(_fixed(zb_h2), "the backward split, no stage waits: twice the memory of 1f1b"),
         "zb-v": Family(_fixed(zb_v), "two chunks a stage in a V, no stage waits: the memory of 1f1b", 2, 2, 2),

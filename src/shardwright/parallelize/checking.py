@@ -1,0 +1,84 @@
+"""What no layout can do anything about: models that are refused as they come, before anything is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from shardwright.errors import PlanError, explain
+from shardwright.strategy import Plan
+
+
+class _Refusal(NamedTuple):
+    what: str
+    given: str
+    allowed: str
+    fix: str
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises PlanError for a model that cannot be copied, cut or summed, with what to write instead.
+
+    >>> check_model(nn.Sequential(nn.LazyLinear(4)))
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the parameter '0.weight' has no shape yet
+      given:   a lazy module that has not been called
+      allowed: parameters of known shapes
+      fix:     call the model once on a batch, or give the layer its sizes: nn.Linear(in, out)
+    """
+    for refusal in (*_of_parameters(model), *_of_modules(model)):
+        raise PlanError(explain(refusal.what, given=refusal.given, allowed=refusal.allowed, fix=refusal.fix))
+
+
+def check_trains(plan: Plan) -> None:
+    """Raises PlanError where a step has nothing to compute a gradient of."""
+    if not set(plan.compute) - set(plan.frozen):
+        raise PlanError(
+            explain(
+                "no parameter of the model wants a gradient, so there is nothing to train",
+                given=f"{len(plan.compute)} parameters, all with requires_grad=False",
+                allowed="one or more parameters to train; evaluate() and predict() need none",
+                fix="call requires_grad_() on what is to be trained",
+            )
+        )
+
+
+def _of_parameters(model: nn.Module) -> Iterator[_Refusal]:
+    for name, parameter in model.named_parameters():
+        lazy: bool = is_lazy(parameter)
+        if lazy:
+            yield _Refusal(
+                f"the parameter '{name}' has no shape yet",
+                "a lazy module that has not been called",
+                "parameters of known shapes",
+                "call the model once on a batch, or give the layer its sizes: nn.Linear(in, out)",
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield _Refusal(
+                f"the parameter '{name}' has a hook on its gradient",
+                "a hook by register_hook or register_post_accumulate_grad_hook",
+                "parameters without hooks: a rank's own gradient is a term, or a part, of what one would see",
+                "change run.parameters[name].grad between step() and the optimizer's step",
+            )
+
+
+def _of_modules(model: nn.Module) -> Iterator[_Refusal]:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            yield _Refusal(
+                f"the gradient of the table '{path}' is sparse",
+                f"{type(module).__name__}(sparse=True)",
+                "tables whose gradients are dense: ranks sum them",
+                "leave out sparse=True",
+            )
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                yield _Refusal(
+                    f"'{f'{path}.{name}'.lstrip('.')}' was computed from parameters, and cannot be copied with them",
+                    f"{type(module).__name__} with a tensor that has a history, as torch.nn.utils.weight_norm leaves",
+                    "modules that compute such tensors in forward, and torch's parametrizations",
+                    "use torch.nn.utils.parametrizations.weight_norm, or keep the tensor out of the module",
+                )

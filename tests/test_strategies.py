@@ -1,0 +1,35 @@
+"""Choosing strategies by the layout line: what an option is given must mean something to somebody."""
+
+from __future__ import annotations
+
+import pytest
+
+from contract.cases import VALUES, spelling
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout
+from shardwright.strategies import STRATEGIES, choose
+
+OPTIONS = [(s, name) for s in STRATEGIES.values() for name in s.options]
+
+
+def takes_value(name):
+    return any(f"{name}:" in s.options.get(name, "") for s in STRATEGIES.values())
+
+
+@pytest.mark.parametrize(("strategy", "name"), OPTIONS, ids=lambda value: getattr(value, "name", value))
+def test_a_value_is_refused_by_every_option_that_shows_none(strategy, name):
+    if takes_value(name):
+        return
+    line = f"{spelling(strategy, 8)}/{name}:7"
+    with pytest.raises(LayoutError, match=f"'{name}' on axis '{strategy.axis}' takes no value"):
+        choose(Layout.parse(line))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_an_option_that_is_tried_with_values_shows_one(name):
+    assert takes_value(name)
+
+
+def test_the_fix_is_the_line_without_the_value():
+    with pytest.raises(LayoutError, match="write dp2 tp4/regather/sp"):
+        choose(Layout.parse("tp4/sp:7/regather dp2"))
