@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import pairwise, permutations, product
-from math import inf, prod
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -234,7 +234,7 @@ KNOWN_MB = {
     "1D": (grid("C", 4), 12.6, classic_1d(4, pair(1024, 1024, 4096))),
     "1D, sequence parallel": (grid("T", 4), 12.6, classic_1d(4, pair(1024, 1024, 4096))),
     "2D": (grid("TF", 2, 2), 12.6, 21.0e6 / 4),
-    "2.5D": (grid("tTF", 2, 2, 2), 14.7, inf),
+    "2.5D": (grid("tTF", 2, 2, 2), 14.7, classic_2p5d(2, 2, 2, pair(1024, 1024, 4096))),
     "3D": (grid("TTF", 2, 2, 2), 14.7, classic_3d(2, pair(1024, 1024, 4096))),
 }
 
