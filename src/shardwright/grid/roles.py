@@ -168,7 +168,10 @@ def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
 def steps_from(
     layer: Layer, before: States, rows: Rows, boundary: Boundary, axes: Sequence[GridAxis]
 ) -> Iterator[Step]:
-    """Every way to run one layer from ``before`` to a state that the boundary allows."""
+    """Every way to run one layer from ``before`` to a state that the boundary allows.
+
+    Where the boundary leaves it open nothing comes out copied, even if that sent less: every rank would keep the whole.
+    """
     targets = [boundary.states] if boundary.states is not None else product("TF", repeat=len(axes))
     for after in targets:
         if not fits(boundary, after, axes):  # type: ignore[arg-type]
