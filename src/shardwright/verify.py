@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -34,12 +35,13 @@ from shardwright.draws import Draws, key_dropout
 from shardwright.errors import PlanError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
+from shardwright.models.devices import StaysPut
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.structure import call_model
 from shardwright.parallelize import (
     check_model,
     check_trains,
-    example_of,
+    job_for,
     make_plan,
     parallelize,
     place_parameters,
@@ -47,7 +49,7 @@ from shardwright.parallelize import (
     twin,
 )
 from shardwright.parallelize.planning import num_rows
-from shardwright.strategy import Job, Plan
+from shardwright.strategy import Plan
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The largest error that counts as equal."""
@@ -145,8 +147,8 @@ def verify(
     plain._apply(partial(_cast, dtype))
     batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
     num_tokens = tokens_of(batches[0][0], layout) if batches else 1
-    example = example_of(batches[0][0], layout) if batches else None
-    job = Job(plain, loss, num_tokens, roles=dict(roles), example=example)
+    inputs = batches[0][0] if batches else None
+    job = job_for(plain, loss, layout, inputs, num_tokens, dict(roles))
     plan, _ = make_plan(job, layout, strategies)  # a layout that cannot be is refused here
     if not batches:
         raise PlanError(
@@ -181,8 +183,9 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
     """The same steps by plain torch, in one process."""
     model, draws = twin(plain), Draws(seed)
     place_parameters(model, {}, {}, seed, torch.device("cpu"))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # a plain model with values of its own keeps them
+    on_several = len({p.device for p in plain.parameters()}) > 1
+    for parameter in model.parameters():  # a plain model with values of its own keeps them
+        parameter.data = parameter.data.to("cpu", copy=True) if on_several else parameter.data.clone()
     key_dropout(model, draws)
     before = _buffers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -190,7 +193,8 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
     for step, (inputs, targets) in enumerate(map(_own, batches)):
         draws.step, draws.samples = step, range(num_rows(inputs))
         optimizer.zero_grad()
-        loss_sum, count = loss(call_model(model, inputs), targets)
+        with StaysPut() if on_several else nullcontext():
+            loss_sum, count = loss(call_model(model, inputs), targets)
         mean = loss_sum / max(int(count), 1)
         mean.backward()
         outcome.losses.append(mean.item())

@@ -13,7 +13,7 @@ from shardwright import grid, launch, parallelize, verify
 from shardwright.comm import ring_factor
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
-from shardwright.parallelize import example_of, make_plan, tokens_of
+from shardwright.parallelize import job_for, make_plan, tokens_of
 from shardwright.parallelize.auto import candidates
 from shardwright.strategy import Job
 
@@ -45,7 +45,7 @@ def sent_bytes(line, case, batch):
 
 def chosen(line, case, batch):
     layout = Layout.parse(line)
-    job = Job(case.model, case.loss, tokens_of(batch[0], layout), example=example_of(batch[0], layout))
+    job = job_for(case.model, case.loss, layout, batch[0], tokens_of(batch[0], layout))
     return make_plan(job, layout)[0].layout
 
 

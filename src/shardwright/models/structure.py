@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_flatten
 
 from shardwright.draws import with_names
 from shardwright.models.calls import AttentionCall, attention_call, leads_to
+from shardwright.models.devices import StaysPut
+from shardwright.models.reading import ShowsReads, Tracer
 
 ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Softplus,
@@ -136,7 +138,7 @@ def trace(
     ['placeholder', 'call_module', 'call_module', 'output']
     """
     graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
+    tracer = Tracer(graph)
     memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, memo)
     for path, child in _leaves(copied, deep=deep, opened=opened):
@@ -153,7 +155,9 @@ def trace(
             if (parameter.default is inspect.Parameter.empty or parameter.name in given)
             and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         }
-        graph.output(tracer.create_arg(_called_by_name(copied, tracer, inputs)))
+        weights = [*module.parameters(), *module.buffers()] if shows_weights else []
+        with ShowsReads(tracer, weights), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            graph.output(tracer.create_arg(_called_by_name(copied, tracer, inputs)))
     except Exception:  # any Python code may run here; what cannot be traced is simply not taken apart
         return None
     return graph
@@ -363,7 +367,7 @@ def observe(model: nn.Module, inputs: Any) -> Visits:
 
     handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in model.named_modules()]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), StaysPut():
             result = call_model(model, inputs)
     finally:
         for handle in handles:

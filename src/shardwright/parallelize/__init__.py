@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -14,28 +14,28 @@ from shardwright.draws import Draws, key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.alone import LayerAlone, layer_alone
-from shardwright.parallelize.auto import tokens_of
+from shardwright.parallelize.auto import samples_of, tokens_of
 from shardwright.parallelize.checking import check_model, check_trains
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
-from shardwright.parallelize.planning import example_of, expected_traffic, hollow, make_plan, twin
+from shardwright.parallelize.planning import expected_traffic, hollow, job_for, make_plan, twin
 from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Deferred, Executor, Samples
-from shardwright.pipeline.cutting import stages_by_device
-from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, summed_axes
+from shardwright.strategy import NUM_TOKENS, Plan, Strategy, summed_axes
 
 __all__ = [
     "LayerAlone",
     "Run",
     "check_model",
     "check_trains",
-    "example_of",
     "expected_traffic",
     "hollow",
+    "job_for",
     "layer_alone",
     "make_plan",
     "parallelize",
     "place_parameters",
+    "samples_of",
     "tokens_of",
     "twin",
 ]
@@ -52,6 +52,7 @@ def parallelize(
     strategies: Sequence[Strategy] | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
     example: Any = None,
+    seconds: Mapping[str, float] = MappingProxyType({}),
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
@@ -60,8 +61,10 @@ def parallelize(
     when left out. ``seed`` fixes initial values and dropout, whatever the layout. ``num_tokens`` is how many one
     microbatch of one model copy will have: modes that weigh activations against weights choose by it. ``roles``
     go before what is found out of single layers: patterns of names, and "column", "row" or "copied". ``example`` are
-    the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them. A model
-    whose parts a person has put on several devices is cut into stages there.
+    the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them, and
+    modes that would leave ranks without a sample cut the sequences instead, if the model allows it. A model whose
+    parts a person has put on several devices is cut into stages there. ``seconds``, by module and the same on every
+    rank, are what :func:`time_layers` measured: stages are balanced by them.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
         starts. Both are raised on every rank before anything is sent.
@@ -79,18 +82,18 @@ def parallelize(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
     loss = twin(loss if loss is not None else CrossEntropy())
-    parts = stages_by_device(model) if layout.factor("pp") is not None else ()
-    job = Job(twin(model), loss, num_tokens, roles=roles, example=example_of(example, layout), stages=parts)
+    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(seconds=seconds)
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)
-    samples = Samples(plan.mesh, plan.row_axes, coord)
+    samples = Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes)
     draws = Draws(seed)
     job = job._replace(samples=samples, draws=draws, deferred=Deferred())
     place_parameters(job.model, {**plan.compute, **plan.buffers}, coord, seed, world.device)
     job.loss.to(world.device)
     axes = _axes(plan, world)
-    key_dropout(job.model, draws, plan.slices(coord), {m: partial(samples.ids, r) for m, r in plan.rows.items()})
+    rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
+    key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
     each = [s.apply(job, {a: axis.for_strategy(s.name) for a, axis in axes.items()}, plan) for s in chosen]
     applied = [one for one in each if one is not None]
     late = frozenset[str]().union(*(one.late for one in applied))
@@ -103,6 +106,12 @@ def parallelize(
     work = next((one.work for one in applied if one.work is not None), None)
     executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)
     return Run(job, plan, world, axes, executor, sync, applied)
+
+
+def _tokens(model: nn.Module, plan: Plan, samples: Samples) -> Mapping[str, Callable[[Sequence[int]], Any]]:
+    """Which tokens each layer sees, where sequences are cut."""
+    paths = [path for path, _ in model.named_modules()] if plan.token_axes else []
+    return {p: partial(samples.slices, plan.rows.get(p, ()), plan.token_dims.get(p, (1,))) for p in paths}
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:

@@ -10,7 +10,7 @@ from shardwright import grid
 from shardwright.comm import Axis, World, cut_to_whole, whole_to_cut
 from shardwright.errors import LayoutError, PlanError, check_at_least, explain
 from shardwright.grid.features import width
-from shardwright.grid.mode import LinearNote, Mode
+from shardwright.grid.mode import SEQ, LinearNote, Mode
 from shardwright.layout import Layout
 from shardwright.models.structure import is_exactly, runs_as
 from shardwright.parallelize.auto import settle
@@ -166,6 +166,15 @@ def layer_alone(
                 given=str(layout),
                 allowed="one tp factor: tp4, tp2x2/2d, tp2x2x2/3d",
                 fix="use parallelize for whole models",
+            )
+        )
+    if layout.factors[0].option(SEQ) is not None:
+        raise LayoutError(
+            explain(
+                "a layer alone has samples, and no sequences",
+                given=str(layout),
+                allowed="a mode whose rows are samples",
+                fix=f"leave out /{SEQ}",
             )
         )
     whole = Job(hollow(layer), nn.Identity(), num_tokens)

@@ -18,10 +18,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
 from shardwright.errors import LayoutError, explain
+from shardwright.models.devices import stay_put
+from shardwright.models.reading import NO_GRADIENT
 from shardwright.models.structure import trace
+from shardwright.pipeline.writes import follow_writes, name_of, written_by
 
 
 class CallSite(NamedTuple):
@@ -87,6 +91,16 @@ class Chunked:
                     crossing.setdefault((source, chunk), {})[value.name] = None
         return tuple(Edge(*key, tuple(names)) for key, names in sorted(crossing.items()))
 
+    @cached_property
+    def learning(self) -> frozenset[str]:
+        """The values from which gradients may be asked: those that reach the output, as far as the code shows."""
+        found: set[fx.Node] = set()
+        for node in reversed(self.graph.nodes):
+            reached = node.op == "output" or node in found
+            if reached and not node.meta.get(NO_GRADIENT, False) and name_of(node) != "detach":
+                found.update(node.all_input_nodes)
+        return frozenset(node.name for node in found)
+
     def nodes_of(self, chunk: int) -> tuple[fx.Node, ...]:
         """The calls of one chunk, in order, with what it computes for itself and the weights that it reads."""
         needed: set[fx.Node] = set()
@@ -133,6 +147,8 @@ def sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, CallSite | None]]:
 def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection[str] = ()) -> fx.Graph:
     """The model's calls; weights that its code reads itself are ``get_attr`` nodes by their names.
 
+    Moves to devices are left out: a rank has one.
+
     Raises: LayoutError: code that depends on values, so that a trace cannot show it.
 
     >>> [node.name for node in read_graph(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
@@ -148,6 +164,7 @@ def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection
                 fix="move what depends on values into a module of its own, or use nn.Sequential",
             )
         )
+    stay_put(graph)
     names = {id(each): name for name, each in _tensors(model)}
     for node in list(graph.nodes):
         for tensor in _constants(node):
@@ -157,7 +174,24 @@ def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection
             with graph.inserting_before(node):
                 read = graph.get_attr(name)
             _replace(node, tensor, read)
+    follow_writes(graph, model)
+    for node in graph.nodes:
+        _check_writes_no_weight(model, node)
     return graph
+
+
+def _check_writes_no_weight(model: nn.Module, node: fx.Node) -> None:
+    written = written_by(node, model)
+    if written is None or written.op != "get_attr":
+        return
+    raise LayoutError(
+        explain(
+            f"the code of {type(model).__name__} writes into '{written.target}', so it cannot be cut into stages",
+            given=f"a call of {name_of(node)} on '{written.target}', outside of the layers",
+            allowed="parameters and buffers that only a layer's own code writes into",
+            fix="move the call into a module of its own",
+        )
+    )
 
 
 def weights_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -219,6 +253,11 @@ def prepare(model: nn.Module, chunked: Chunked, chunk: int) -> tuple[Ready, ...]
 
 
 def _callee(model: nn.Module, node: fx.Node) -> Callable[..., Any] | None:
+    call = _plain_callee(model, node)
+    return torch.no_grad()(call) if call is not None and node.meta.get(NO_GRADIENT, False) else call
+
+
+def _plain_callee(model: nn.Module, node: fx.Node) -> Callable[..., Any] | None:
     if node.op == "call_module":
         return model.get_submodule(str(node.target))
     if node.op == "call_function":

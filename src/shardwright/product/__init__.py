@@ -1,6 +1,6 @@
 """Operators on cut operands, each with the collectives it needs; the strategies choose among them."""
 
-from shardwright.product.attention import attend_inside, attend_selected
+from shardwright.product.attention import attend_gathered, attend_inside, attend_selected
 from shardwright.product.batch_norm import batch_norms, forget_batches, share_statistics, shared_batch_norm
 from shardwright.product.convolution import CutConvolution, Window, halo_convolution, halo_pool, output_sizes
 from shardwright.product.grid import Ahead, Fetch, Later, Product, weight_of
@@ -20,6 +20,7 @@ __all__ = [
     "Product",
     "Split",
     "Window",
+    "attend_gathered",
     "attend_inside",
     "attend_selected",
     "batch_norms",

@@ -8,6 +8,7 @@ and shares no code with what records the calls.
 from __future__ import annotations
 
 from shardwright.strategy.plan import (
+    INPUT,
     LOSS,
     NUM_TOKENS,
     OUTPUT,
@@ -47,6 +48,7 @@ from shardwright.strategy.units import (
 )
 
 __all__ = [
+    "INPUT",
     "LOSS",
     "NUM_TOKENS",
     "OUTPUT",
