@@ -191,7 +191,10 @@ NO_RUN = (  # only the slower axis can cut the two features: gathered over it al
 )
 NO_GRADIENT = ([Layer(4, 4, False)], [Boundary(9, ("T",)), Boundary(9, ("T",))])
 
+COPIES = ([Layer(1, 8), Layer(8, 1)], [Boundary(64, tuple("CCF")), Boundary(8), Boundary(64, tuple("CCF"))])
 
+
+@example((*COPIES, grid("CCF", 2, 2, 2)), 1, False)
 @example((*WHOLE_INPUT, grid("TTF", 2, 2, 2)), 1, False)
 @example((*TWO_ORDERS, grid("TT", 2, 3)), 1, False)
 @example((*NO_RUN, grid("TT", 2, 3)), 100, False)
