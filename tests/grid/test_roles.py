@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import pairwise, permutations, product
-from math import inf, prod
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -59,15 +59,23 @@ def size_of(axes, which):
     return prod(axis.size for axis, here in zip(axes, which, strict=True) if here)
 
 
-def sent_by_all(layer, before, roles, axes, num_tokens, regather):
+def summed_copies(axes, which):
+    """What all ranks together send to sum what lies copied over some axes, for each element: a sum over each."""
+    copies = size_of(axes, which)
+    return sum(2 * (axis.size - 1) * copies // axis.size for axis, here in zip(axes, which, strict=True) if here)
+
+
+def sent_by_all(layer, before, roles, after, axes, num_tokens, regather):
     """What all ranks together send: to gather g parts on each of g ranks, each part goes to g - 1 others."""
     x, w, y = num_tokens * layer.in_features, layer.in_features * layer.out_features, num_tokens * layer.out_features
     g_t, g_h, g_k = (size_of(axes, [role == name for role in roles]) for name in "thk")
-    copies_x = size_of(axes, [state == "C" for state in before])
+    copied_x = [state == "C" for state in before]
+    copied_y = [state == "C" and role == "k" for state, role in zip(after, roles, strict=True)]
+    copies_x, copies_y = size_of(axes, copied_x), size_of(axes, copied_y)
     copies_w = size_of(axes, [not axis.stored for axis in axes])
     gather_x, gather_w = (g_h - copies_x) * x, (g_t - copies_w) * w
-    sum_dx, sum_dw = gather_x + 2 * (copies_x - 1) * x, gather_w + 2 * (copies_w - 1) * w
-    once = gather_x + gather_w + 2 * (g_k - 1) * y + sum_dw
+    sum_dx, sum_dw = gather_x + summed_copies(axes, copied_x) * x, gather_w + 2 * (copies_w - 1) * w
+    once = gather_x + gather_w + (2 * (g_k - copies_y) + summed_copies(axes, copied_y)) * y + sum_dw
     again = gather_x + gather_w * layer.needs_gradient  # only the input's gradient is computed from the weight
     return once + again * regather + sum_dx * layer.needs_gradient
 
@@ -86,7 +94,10 @@ def allowed(boundary, states, axes):
 
 
 def next_steps(layer, before, boundary, axes):
-    """(roles, states after) that every rank can take part in."""
+    """(roles, states after) that every rank can take part in.
+
+    Values lie copied where a path begins or ends, never inside: every rank would keep the whole of them.
+    """
     for after in [boundary.states] if boundary.states else product("TF", repeat=len(axes)):
         if not allowed(boundary, after, axes):
             continue
@@ -112,7 +123,7 @@ def every_path(layers, boundaries, axes, num_tokens, regather):
         longer = []
         for before, path in paths:
             for roles, after in next_steps(layer, before, boundary, axes):
-                sent = Fraction(sent_by_all(layer, before, roles, axes, num_tokens, regather), num_ranks)
+                sent = Fraction(sent_by_all(layer, before, roles, after, axes, num_tokens, regather), num_ranks)
                 sent += Fraction(joined_on_one(boundary, after, axes, num_tokens))
                 for rows in moved(path.rows, before, roles, after):
                     if boundary.joined and not (np.diff(rows, axis=-1) == 1).all():
@@ -141,8 +152,11 @@ def moved(rows, before, roles, after):
 
 # ---- the paths that modes ask for
 
-STREAMS = ("C", "T", "F", "TF", "tT", "tF", "TT", "tTF", "TTF")
+STREAMS = ("C", "T", "F", "TF", "tT", "tF", "TT", "CC", "TC", "CF", "tTF", "TTF", "TCF", "CCF")
 """The state along each axis of a mode; a small t is T with weights copied."""
+
+ENDS = {"C": "CF", "T": "T", "F": "FC"}
+"""How a path of layers may begin and end on an axis of each state: features cut, or copied where they would be."""
 
 features = st.integers(1, 40)
 
@@ -158,8 +172,7 @@ def problems(draw):
     axes = grid(stream, *(draw(st.integers(2, 4)) for _ in stream))
     widths = draw(st.lists(features, min_size=2, max_size=4))
     layers = [Layer(a, b, n > 0 or draw(st.booleans())) for n, (a, b) in enumerate(pairwise(widths))]
-    cut_or_whole = [tuple(stream.upper()), tuple(stream.upper().replace("F", "C"))]
-    first, last = (Boundary(64, draw(st.sampled_from(cut_or_whole))) for _ in range(2))
+    first, last = (Boundary(64, tuple(draw(st.sampled_from(ENDS[s])) for s in stream.upper())) for _ in range(2))
     inner = st.builds(
         Boundary, features, st.none(), sums=st.booleans(), rows=st.booleans(), most_alone=st.integers(0, 8),
         joined=st.sampled_from((0, 0, 7)),
@@ -178,7 +191,10 @@ NO_RUN = (  # only the slower axis can cut the two features: gathered over it al
 )
 NO_GRADIENT = ([Layer(4, 4, False)], [Boundary(9, ("T",)), Boundary(9, ("T",))])
 
+COPIES = ([Layer(1, 8), Layer(8, 1)], [Boundary(64, tuple("CCF")), Boundary(8), Boundary(64, tuple("CCF"))])
 
+
+@example((*COPIES, grid("CCF", 2, 2, 2)), 1, False)
 @example((*WHOLE_INPUT, grid("TTF", 2, 2, 2)), 1, False)
 @example((*TWO_ORDERS, grid("TT", 2, 3)), 1, False)
 @example((*NO_RUN, grid("TT", 2, 3)), 100, False)
@@ -249,7 +265,7 @@ KNOWN_MB = {
     "1D": (grid("C", 4), 12.6, classic_1d(4, pair(1024, 1024, 4096))),
     "1D, sequence parallel": (grid("T", 4), 12.6, classic_1d(4, pair(1024, 1024, 4096))),
     "2D": (grid("TF", 2, 2), 12.6, 21.0e6 / 4),
-    "2.5D": (grid("tTF", 2, 2, 2), 14.7, inf),
+    "2.5D": (grid("tTF", 2, 2, 2), 14.7, classic_2p5d(2, 2, 2, pair(1024, 1024, 4096))),
     "3D": (grid("TTF", 2, 2, 2), 14.7, classic_3d(2, pair(1024, 1024, 4096))),
 }
 

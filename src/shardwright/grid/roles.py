@@ -147,7 +147,8 @@ def sent_elements(
             w *= axis.size if axis.stored else 1
             elements += (2 + (regather and axis.stored and layer.needs_gradient)) * share * w
     y = _output_elements(layer, step, axes, num_tokens)
-    for axis, state, role in zip(axes, step.after, step.roles, strict=True):
+    outputs = list(zip(axes, step.after, step.roles, strict=True))
+    for axis, state, role in sorted(outputs, key=lambda each: each[1] == "C"):  # parts are summed before copies
         if role == "k":
             elements += 2 * (axis.size - 1) / axis.size * y
             y /= axis.size if state != "C" else 1
@@ -194,7 +195,10 @@ def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
 def steps_from(
     layer: Layer, before: States, rows: Rows, boundary: Boundary, axes: Sequence[GridAxis]
 ) -> Iterator[Step]:
-    """Every way to run one layer from ``before`` to a state that the boundary allows."""
+    """Every way to run one layer from ``before`` to a state that the boundary allows.
+
+    Where the boundary leaves it open nothing comes out copied, even if that sent less: every rank would keep the whole.
+    """
     targets = [boundary.states] if boundary.states is not None else product("TF", repeat=len(axes))
     for after in targets:
         if not fits(boundary, after, axes):  # type: ignore[arg-type]
