@@ -237,7 +237,7 @@ def test_outputs_are_shared_out_once_and_read_rows_in_order(sizes, kernel, strid
     assert max(outputs) - min(outputs) <= 1
     ends = list(accumulate(outputs, initial=0))
     for a, b in pairwise(ends):
-        first, stop = window.rows((a, b))
+        first, stop = window.span((a, b))
         assert stop - first == ((b - a - 1) * stride + window.reach if b > a else 0)
 
 
