@@ -55,12 +55,11 @@ class _Parts:
 
     def keeping(self, whole: Tensor) -> saved_tensors_hooks:
         """While an operator runs on ``whole``: the parts are saved in its place."""
-        whole = whole.detach()
+        known = (whole.data_ptr(), whole.shape, whole.stride())  # torch keeps the hooks: they must not hold the whole
         self.versions = [part._version for part in self.parts]
 
         def pack(saved: Tensor) -> Any:
-            same = saved.data_ptr() == whole.data_ptr() and saved.shape == whole.shape
-            return self if same and saved.stride() == whole.stride() else saved
+            return self if (saved.data_ptr(), saved.shape, saved.stride()) == known else saved
 
         def unpack(kept: Any) -> Tensor:
             if kept is not self:
@@ -74,8 +73,8 @@ class _Parts:
                         fix="use an operation that is not in place",
                     )
                 )
-            whole: Tensor = self.joined()
-            return whole
+            joined: Tensor = self.joined()
+            return joined
 
         return saved_tensors_hooks(pack, unpack)
 
