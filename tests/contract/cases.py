@@ -130,6 +130,35 @@ class Case:
         return self.name
 
 
+@dataclass(frozen=True, eq=False)
+class Pictures(Case):
+    """A model made by a function, on random pictures; ``targets`` is the shape of a sample's, none for one class."""
+
+    config: object = None
+    loss: nn.Module = field(default_factory=CrossEntropy)
+    make: Callable[[], nn.Module] = nn.Identity
+    shape: tuple[int, ...] = (4, 6, 7)
+    targets: tuple[int, ...] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return self.make().double()
+
+    @property
+    def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        found = []
+        for num in NUM_SAMPLES:
+            inputs = torch.randn(num, *self.shape, generator=generator, dtype=torch.float64)
+            if self.targets is None:
+                targets = torch.randint(5, (num,), generator=generator)
+            else:
+                targets = torch.randn(num, *self.targets, generator=generator, dtype=torch.float64)
+            found.append((inputs, targets))
+        return found
+
+
 def _some(targets: torch.Tensor) -> torch.Tensor:
     """All of the first two samples, and of the others every third target."""
     ignored = torch.arange(targets.numel()).view(targets.shape) % 3 == 0
@@ -191,7 +220,9 @@ FROZEN = Case(
 )
 
 CASES = (MLP, DEEP, ATTENTION, FUSED, CONVNET, GPT2, GPT2_APART, LLAMA_GROUPED, LLAMA_ONE_KV, FROZEN)
-PAIR_CASES = (DEEP, GPT2, LLAMA_ONE_KV)
+PAIR_CASES = (DEEP, GPT2, LLAMA_ONE_KV, CONVNET)
+OPTION_CASES = (GPT2, CONVNET)
+"""With these every option is tried: one or the other fits any strategy."""
 
 
 def line_of(case: Case, *factors: str) -> str:
