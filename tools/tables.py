@@ -123,6 +123,77 @@ def tensor_overlap() -> str:
     return "\n".join(lines)
 
 
+def pipeline_step() -> str:
+    """Every schedule and every peer beside one process with two threads."""
+    result = newest("pipeline_step")
+    lines = ["| variant | ms | limits (median) | range | CPU seconds, in limits | range |", "|---|---|---|---|---|---|"]
+    for row in result["table"]:
+        wall = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        cpu = f"{row['cpu_ratio_median']:.3f} | {row['cpu_ratio_min']:.2f} to {row['cpu_ratio_max']:.2f}"
+        lines.append(f"| {code(row['name'])} | {row['ms_median']:.0f} | {wall} | {cpu} |")
+    lines += [f"| {name} | left out: {why} | | | | |" for name, why in result.get("left_out", {}).items()]
+    return "\n".join(lines)
+
+
+def pipeline_bubble() -> str:
+    """Predicted and measured bubbles, by stages and microbatches."""
+    rows = newest("pipeline_bubble")["table"]
+    sizes = sorted({(row["stages"], row["microbatches"]) for row in rows})
+    found = {(row["schedule"], row["stages"], row["microbatches"]): row for row in rows}
+    lines = ["| schedule | " + " | ".join(f"p={p}, m={m}" for p, m in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
+    for name in dict.fromkeys(row["schedule"] for row in rows):
+        each = (found[name, *size] for size in sizes)
+        cells = (f"{100 * row['predicted']:.1f} / {100 * row['measured_median']:.1f}" for row in each)
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def pipeline_convnet() -> str:
+    """Seconds of an epoch, and where the curves end."""
+    lines = [
+        "| variant | s an epoch | one process's (median) | range | last loss | most off | last accuracy | most off |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in newest("pipeline_convnet")["table"]:
+        ratio = f"{row['ratio_median']:.2f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        loss = f"{row['losses'][-1]:.4f} | {row['loss_off']:.1e}"
+        accuracy = f"{row['accuracies'][-1]:.3f} | {row['accuracy_off']:.3f}"
+        lines.append(f"| {code(row['name'])} | {row['ms_median'] / 1000:.2f} | {ratio} | {loss} | {accuracy} |")
+    return "\n".join(lines)
+
+
+def pipeline_actions() -> str:
+    """What an action costs on layers that do nothing."""
+    rows = newest("pipeline_overhead")["table"]
+    found = {(row["ranks"], row["name"]): row for row in rows}
+    lines = [
+        "| layout | processes, us an action | range | CPU us | threads, us an action | range | CPU us |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        cells = []
+        for kind in ("processes", "threads"):
+            row = found[kind, name]
+            low, high = row["wall_us_range"]
+            cells.append(f"{row['wall_us_median']:.0f} | {low:.0f} to {high:.0f} | {row['cpu_us_median']:.0f}")
+        lines.append(f"| {code(name)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def pipeline_lists() -> str:
+    """Building and simulating long lists."""
+    lines = ["| schedule | actions | built in | simulated in |", "|---|---|---|---|"]
+    for row in newest("pipeline_overhead").get("lists", ()):
+        times = f"{row['build_s_median']:.2f} s | {row['simulate_s_median']:.2f} s"
+        lines.append(f"| `{row['name']}` | {row['actions']} | {times} |")
+    return "\n".join(lines)
+
+
+def code(name: str) -> str:
+    """A layout line as code; other names as they are."""
+    return f"`{name}`" if name.partition(" ")[2].startswith("mb") or name.startswith("mb") else name
+
+
 TABLES = {
     "strategies": strategies,
     "gpt_step": gpt_step,
@@ -132,6 +203,11 @@ TABLES = {
     "tensor_modes gpt": partial(tensor_modes, "gpt"),
     "tensor_memory": tensor_memory,
     "tensor_overlap": tensor_overlap,
+    "pipeline_step": pipeline_step,
+    "pipeline_bubble": pipeline_bubble,
+    "pipeline_convnet": pipeline_convnet,
+    "pipeline_overhead actions": pipeline_actions,
+    "pipeline_overhead lists": pipeline_lists,
 }
 
 

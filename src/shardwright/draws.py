@@ -50,6 +50,7 @@ class Draws:
     def __init__(self, seed: int = 0, step: int = 0, samples: range = range(0)) -> None:
         self.seed, self.step = seed, step
         self.samples = samples
+        self.layers: set[str] = set()
 
     @property
     def samples(self) -> range:
@@ -66,6 +67,11 @@ class Draws:
         number = self._calls[layer]
         self._calls[layer] += 1
         return f"{layer}#{number}" if number else layer
+
+    def repeat(self, layer: str, times: int) -> None:
+        """The layer, and those inside it, were called so often in this forward, by another rank."""
+        for name in (layer, *(each for each in self.layers if each.startswith(f"{layer}."))):
+            self._calls[name] = times
 
     def keys(self, layer: str, samples: Sequence[int] | None = None) -> list[tuple[int, int]]:
         """Two 32-bit words for each sample: those of the microbatch, unless the layer sees others."""
@@ -269,6 +275,7 @@ def key_dropout(
     (True, False)
     """
     for name, module in model.named_modules():
+        draws.layers.add(name)
         drop = Dropper(draws, name, (cuts or {}).get(name, ()), (rows or {}).get(name))
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
             if module.dropout > 0:

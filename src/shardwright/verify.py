@@ -33,7 +33,7 @@ from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.structure import call_model
-from shardwright.parallelize import make_plan, parallelize, place_parameters, tokens_of, twin
+from shardwright.parallelize import example_of, make_plan, parallelize, place_parameters, tokens_of, twin
 from shardwright.parallelize.planning import num_rows
 from shardwright.strategy import Job, Plan
 
@@ -128,7 +128,8 @@ def verify(
     plain = twin(model).to(dtype)
     batches = [_cast(batch, dtype) for batch in batches]
     num_tokens = tokens_of(batches[0][0], layout) if batches else 1
-    job = Job(plain, loss, num_tokens, roles=dict(roles))
+    example = example_of(batches[0][0], layout) if batches else None
+    job = Job(plain, loss, num_tokens, roles=dict(roles), example=example)
     plan, _ = make_plan(job, layout, strategies)  # a layout that cannot be is refused here
     if not batches:
         raise PlanError(
@@ -186,8 +187,9 @@ def _rank(
 ) -> _Outcome:  # fmt: skip
     num_tokens = tokens_of(batches[0][0], layout)
     run = parallelize(
-        plain, layout, world, loss=loss, seed=seed, num_tokens=num_tokens, strategies=strategies, roles=roles
-    )
+        plain, layout, world, loss=loss, seed=seed, num_tokens=num_tokens, strategies=strategies, roles=roles,
+        example=batches[0][0],
+    )  # fmt: skip
     if alter is not None:
         alter(run)
     optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, eps=eps)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prototypes import pipeline, zero3
+from prototypes import zero3
 from shardwright.boxes import Lies, read
 from shardwright.checkpoint import load, save
 from shardwright.comm import launch
@@ -19,7 +19,7 @@ from shardwright.parallelize import make_plan, parallelize
 from shardwright.strategies import STRATEGIES, choose
 from shardwright.strategy import Job
 
-KNOWN = {**STRATEGIES, "zero3": zero3.Zero3(), "pipeline": pipeline.STRATEGY}
+KNOWN = {**STRATEGIES, "zero3": zero3.Zero3()}
 """The strategies of the registry, and those that cut the state or the layers, even before they are in it."""
 
 SMALL = {"num_layers": 2, "num_heads": 3, "num_kv_heads": 1, "width": 12, "hidden": 7, "vocabulary": 19}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -39,6 +40,9 @@ NUM_SAMPLES = (7, 5)  # of the two steps: neither can be divided, and on 8 ranks
 VALUES = {
     "bucket": ("0",),
     "2.5d": ("d2", "d3", "d1"),
+    "interleaved": ("v2",),
+    "cut": ("token,blocks.1",),
+    "file": (str(Path(__file__).parent / "two_stages.csv"),),
 }
 """The values to try of an option that needs one; any other option is written bare."""
 

@@ -113,6 +113,14 @@ class Lies:
         others = tuple(step for step in self.steps if step not in before)
         return Lies(self.shape, others)._then(_Only(axis, tuple(sorted(kept))))
 
+    def on_all(self, axis: str) -> Lies:
+        """The same, but held at every index of ``axis``: what :meth:`only` took away is back.
+
+        >>> Lies.whole((2,)).only("pp", [1]).on_all("pp").num_elements({"pp": 0})
+        2
+        """
+        return Lies(self.shape, tuple(s for s in self.steps if not (isinstance(s, _Only) and s.axis == axis)))
+
     def flat(self, axis: str, parts: int) -> Lies:
         """Index i on ``axis`` holds the i-th of ``parts`` balanced slices of what each rank held before.
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from shardwright.boxes import Lies, Piece, plan_transfer, write
 from shardwright.checkpoint.manifest import Manifest, check_files, find
 from shardwright.checkpoint.manifest import read as read_manifest
-from shardwright.checkpoint.saving import buffer_lies, gather_json, kept_buffers
+from shardwright.checkpoint.saving import buffer_lies, kept_buffers
+from shardwright.comm.values import gather_json
 from shardwright.errors import CheckpointError, explain
 from shardwright.mesh import Coord
 from shardwright.parallelize import Run

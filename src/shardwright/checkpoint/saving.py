@@ -19,6 +19,7 @@ from shardwright.boxes import Box, Lies, Piece
 from shardwright.boxes import read as read_box
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, Stored, checksum, steps_in
 from shardwright.comm import Axis
+from shardwright.comm.values import gather_json
 from shardwright.errors import CheckpointError, explain
 from shardwright.parallelize import Run
 from shardwright.units import format_bytes
@@ -274,20 +275,6 @@ def _together(everyone: Axis, do: Callable[[], Any], partial: Path) -> list[Any]
             )
         )
     return [value for _, value in answers]
-
-
-def gather_json(axis: Axis, value: Any) -> list[Any]:
-    """Every member's value, as JSON takes it, in the order of the members.
-
-    >>> from shardwright import Mesh, run_on_threads
-    >>> run_on_threads(Mesh(dp=2), lambda axes: gather_json(axes["dp"], {"rank": axes["dp"].index}))[0]
-    [{'rank': 0}, {'rank': 1}]
-    """
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    device = axis.device
-    sizes = axis.all_gather(torch.tensor([text.numel()], device=device)).tolist()
-    joined = axis.all_gather(text.to(device), sizes=sizes).cpu()
-    return [json.loads(bytes(part.tolist())) for part in joined.split(sizes)]
 
 
 def _flush(path: Path) -> None:

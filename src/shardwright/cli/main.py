@@ -220,34 +220,55 @@ def verify(
 def show(
     shared: opt.Shared,
     png: Annotated[Path | None, typer.Option(help="Draw the layout into this file as well.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Draw a pipeline's timeline: .png, .html to hover over, .json for Perfetto.")
+    ] = None,
+    measured: Annotated[
+        bool, typer.Option("--measured", help="Run some steps, and draw what happened below what was predicted.")
+    ] = False,
+    ranks: Annotated[str, opt.RANKS] = "processes",
     as_json: Json = False,
 ) -> None:
-    """Draws a layout: which rank holds what, what was done to each layer and why, and what is sent.
+    """Draws a layout: which rank holds what, what was done to each layer and why, what is sent, a pipeline's schedule.
 
     Of more than 4,096 ranks it lists those that differ, and says how many are like each.
     """
     import shutil
 
-    import torch
-
     from shardwright.draws import without_values
+    from shardwright.errors import PlanError, explain
     from shardwright.layout import Layout as LayoutLine
-    from shardwright.models import MODELS
+    from shardwright.parallelize import example_of
     from shardwright.report import describe, draw_layout, show_text
+    from shardwright.report.description import timeline_data, timeline_of
+    from shardwright.report.timelines import timeline_text, write_timelines
     from shardwright.strategy import Job
+    from shardwright.train.measuring import measure
 
+    opt.check_ranks(ranks)
     whole = _config(shared)
     with without_values():
         plain, loss, model_config = whole.build()
-    inputs = None
-    if model_config is not None:
-        draw = torch.Generator().manual_seed(0)
-        inputs = MODELS[whole.model].example_batch(model_config, whole.batch, whole.seq, draw)[0]
-    job = Job(plain, loss, whole.num_tokens, roles=whole.roles)
-    description = describe(job, LayoutLine.parse(whole.layout), inputs=inputs)
+    inputs = whole.example(model_config)
+    layout = LayoutLine.parse(whole.layout)
+    job = Job(plain, loss, whole.num_tokens, roles=whole.roles, example=example_of(inputs, layout))
+    description = describe(job, layout, inputs=inputs)
     if png is not None:
         draw_layout(description, png)
-    emit(description, show_text(description, shutil.get_terminal_size((100, 40)).columns), as_json=as_json)
+    drawn = [] if (predicted := timeline_of(description)) is None else [predicted]
+    if (measured or timeline is not None) and not drawn:
+        raise PlanError(
+            explain("there is no pipeline to draw", given=str(layout), allowed="a layout with pp", fix="write pp2 mb4")
+        )
+    width = shutil.get_terminal_size((100, 40)).columns
+    text = show_text(description, width)
+    if measured:
+        drawn.append(measure(whole, ranks))  # type: ignore[arg-type]
+        text += timeline_text(drawn[1:], width)
+        description = {**description, "measured": timeline_data(drawn[1])}
+    if timeline is not None:
+        write_timelines(timeline, drawn, title=str(layout))
+    emit(description, text, as_json=as_json)
 
 
 @app.command()

@@ -139,6 +139,7 @@ class _Applying:
             keep=self.mode.keep,
             overlap=self.mode.overlap,
             later=self.later,
+            leaves=self.job.deferred,
             ahead=self.ahead,
             weight=lambda: weight_of(module),
         )

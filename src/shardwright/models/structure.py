@@ -6,7 +6,7 @@ import copy
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType
@@ -97,12 +97,21 @@ class Chain(NamedTuple):
     """The module whose only input the columns share, when there are several."""
 
 
-def trace(module: nn.Module, *, deep: bool = False) -> fx.Graph | None:
+def trace(
+    module: nn.Module,
+    *,
+    deep: bool = False,
+    opened: Collection[str] = (),
+    given: Collection[str] = (),
+    shows_weights: bool = False,
+) -> fx.Graph | None:
     """The calls that one module makes, or None where its Python code depends on values.
 
-    The children stay calls, but for plain sequences, whose own children do; ``deep`` looks into all modules that are
-    not torch's own. torch's own tracer replaces ``nn.Module.__call__`` for the whole process while it works; this one
-    changes a copy of the module and nothing else, so that other threads may run models meanwhile.
+    The children stay calls, but for plain sequences and those named in ``opened``, whose own children do; ``deep``
+    looks into all modules that are not torch's own. Arguments that may be left out are, but for those in ``given``.
+    Code that reads a layer's weight from outside cannot be traced, unless ``shows_weights``. torch's own tracer
+    replaces ``nn.Module.__call__`` for the whole process while it works; this one changes a copy of the module and
+    nothing else, so that other threads may run models meanwhile.
 
     >>> [node.op for node in trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
@@ -111,19 +120,19 @@ def trace(module: nn.Module, *, deep: bool = False) -> fx.Graph | None:
     tracer = fx.proxy.GraphAppendingTracer(graph)
     memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, memo)
-    for path, child in _leaves(copied, deep=deep):
+    for path, child in _leaves(copied, deep=deep, opened=opened):
         child.forward = partial(_call, tracer, path)
         for layer in child.modules():
-            if deep or isinstance(layer, nn.Linear | nn.Embedding):
+            if not shows_weights and (deep or isinstance(layer, nn.Linear | nn.Embedding)):
                 layer._parameters = {}  # who looks at a weight from outside would not see it cut
     try:
-        inputs = [
-            tracer.proxy(graph.placeholder(parameter.name))
+        inputs = {
+            parameter.name: tracer.proxy(graph.placeholder(parameter.name))
             for parameter in inspect.signature(copied.forward).parameters.values()
-            if parameter.default is inspect.Parameter.empty
-            and parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        ]
-        graph.output(tracer.create_arg(_making(copied, tracer)(*inputs)))
+            if (parameter.default is inspect.Parameter.empty or parameter.name in given)
+            and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        }
+        graph.output(tracer.create_arg(_called_by_name(copied, tracer, inputs)))
     except Exception:  # any Python code may run here; what cannot be traced is simply not taken apart
         return None
     return graph
@@ -161,12 +170,21 @@ def _call(tracer: fx.proxy.TracerBase, path: str, *args: Any, **named: Any) -> f
     return tracer.create_proxy("call_module", path, args, named)
 
 
-def _leaves(module: nn.Module, prefix: str = "", *, deep: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """The children, by path; of plain sequences, and ``deep`` of all but torch's own modules, theirs instead."""
+def _called_by_name(module: nn.Module, tracer: fx.proxy.TracerBase, inputs: Mapping[str, fx.Proxy]) -> Any:
+    """The module's forward on these arguments; in its order those that have no other way in."""
+    bound = inspect.signature(module.forward).bind_partial()
+    bound.arguments.update(inputs)
+    return _making(module, tracer)(*bound.args, **bound.kwargs)
+
+
+def _leaves(
+    module: nn.Module, prefix: str = "", *, deep: bool = False, opened: Collection[str] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """The children, by path; of plain sequences, ``opened`` and, ``deep``, all but torch's own, theirs instead."""
     for name, child in module.named_children():
-        opens = type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        opens = type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict) or f"{prefix}{name}" in opened
         if opens or (deep and not type(child).__module__.startswith("torch.nn.")):
-            yield from _leaves(child, f"{prefix}{name}.", deep=deep)
+            yield from _leaves(child, f"{prefix}{name}.", deep=deep, opened=opened)
         else:
             yield f"{prefix}{name}", child
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
@@ -16,14 +17,16 @@ from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
-from shardwright.parallelize.planning import expected_traffic, hollow, make_plan, twin
+from shardwright.parallelize.planning import example_of, expected_traffic, hollow, make_plan, twin
 from shardwright.parallelize.run import Run, check_world
-from shardwright.pipeline import Executor, Samples
+from shardwright.pipeline import Deferred, Executor, Samples
+from shardwright.pipeline.cutting import stages_by_device
 from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, summed_axes
 
 __all__ = [
     "LayerAlone",
     "Run",
+    "example_of",
     "expected_traffic",
     "hollow",
     "layer_alone",
@@ -45,6 +48,7 @@ def parallelize(
     num_tokens: int = NUM_TOKENS,
     strategies: Sequence[Strategy] | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
+    example: Any = None,
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
@@ -52,7 +56,9 @@ def parallelize(
     is cut as it is. ``model`` itself is left alone. ``loss(output, targets)`` gives (sum, count), cross entropy
     when left out. ``seed`` fixes initial values and dropout, whatever the layout. ``num_tokens`` is how many one
     microbatch of one model copy will have: modes that weigh activations against weights choose by it. ``roles``
-    go before what is found out of single layers: patterns of names, and "column", "row" or "copied".
+    go before what is found out of single layers: patterns of names, and "column", "row" or "copied". ``example`` are
+    the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them. A model
+    whose parts a person has put on several devices is cut into stages there.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
         starts. Both are raised on every rank before anything is sent.
@@ -68,16 +74,18 @@ def parallelize(
     [(3, 1.163), (2, 1.163)]
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    job = Job(twin(model), twin(loss if loss is not None else CrossEntropy()), num_tokens, roles=roles)
+    loss = twin(loss if loss is not None else CrossEntropy())
+    parts = stages_by_device(model) if layout.factor("pp") is not None else ()
+    job = Job(twin(model), loss, num_tokens, roles=roles, example=example_of(example, layout), stages=parts)
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)
     samples = Samples(plan.mesh, plan.row_axes, coord)
-    job = job._replace(samples=samples)
+    draws = Draws(seed)
+    job = job._replace(samples=samples, draws=draws, deferred=Deferred())
     place_parameters(job.model, {**plan.compute, **plan.buffers}, coord, seed, world.device)
     job.loss.to(world.device)
     axes = _axes(plan, world)
-    draws = Draws(seed)
     key_dropout(job.model, draws, plan.slices(coord), {m: partial(samples.ids, r) for m, r in plan.rows.items()})
     each = [s.apply(job, {a: axis.for_strategy(s.name) for a, axis in axes.items()}, plan) for s in chosen]
     applied = [one for one in each if one is not None]
@@ -87,7 +95,9 @@ def parallelize(
         return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
 
     sync = GradientSync(job.model, plan, coord, joined)
-    executor = Executor(job.model, plan.units, [*(one.events for one in applied), sync.events()], draws, samples, late)
+    events = [*(one.events for one in applied), sync.events()]
+    work = next((one.work for one in applied if one.work is not None), None)
+    executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)
     return Run(job, plan, world, axes, executor, sync, applied)
 
 

@@ -6,6 +6,7 @@ the same ranks share whole, one for the boxes of those that they share in part.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from shardwright.strategy import Plan, is_shared_whole, sync_groups, whole_uses
 class _Group:
     """What one unit sums over one axis, in one message: whole local gradients, or boxes of them."""
 
+    name: str
     axis: Axis
     parameters: list[nn.Parameter]
     boxes: list[tuple[nn.Parameter, Piece, Box]]
@@ -74,10 +76,10 @@ class GradientSync:
         }
         self.units = held_units(plan.units, dict(model.named_parameters()))
         self.groups = {unit.name: self._groups(plan, unit, coord, joined) for unit in self.units}
-        self.last_microbatch = 0
-        self._ready: set[str] = set()
+        self._left: Counter[str] = Counter()
         self._sent: list[Callable[[], None]] = []
         self._waiting: list[Unit] = []
+        self._at_the_end: list[_Group] = []
         _contribute_once(model, plan, coord)
 
     def _groups(self, plan: Plan, unit: Unit, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]) -> list[_Group]:
@@ -86,7 +88,7 @@ class GradientSync:
             axis = joined(axes)
             if ranks != axis.ranks:
                 axis = axis.subset([axis.ranks.index(rank) for rank in ranks])
-            whole, parts = _Group(axis, [], []), _Group(axis, [], [])
+            whole, parts = _Group(f"{unit.name} whole", axis, [], []), _Group(f"{unit.name} parts", axis, [], [])
             for name, boxes in shares.items():
                 if name not in self.parameters:
                     continue  # frozen
@@ -100,10 +102,13 @@ class GradientSync:
             found += [each for each in (whole, parts) if each.parameters or each.boxes]
         return found
 
-    def begin(self, last_microbatch: int) -> None:
-        """Starts a step: gradients are sent after the backward of ``last_microbatch``."""
-        self.last_microbatch = last_microbatch
-        self._ready, self._sent, self._waiting = set(), [], list(reversed(self.units))
+    def begin(self, units: Sequence[Unit], num_microbatches: int) -> None:
+        """Starts a step: the units' gradients are sent in this order, each after its last microbatch's backward.
+
+        What stages share is sent at the end, since they come to it in different orders.
+        """
+        self._left = Counter({unit.name: num_microbatches for unit in units})
+        self._sent, self._waiting, self._at_the_end = [], list(units), []
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -112,15 +117,17 @@ class GradientSync:
         return Events(after_weight_gradients=self._after_weight_gradients)
 
     def _after_weight_gradients(self, unit: Unit, microbatch: int) -> None:
-        if microbatch != self.last_microbatch:
-            return
-        self._ready.add(unit.name)
-        while self._waiting and self._waiting[0].name in self._ready:
+        self._left[unit.name] -= 1
+        while self._waiting and not self._left[self._waiting[0].name]:
             for group in self.groups[self._waiting.pop(0).name]:
-                self._sent.append(group.start())
+                if "pp" in group.axis.name.split("+"):
+                    self._at_the_end.append(group)
+                else:
+                    self._sent.append(group.start())
 
     def finish(self, scale: float) -> None:
         """Waits for every sum and multiplies it by what is left of the division by the global count."""
+        self._sent += [group.start() for group in sorted(self._at_the_end, key=lambda group: group.name)]
         for finish in self._sent:
             finish()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]

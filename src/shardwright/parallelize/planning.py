@@ -15,8 +15,9 @@ from shardwright.errors import LayoutError, explain
 from shardwright.grid.overrides import overrides_of
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
-from shardwright.models.structure import observe
+from shardwright.models.structure import Visit, Visits, observe
 from shardwright.parallelize.auto import settle
+from shardwright.parallelize.rehearsal import crossings
 from shardwright.pipeline import Samples, samples
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.product import forget_batches
@@ -82,6 +83,19 @@ def make_plan(
     return plan, strategies
 
 
+def example_of(inputs: Any, layout: Layout) -> Any:
+    """One microbatch of one model copy, on the meta device, of a global batch's inputs; None stays None.
+
+    >>> example_of(torch.zeros(8, 3), Layout.parse("dp2 mb2")).shape
+    torch.Size([2, 3])
+    """
+    if inputs is None:
+        return None
+    data = layout.factor("dp")
+    share = layout.num_microbatches * (data.size if data is not None else 1)
+    return rows(tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs), 0, -(-num_rows(inputs) // share))
+
+
 def local_samples(plan: Plan, coord: Coord, num_samples: int) -> range:
     """The places in the global batch of the samples that ``coord`` computes: nested balanced cuts of dim 0.
 
@@ -126,10 +140,32 @@ def expected_traffic(
     on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
     num_global = num_rows(inputs)
     shares = microbatch_samples(local_samples(plan, coord, num_global), plan.layout.num_microbatches)
-    visits = tuple(observe(whole, rows(on_meta, s.start, s.stop)) for s in shares)
+    visits = tuple(_on_stage(observe(whole, rows(on_meta, s.start, s.stop)), plan, coord) for s in shares)
     element_bytes = next(whole.parameters()).element_size()
-    batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global))
+    mine = [rows(on_meta, share.start, share.stop) for share in shares]
+    apart = job._replace(model=hollow(job.model), loss=hollow(job.loss))
+    crossing = crossings(apart, plan, strategies, mine, num_global, coord)
+    batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global), crossing)
     return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in strategies}
+
+
+def _on_stage(visits: Visits, plan: Plan, coord: Coord) -> Visits:
+    """The calls that this rank's chunks make, of all that the model makes."""
+    if plan.stages is None or plan.schedule is None:
+        return visits
+    chunks = set(plan.schedule.chunks_of(coord["pp"]))
+    sites: dict[str, list[bool]] = {}
+    for node, chunk in plan.stages.chunked.nodes.items():
+        if node.op == "call_module":
+            sites.setdefault(str(node.target), []).append(chunk is None or chunk in chunks)
+    found: dict[str, tuple[Visit, ...]] = {}
+    for path, calls in visits.items():
+        caller = next((p for p in sites if f"{path}.".startswith(f"{p}.")), None)
+        if caller is not None:
+            mine = sites[caller]
+            each = len(calls) // len(mine)  # calls of a module inside, for each call of the one around it
+            found[path] = tuple(call for i, call in enumerate(calls) if mine[min(i // max(each, 1), len(mine) - 1)])
+    return found
 
 
 def in_hand(plan: Plan, coord: Coord, num_global: int) -> tuple[Samples, ...]:

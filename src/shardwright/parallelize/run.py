@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.boxes import read
 from shardwright.comm import Axis, World
+from shardwright.comm.values import gather_json
 from shardwright.draws import Draws
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.models.structure import call_model
@@ -21,8 +24,21 @@ from shardwright.parallelize.planning import (
     on_device,
     rows,
 )
-from shardwright.pipeline import Action, End, Ends, Executor, LossEnd, Microbatch, MicrobatchEnd, accumulate
+from shardwright.pipeline import (
+    Action,
+    Executor,
+    Last,
+    LossEnd,
+    Microbatch,
+    OutputEnd,
+    Schedule,
+    Span,
+    Timeline,
+    accumulate,
+)
+from shardwright.pipeline.mail import share_output
 from shardwright.pipeline.samples import microbatch_samples
+from shardwright.pipeline.schedules import forward_only, one_by_one
 from shardwright.strategy import OUTPUT, Applied, Job, Plan
 
 
@@ -50,8 +66,6 @@ class Run:
         self.parameters: Mapping[str, nn.Parameter] = {
             name: resting.get(name, p) for name, p in self.model.named_parameters()
         }
-        self._first: End = next((each.first for each in applied if each.first is not None), MicrobatchEnd())
-        self._last: Ends | None = next((each.last for each in applied if each.last is not None), None)
         self.coord = plan.mesh.coord(world.rank)
         self.draws: Draws = executor.draws
         self.num_steps = 0
@@ -86,12 +100,14 @@ class Run:
         """
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
         pieces = [self._cut(batch, samples) for samples in shares]
+        assert batch.num_global is not None, "a share of a global batch"
         expected = max(batch.num_global * numbers_per_sample(batch.targets), 1)
         self.draws.step = self.num_steps
-        self._sync.begin(last_microbatch=len(pieces) - 1)
+        schedule, stage = self._schedule(len(pieces)), self.coord.get("pp", 0)
+        self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
         last = LossEnd(self.loss, scale=1 / expected)
         with torch.enable_grad():
-            self._executor.run(self._schedule(len(pieces)), pieces, self._first, self._last or last)
+            self._executor.run(schedule, stage, pieces, last)
         mean, count = self._mean(last.sums)
         self._sync.finish(expected / count)  # one, and nothing to do, unless some targets do not count
         for events in self._executor.events:
@@ -104,42 +120,66 @@ class Run:
         inputs, targets = rows((batch.inputs, batch.targets), samples.start - first, samples.stop - first)
         return Microbatch(inputs, targets, samples, batch.num_global)
 
-    def _schedule(self, num_microbatches: int) -> tuple[Action, ...]:
-        if self.plan.schedules:
-            return self.plan.schedules[self.coord["pp"]]
-        return accumulate(num_microbatches)
+    def _schedule(self, num_microbatches: int) -> Schedule:
+        return accumulate(num_microbatches) if self.plan.schedule is None else self.plan.schedule
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatch) -> Tensor:
-        """The global mean loss on one batch, dropping nothing and keeping no gradients."""
-        sums: list[Tensor] = []
-        was_training = self.model.training
-        self.model.eval()
-        if self._samples is not None:
-            self._samples.begin(batch.num_global, 0, 1)
-        try:
-            loss_sum, count = self.loss(call_model(self.model, batch.inputs), batch.targets)
-            sums.append(torch.stack([loss_sum.double(), torch.as_tensor(count).double()]))
-        finally:
-            self.model.train(was_training)
-        return self._mean(sums)[0]
+        """The global mean loss on one batch, dropping nothing and keeping no gradients.
+
+        Through a pipeline in its own order, in microbatches; otherwise the batch at once.
+        """
+        pipelined = self.plan.schedule is not None
+        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches if pipelined else 1)
+        last = LossEnd(self.loss)
+        with self._evaluating():
+            self._forward([self._cut(batch, samples) for samples in shares], last)
+        return self._mean(last.sums)[0]
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Tensor:
         """The model's whole output on inputs that every rank holds, on every rank."""
-        was_training = self.model.training
-        self.model.eval()
-        if self._samples is not None:
-            self._samples.alone(num_rows(inputs))
-        try:
-            output: Tensor = call_model(self.model, on_device(inputs, self.world.device))
-        finally:
-            self.model.train(was_training)
+        inputs = on_device(inputs, self.world.device)
+        with self._evaluating():
+            output: Tensor = (
+                self._predict_in_stages(inputs) if self.plan.schedule is not None else self._predict(inputs)
+            )
         joined: list[str] = []
         for cut in reversed(self.plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbours
             output = self.axes[cut.axis].all_gather(output, cut.dim, self._output_sizes(cut.axis, joined))
             joined.append(cut.axis)
         return output[: num_rows(inputs)]  # what gathered rows found the same samples on every rank
+
+    def _predict(self, inputs: Any) -> Tensor:
+        if self._samples is not None:
+            self._samples.alone(num_rows(inputs))
+        output: Tensor = call_model(self.model, inputs)
+        return output
+
+    def _predict_in_stages(self, inputs: Any) -> Any:
+        """The output of the last chunk, on every stage."""
+        assert self.plan.schedule is not None, "there are stages"
+        whole = Microbatch(inputs, None, range(num_rows(inputs)), None)
+        end = OutputEnd()
+        self._forward([whole], end)
+        last = self.plan.schedule.stage_of[-1]
+        return share_output(self.axes["pp"], end.outputs.get(0), last)
+
+    def _forward(self, pieces: Sequence[Microbatch], last: Last) -> None:
+        """All microbatches forward, and no more."""
+        schedule = self._schedule(len(pieces))
+        same = schedule.num_microbatches == len(pieces)
+        forwards = forward_only(schedule) if same else one_by_one(schedule, len(pieces))
+        self._executor.run(forwards, self.coord.get("pp", 0), pieces, last)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
 
     def _output_sizes(self, axis: str, joined: Sequence[str]) -> list[int]:
         """How much of the output's cut dim each member of ``axis`` holds, once ``joined`` are gathered."""
@@ -157,6 +197,31 @@ class Run:
             total = self.axes[joint(self.plan, self.plan.loss_axes)].for_strategy("loss").all_reduce(total)
         count = float(total[1])
         return total[0] / max(count, 1.0), max(count, 1.0)
+
+    # ---- what happens when
+
+    def timeline(self, batch: Microbatch) -> Timeline:
+        """Takes one step as ``step`` does, and says what every stage of this rank's pipeline did when.
+
+        Time begins when all stages are there. Traffic: beside the step's, one barrier and one gathering of times.
+
+        >>> import shardwright as sw
+        >>> def work(world):
+        ...     run = sw.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "pp2 mb2", world)
+        ...     (batch,) = run.shard([(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))])
+        ...     return [" ".join(str(span.action) for span in stage) for stage in run.timeline(batch).spans]
+        >>> sw.launch(work, 2, ranks="threads")[0]
+        ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
+        """
+        stages = self.axes["pp"].for_strategy("core") if "pp" in self.axes else None
+        if stages is not None:
+            stages.barrier()
+        start_s = perf_counter()
+        self.step(batch)
+        mine = [(*span.action, span.start_s - start_s, span.end_s - start_s) for span in self._executor.spans]
+        found = [mine] if stages is None else gather_json(stages, mine)
+        spans = (tuple(Span(Action(*each[:3]), *each[3:]) for each in stage) for stage in found)
+        return Timeline(f"{self.plan.layout}, measured", tuple(spans))
 
     # ---- the optimizer
 
@@ -179,6 +244,7 @@ class Run:
             )
         if parameters is None:
             parameters = [p for p in self.parameters.values() if p.requires_grad]
+            parameters = parameters or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch wants one
         optimizer = kind(parameters, **options)
         for events in self._executor.events:
             optimizer.register_step_post_hook(lambda *_, events=events: events.after_optimizer())

@@ -1,19 +1,35 @@
 """Schedules as data, and the one executor that runs any of them."""
 
-from shardwright.pipeline.actions import Action, accumulate
-from shardwright.pipeline.executor import End, Ends, Events, Executor, LossEnd, Microbatch, MicrobatchEnd
+from shardwright.pipeline.actions import Action, Schedule, accumulate
+from shardwright.pipeline.deferred import Deferred
+from shardwright.pipeline.executor import (
+    Events,
+    Executor,
+    Last,
+    LossEnd,
+    Microbatch,
+    OutputEnd,
+    WholeModel,
+    Work,
+)
 from shardwright.pipeline.samples import Rows, Samples
+from shardwright.pipeline.timeline import Span, Timeline
 
 __all__ = [
     "Action",
-    "End",
-    "Ends",
+    "Deferred",
     "Events",
     "Executor",
+    "Last",
     "LossEnd",
     "Microbatch",
-    "MicrobatchEnd",
+    "OutputEnd",
     "Rows",
     "Samples",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "WholeModel",
+    "Work",
     "accumulate",
 ]

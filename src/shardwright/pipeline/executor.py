@@ -1,7 +1,7 @@
 """The one executor: it runs any list of actions, pipeline or not, and fires the events that strategies wait for.
 
-A rank's part of the model has two *ends*. The first end takes in a microbatch, or what the stage before sent;
-the last end computes the loss, or sends to the stage after. Without a pipeline both are on the same rank.
+A rank's part of the model is its *work*: chunks that take in a microbatch, or what other stages sent, and that compute
+the loss, or send to other stages. Without a pipeline it is one chunk, the whole model.
 
 One backward, and when each event fires (a *unit* is a block of layers whose parameters travel together)::
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,8 +26,10 @@ from torch import Tensor, nn
 from shardwright.draws import Draws, RefusesDraws
 from shardwright.errors import PlanError, explain
 from shardwright.models.structure import call_model
-from shardwright.pipeline.actions import Action
+from shardwright.pipeline.actions import Action, Schedule
+from shardwright.pipeline.deferred import Deferred
 from shardwright.pipeline.samples import Samples
+from shardwright.pipeline.timeline import Span
 
 
 class Unit(NamedTuple):
@@ -38,12 +41,15 @@ class Unit(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """A share of one step's samples, their places in the global batch, and how many that has."""
+    """A share of one step's samples, their places in the global batch, and how many that has.
+
+    ``num_global`` is None where every rank holds all samples.
+    """
 
     inputs: Any
     targets: Any
     samples: range
-    num_global: int
+    num_global: int | None
 
 
 def _nothing(*_: Any) -> None:
@@ -64,44 +70,77 @@ class Events:
     after_optimizer: Callable[[], None] = _nothing
 
 
-class End(Protocol):
-    """Where a rank's part of the model begins."""
-
-    def take(self, number: int, microbatch: Microbatch) -> Any:
-        """The inputs of one microbatch, for :func:`~shardwright.models.structure.call_model`."""
-        ...
-
-    def give_gradient(self, number: int) -> None:
-        """Called when the gradient of these inputs is there."""
-        ...
-
-
-class Ends(Protocol):
-    """Where a rank's part of the model stops."""
+class Last(Protocol):
+    """What becomes of the model's output."""
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """Passes an output on; returns the tensor that backward starts from."""
-        ...
-
-    def take_gradient(self, number: int) -> Tensor | None:
-        """The gradient of that tensor; None where it is the loss."""
+        """Takes in an output; returns the tensor that backward starts from."""
         ...
 
 
-class MicrobatchEnd:
-    """The first end of a model that begins here: the microbatch itself."""
+class Work(Protocol):
+    """A rank's part of the model, in chunks: what an action does with a microbatch, but for when."""
 
-    def take(self, number: int, microbatch: Microbatch) -> Any:
-        """See :class:`End`."""
-        return microbatch.inputs
+    def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: Last) -> None:
+        """A list of actions comes; ``last`` takes the model's output."""
+        ...
 
-    def give_gradient(self, number: int) -> None:
+    def wait(self, place: int) -> None:
+        """Blocks until what the action at ``place`` in the list needs from elsewhere is there."""
+        ...
+
+    def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
+        """Runs a microbatch through a chunk and passes the output on; returns the tensors that backward starts from."""
+        ...
+
+    def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
+        """The gradients of these tensors; None for a loss."""
+        ...
+
+    def pass_back(self, chunk: int, number: int) -> None:
+        """Called when the gradients of what came in are there."""
+        ...
+
+    def chunks_with(self, parameter: str) -> frozenset[int]:
+        """This rank's chunks that use a parameter."""
+        ...
+
+
+class WholeModel:
+    """A model that begins and ends on this rank: one chunk, which takes in the microbatch itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._microbatches: Sequence[Microbatch] = ()
+        self._last: Last
+
+    def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: Last) -> None:
+        """See :class:`Work`."""
+        self._microbatches, self._last = microbatches, last
+
+    def wait(self, place: int) -> None:
+        """Nothing comes from elsewhere."""
+
+    def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
+        """See :class:`Work`."""
+        microbatch = self._microbatches[number]
+        return (self._last.give(number, microbatch, call_model(self.model, microbatch.inputs)),)
+
+    def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
+        """See :class:`Work`."""
+        return (None,)
+
+    def pass_back(self, chunk: int, number: int) -> None:
         """Nobody waits for it."""
+
+    def chunks_with(self, parameter: str) -> frozenset[int]:
+        """See :class:`Work`."""
+        return frozenset((0,))
 
 
 @dataclass
 class LossEnd:
-    """The last end of a model that stops here: adds up the loss and what it counts.
+    """Where a model ends in training: adds up the loss and what it counts.
 
     Backward runs on the sum times ``scale``, a number that all ranks know beforehand.
     """
@@ -111,7 +150,7 @@ class LossEnd:
     sums: list[Tensor] = field(default_factory=list)
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """See :class:`Ends`."""
+        """See :class:`Last`."""
         result = self.loss(output, microbatch.targets)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise PlanError(
@@ -127,9 +166,17 @@ class LossEnd:
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]))
         return loss_sum * self.scale if self.scale != 1 else loss_sum
 
-    def take_gradient(self, number: int) -> Tensor | None:
-        """See :class:`Ends`."""
-        return None
+
+@dataclass
+class OutputEnd:
+    """Where a model ends that is asked for its output alone."""
+
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+    def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
+        """See :class:`Last`."""
+        self.outputs[number] = output
+        return torch.zeros(())
 
 
 def held_units(units: Sequence[Unit], held: Collection[str]) -> tuple[Unit, ...]:
@@ -147,7 +194,8 @@ class Executor:
 
     ``late`` are the parameters whose gradients a strategy puts in place itself, before ``after_backward`` has returned.
     A microbatch without samples runs like any other, on tensors of no rows: another rank's may have some, and the
-    two meet in the same calls.
+    two meet in the same calls. ``spans`` are the actions of the last list, with the seconds at which they began and
+    ended, and none of the time in which they waited for others.
     """
 
     def __init__(
@@ -158,43 +206,76 @@ class Executor:
         draws: Draws,
         samples: Samples | None = None,
         late: Collection[str] = (),
+        work: Work | None = None,
+        deferred: Deferred | None = None,
     ) -> None:
         self.model, self.draws, self.samples, self.late = model, draws, samples, frozenset(late)
+        self.work = WholeModel(model) if work is None else work
+        self.deferred = Deferred() if deferred is None else deferred
         self.events = tuple(events)
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
         self.units = held_units(units, self.parameters)
-        self._microbatch = 0
-        self._has_run = False
-        self._fired: set[str] = set()
+        self.spans: list[Span] = []
+        self._chunks = {u.name: frozenset[int]().union(*map(self.work.chunks_with, u.parameters)) for u in self.units}
+        self._has_run: set[int] = set()
+        self._action = Action("F", 0)
+        self._done: dict[tuple[str, int], set[int]] = {}
         self._missing: dict[str, set[str]] = {}
         self._watch()
 
-    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], first: End, last: Ends) -> None:
-        """One step from zero gradients to summed ones."""
-        starts: dict[int, Tensor] = {}
-        for action in actions:
-            number, microbatch = action.microbatch, microbatches[action.microbatch]
-            if action.kind == "F":
-                self.draws.samples = microbatch.samples
-                if self.samples is not None:
-                    self.samples.begin(microbatch.num_global, number, len(microbatches))
-                inputs = first.take(number, microbatch)
-                with nullcontext() if self._has_run else RefusesDraws():
-                    output = call_model(self.model, inputs)
-                self._has_run = True
-                starts[number] = last.give(number, microbatch, output)
-            elif action.kind == "B":
-                self._backward(number, starts.pop(number), first, last)
+    def run(self, schedule: Schedule, stage: int, microbatches: Sequence[Microbatch], last: Last) -> None:
+        """All actions of a stage, in order; one step is from zero gradients to those of this rank's part."""
+        self.work.begin(schedule, microbatches, last)
+        self._done, self.spans = {}, []
+        starts: dict[tuple[int, int], Sequence[Tensor]] = {}
+        for place, action in enumerate(schedule.actions[stage]):
+            kind, number, chunk = self._action = action
+            self.work.wait(place)
+            began = perf_counter()
+            if kind == "F":
+                starts[chunk, number] = self._forward(chunk, number, microbatches)
+            elif kind == "W":
+                self.deferred.do(chunk, number)
+                self._end_backward(number, chunk)
+            else:
+                self._backward(starts.pop((chunk, number)))
+            self.spans.append(Span(action, began, perf_counter()))
             for events in self.events:
                 events.after_action(action)
 
-    def _backward(self, number: int, start: Tensor, first: End, last: Ends) -> None:
-        self._microbatch, self._fired = number, set()
+    def in_order(self, actions: Sequence[Action]) -> tuple[Unit, ...]:
+        """The units in the order in which a list of actions completes their gradients, the same on every model copy."""
+        last = {action.chunk: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
+        places = [max((last.get(chunk, -1) for chunk in self._chunks[unit.name]), default=-1) for unit in self.units]
+        order = sorted(range(len(places)), key=lambda number: (places[number], -number))
+        return tuple(self.units[number] for number in order)
+
+    def _forward(self, chunk: int, number: int, microbatches: Sequence[Microbatch]) -> Sequence[Tensor]:
+        microbatch = microbatches[number]
+        self.draws.samples = microbatch.samples
+        if self.samples is not None and microbatch.num_global is None:
+            self.samples.alone(len(microbatch.samples))
+        elif self.samples is not None and microbatch.num_global is not None:
+            self.samples.begin(microbatch.num_global, number, len(microbatches))
+        with nullcontext() if chunk in self._has_run else RefusesDraws():
+            starts = self.work.forward(chunk, number)
+        self._has_run.add(chunk)
+        return starts
+
+    def _backward(self, starts: Sequence[Tensor]) -> None:
+        kind, number, chunk = self._action
         self._missing = {unit.name: set(unit.parameters) for unit in self.units}
-        start.backward(last.take_gradient(number))
+        gradients = self.work.gradients(chunk, number)
+        with self.deferred.collecting(chunk, number) if kind == "I" else nullcontext():
+            if starts:
+                torch.autograd.backward(starts, gradients)
+        self.work.pass_back(chunk, number)
+        if kind == "B":
+            self._end_backward(number, chunk)
+
+    def _end_backward(self, number: int, chunk: int) -> None:
         for events in self.events:
             events.after_backward(number)
-        first.give_gradient(number)
         for unit in reversed(self.units):  # what autograd did not reach has no gradient to wait for
             self._fire_gradients(unit)
 
@@ -215,16 +296,20 @@ class Executor:
         def hook(_: Tensor) -> None:
             missing = self._missing[unit.name]
             missing.discard(name)
-            if not missing:
+            if not missing and self._action.kind == "B":
                 self._fire_gradients(unit)
 
         return hook
 
     def _fire_gradients(self, unit: Unit) -> None:
-        if unit.name not in self._fired:
-            self._fired.add(unit.name)
-            for events in self.events:
-                events.after_weight_gradients(unit, self._microbatch)
+        """Once for each microbatch, when all chunks that use the unit have given its gradients."""
+        chunks, number = self._chunks[unit.name], self._action.microbatch
+        done = self._done.setdefault((unit.name, number), set())
+        if self._action.chunk in chunks and self._action.chunk not in done:
+            done.add(self._action.chunk)
+            if done == chunks:
+                for events in self.events:
+                    events.after_weight_gradients(unit, number)
 
     def _on_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(*_: Any) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn import functional
 from shardwright.comm import Axis, Pending
 from shardwright.comm.axis import done
 from shardwright.product.moves import Move, Step, gather, matrix, scatter, steps, tensor
+from shardwright.product.split import Leaves, add
 
 
 class Fetch(NamedTuple):
@@ -104,7 +106,8 @@ class Product:
     ``take`` lists rows before features, ``give`` features before rows. ``bias_here``: of the members that hold terms
     of one output, one adds the bias. ``keep`` holds gathered operands for the backward, which otherwise gathers them
     again. ``overlap`` lets a message travel while something is multiplied. ``ahead``, which a model's layers share,
-    fetches this layer's ``weight()`` while the layer before multiplies.
+    fetches this layer's ``weight()`` while the layer before multiplies. ``leaves`` takes the weight's gradient where it
+    is wanted later.
     """
 
     take: tuple[Move, ...] = ()
@@ -115,6 +118,7 @@ class Product:
     overlap: bool = True
     later: Later = field(default_factory=Later)
     ahead: Ahead | None = None
+    leaves: Leaves | None = None
     weight: Callable[[], Tensor] | None = None
 
     def __call__(self, x: Tensor, w_hk: Tensor, bias_h: Tensor | None) -> Tensor:
@@ -161,7 +165,8 @@ class _GridLinear(Function):
         dys, _, pending = gather(matrix(dy), tuple(reversed(ctx.give)))
         pending.wait()
         again: Pending[Any] | None = None
-        if not product.keep and needs_w:
+        later = needs_w and product.leaves is not None and product.leaves.takes(ctx.owner)
+        if not product.keep and needs_w and not later:
             panels, _, again = gather(panels[0], ctx.take)
         arriving: Pending[Tensor] | None = None
         if needs_x:
@@ -172,7 +177,10 @@ class _GridLinear(Function):
         dw = None
         if again is not None:
             again.wait()
-        if needs_w:
+        if later:
+            assert product.leaves is not None, "asked above"
+            product.leaves.leave(partial(_make_weight_gradient, ctx.owner, dys, panels, ctx.take, product))
+        elif needs_w:
             dw = _weight_gradient(dys, panels)
             if product.fetch:
                 _send_weight_gradient(dw, ctx.owner, product)
@@ -199,6 +207,20 @@ def _send_weight_gradient(dw_hk: Tensor, parameter: Tensor, product: Product) ->
     if not product.overlap:
         pending.wait()
     product.later.add(parameter, pending)
+
+
+def _make_weight_gradient(
+    parameter: Tensor, dys: Sequence[Tensor], panels: Sequence[Tensor], take: tuple[Step, ...], product: Product
+) -> None:
+    """What the backward left for later, put in place."""
+    if not product.keep:
+        panels, _, again = gather(panels[0], take)
+        again.wait()
+    dw_hk = _weight_gradient(dys, panels)
+    if product.fetch:
+        _send_weight_gradient(dw_hk, parameter, product)
+    else:
+        add(parameter, dw_hk)
 
 
 def _out_sizes(give: Sequence[Move], w_hk: Tensor) -> list[int]:

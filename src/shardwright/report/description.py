@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
@@ -19,6 +20,8 @@ from shardwright.parallelize.planning import (
     make_plan,
     num_rows,
 )
+from shardwright.pipeline import Action, Span, Timeline
+from shardwright.pipeline.predict import predict
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.strategy import Job, Plan, Role, Strategy, partial_axes
 
@@ -83,7 +86,61 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
         "ranks": _ranks(job, plan, strategies, inputs),
         "parameters": [_parameter(plan, name) for name in plan.compute],
         "layers": _layers(job, plan),
+        **_pipeline(plan),
     }
+
+
+def _pipeline(plan: Plan) -> dict[str, Any]:
+    """How a pipeline cuts the model, its schedule, and the timeline that follows from what the chunks cost."""
+    schedule, stages = plan.schedule, plan.stages
+    if schedule is None or stages is None:
+        return {}
+    work = sum(cost.work for cost in stages.costs) or 1.0
+    found = []
+    for stage in range(schedule.num_stages):
+        chunks = schedule.chunks_of(stage)
+        costs = [stages.costs[chunk] for chunk in chunks]
+        found.append(
+            {
+                "stage": stage,
+                "chunks": [{"chunk": chunk, "calls": list(stages.chunked.calls_of(chunk))} for chunk in chunks],
+                "share_of_time": sum(cost.work for cost in costs) / work,
+                "parameter_bytes": sum(cost.parameter_bytes for cost in costs),
+                "activation_bytes": sum(cost.activation_bytes for cost in costs),
+            }
+        )
+    timeline = predict(schedule, stages.costs)
+    return {
+        "schedule": schedule.name,
+        "bubble": timeline.bubble,
+        "stages": found,
+        "timeline": timeline_data(timeline),
+    }
+
+
+def timeline_data(timeline: Timeline) -> dict[str, Any]:
+    """A timeline as JSON takes it."""
+    return {
+        "bubble": timeline.bubble,
+        "makespan_s": timeline.makespan_s,
+        "spans": [[[str(s.action), s.start_s, s.end_s] for s in stage] for stage in timeline.spans],
+        "memory": [[list(each) for each in stage] for stage in timeline.memory],
+    }
+
+
+def timeline_of(description: Description) -> Timeline | None:
+    """The predicted timeline of a described pipeline; None where there is none."""
+    if "timeline" not in description:
+        return None
+    drawn = description["timeline"]
+    spans = tuple(tuple(Span(_action(a), start, end) for a, start, end in stage) for stage in drawn["spans"])
+    memory = tuple(tuple((at, num_bytes) for at, num_bytes in stage) for stage in drawn["memory"])
+    return Timeline(f"{description['layout']}, predicted", spans, memory)
+
+
+def _action(text: str) -> Action:
+    chunk, kind, microbatch = re.split("([FBIW])", text)
+    return Action(kind, int(microbatch), int(chunk))  # type: ignore[arg-type]
 
 
 class _Held(NamedTuple):

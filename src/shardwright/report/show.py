@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from io import StringIO
 
 from rich.box import SIMPLE_HEAD
@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.report.description import STATES, Description, describe
+from shardwright.report.description import STATES, Description, describe, timeline_of
 from shardwright.report.outline import Rank, layer_rows, num_grids, rank_grids, rank_groups, shortened, slice_letter
+from shardwright.report.timelines import timeline_text
 from shardwright.units import format_bytes, format_count
 
 __all__ = ["describe", "show_text"]
@@ -41,10 +42,12 @@ def show_text(description: Description, width: int = 100) -> str:
     """
     ranks = f"{description['world_size']:,} rank{'s' * (description['world_size'] > 1)}"
     title = f"{description['layout']}: {ranks}, {format_count(description['num_parameters'])} parameters"
-    tables = [_layer_table(description), _memory_table(description)]
+    tables = [_layer_table(description), *_stage_table(description), _memory_table(description)]
     if "samples" in description["ranks"][0]:
         tables.append(_traffic_table(description))
-    return "\n".join([title, *_grid_texts(description, width), *(_table_text(table, width) for table in tables)])
+    drawn = [] if (timeline := timeline_of(description)) is None else [timeline_text([timeline], width)]
+    texts = (_table_text(table, width) for table in tables)
+    return "\n".join([title, *_grid_texts(description, width), *texts, *drawn])
 
 
 def _grid_texts(description: Description, width: int) -> Iterable[str]:
@@ -77,6 +80,30 @@ def _layer_table(description: Description) -> Table:
         count = f" x{row.num_layers}" if row.num_layers > 1 else ""
         table.add_row(*map(Text, (row.module + count, row.role, row.why, "\n".join(row.shapes))))
     return table
+
+
+def _stage_table(description: Description) -> Iterable[Table]:
+    """Which layers live on which stage, and its share of time and memory."""
+    if "stages" not in description:
+        return
+    table = _table("stages", "layers", "share of time", "parameters", "activations of a microbatch")
+    for stage in description["stages"]:
+        chunks = [_calls(chunk["calls"]) for chunk in stage["chunks"]]
+        numbers = [f"{chunk['chunk']}: " if len(chunks) > 1 else "" for chunk in stage["chunks"]]
+        kept = stage["activation_bytes"]
+        table.add_row(
+            f"stage {stage['stage']}",
+            "\n".join(number + calls for number, calls in zip(numbers, chunks, strict=True)),
+            f"{stage['share_of_time']:.1%}",
+            format_bytes(stage["parameter_bytes"]),
+            format_bytes(kept) if kept else "",
+        )
+    yield table
+
+
+def _calls(names: Sequence[str]) -> str:
+    """Names in order, what lies between the first and the last of a list shortened."""
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, ... {', '.join(names[-2:])}"
 
 
 def _memory_table(description: Description) -> Table:

@@ -29,6 +29,7 @@ from shardwright.strategy.protocol import (
 )
 from shardwright.strategy.traffic import (
     Batch,
+    Crossing,
     Share,
     Sharers,
     Traffic,
@@ -52,6 +53,7 @@ __all__ = [
     "Activation",
     "Applied",
     "Batch",
+    "Crossing",
     "Job",
     "Partial",
     "Plan",

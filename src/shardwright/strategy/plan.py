@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from shardwright.boxes import Lies, Ranges
-from shardwright.draws import SliceOfDim
+from shardwright.draws import Draws, SliceOfDim
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.structure import owners
-from shardwright.pipeline import Action, Rows, Samples
+from shardwright.pipeline import Deferred, Rows, Samples, Schedule
+from shardwright.pipeline.cutting import Stages
 from shardwright.pipeline.executor import Unit
 from shardwright.product.batch_norm import batch_norms, uses_batch
 from shardwright.strategy.units import blocks
@@ -85,7 +86,10 @@ class Job(NamedTuple):
 
     ``num_tokens`` are those of one microbatch of one model copy, as far as they are known when it is laid out; a
     wrong number costs speed, never the result. ``samples`` says, on a rank, whose samples are in hand. ``roles`` are
-    those that a person gives to single layers, by patterns of names.
+    those that a person gives to single layers, by patterns of names. ``example`` are the inputs of one microbatch of
+    one model copy, on the meta device, where they are known: what a layer costs is counted on them. ``stages`` are
+    the modules at which a person lets stages begin, by putting parts on devices. ``deferred`` takes,
+    on a rank, weight gradients that are wanted later; ``draws`` are its random numbers.
     """
 
     model: nn.Module
@@ -93,6 +97,10 @@ class Job(NamedTuple):
     num_tokens: int = NUM_TOKENS
     samples: Samples | None = None
     roles: Mapping[str, str] = MappingProxyType({})
+    example: Any = None
+    stages: tuple[str, ...] = ()
+    deferred: Deferred | None = None
+    draws: Draws | None = None
 
 
 LOSS = "(loss)"
@@ -138,7 +146,8 @@ class Plan:
     inputs: Mapping[str, int]
     units: tuple[Unit, ...]
     loss_axes: frozenset[str] = frozenset()
-    schedules: tuple[tuple[Action, ...], ...] = ()
+    schedule: Schedule | None = None
+    stages: Stages | None = None
     roles: Mapping[str, Role] = field(default_factory=dict)
     activations: Mapping[str, tuple[Activation, ...]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()

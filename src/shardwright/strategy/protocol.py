@@ -12,7 +12,7 @@ from shardwright.comm import Axis
 from shardwright.errors import LayoutError, explain
 from shardwright.mesh import Coord
 from shardwright.models.structure import BATCH_NORMS
-from shardwright.pipeline import End, Ends, Events
+from shardwright.pipeline import Events, Work
 from shardwright.strategy.plan import Job, Plan
 from shardwright.strategy.traffic import Batch, Traffic
 
@@ -22,15 +22,14 @@ class Applied:
     """What a strategy adds to a rank's run beside changed modules; each is optional.
 
     ``events`` are fired by the executor. ``parameters`` take the place of the model's for the optimizer, where a
-    parameter rests in another form than it computes in; they carry the gradients too. ``first`` and ``last``
-    are the ends of this rank's stage. ``late`` are parameters whose gradients do not come from autograd: they are in
-    place when ``after_backward`` has returned.
+    parameter rests in another form than it computes in; they carry the gradients too. ``work`` is this rank's part of
+    the model, where it is not the whole. ``late`` are parameters whose gradients do not come from autograd: they are
+    in place when ``after_backward`` has returned.
     """
 
     events: Events = field(default_factory=Events)
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    first: End | None = None
-    last: Ends | None = None
+    work: Work | None = None
     late: frozenset[str] = frozenset()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from shardwright.boxes import Box
@@ -84,12 +84,23 @@ class Traffic(NamedTuple):
         return float(ring_factor(self.kind, self.num_ranks) * self.num_bytes * self.times)
 
 
+class Crossing(NamedTuple):
+    """A tensor that one chunk hands to another, as this rank holds it."""
+
+    num_bytes: int
+    needs_gradient: bool
+
+
 class Batch(NamedTuple):
-    """What one rank's step sees: the calls of every module, for each microbatch."""
+    """What one rank's step sees: the calls of every module, for each microbatch; and what crosses between chunks.
+
+    ``crossing`` holds, by a value's name in the model's code, its tensors.
+    """
 
     visits: tuple[Visits, ...]
     gradient_bytes: int
     samples: tuple[Samples, ...] = ()
+    crossing: tuple[Mapping[str, tuple[Crossing, ...]], ...] = ()
 
 
 Sharers = tuple[tuple[str, ...], tuple[int, ...], str]

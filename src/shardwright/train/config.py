@@ -10,6 +10,7 @@ from math import cos, isfinite, pi
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+import torch
 from torch import nn
 
 from shardwright.errors import CheckpointError, PlanError, explain
@@ -104,6 +105,13 @@ class TrainConfig:
         if ":" in self.model:
             return model, CrossEntropy(), None
         return model, MODELS[self.model].loss(), configure(self.model, self.settings)
+
+    def example(self, model_config: Any) -> Any:
+        """The inputs of a batch of the right shapes; None for a model of one's own, of which nobody knows."""
+        if model_config is None:
+            return None
+        draw = torch.Generator().manual_seed(0)
+        return MODELS[self.model].example_batch(model_config, self.batch, self.seq, draw)[0]
 
     def to_dict(self) -> dict[str, Any]:
         """The run as JSON takes it."""

@@ -21,10 +21,11 @@ import psutil
 import torch
 
 import shardwright
-from shardwright.checkpoint import find, gather_json, load, save, steps_in
+from shardwright.checkpoint import find, load, save, steps_in
 from shardwright.comm import World, launch
 from shardwright.comm.failures import ToldToStop
 from shardwright.comm.launch import Ranks
+from shardwright.comm.values import gather_json
 from shardwright.draws import without_values
 from shardwright.errors import CheckpointError, PlanError, explain
 from shardwright.layout import Layout
@@ -89,12 +90,14 @@ def train(
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     """What needs no ranks: the data is there, the layout fits the model, the folder is free or can be resumed."""
-    from shardwright.parallelize import make_plan
+    from shardwright.parallelize import example_of, make_plan
     from shardwright.strategy import Job
 
     with without_values():
         model, loss, model_config = config.build()
-    make_plan(Job(model, loss, config.num_tokens, roles=config.roles), Layout.parse(config.layout))
+    layout = Layout.parse(config.layout)
+    example = example_of(config.example(model_config), layout)
+    make_plan(Job(model, loss, config.num_tokens, roles=config.roles, example=example), layout)
     for split in ("train", "eval"):
         open_data(config.data, seq=config.seq, model=model_config, split=split)
     saved = bool(steps_in(out / CHECKPOINTS))
@@ -243,8 +246,9 @@ class _Training:
         self.eval_data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
         self.order = Order(len(self.data), config.batch, config.seed)
         self.run = parallelize(
-            plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles
-        )
+            plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
+            example=config.example(model_config),
+        )  # fmt: skip
         self.optimizer = self.run.optimizer(
             torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
         )

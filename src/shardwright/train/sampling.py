@@ -38,7 +38,10 @@ def _rank(
 ) -> str:
     with without_values():
         plain, loss, model_config = config.build()
-    run = parallelize(plain, config.layout, world, loss=loss, seed=config.seed, roles=config.roles)
+    run = parallelize(
+        plain, config.layout, world, loss=loss, seed=config.seed, roles=config.roles,
+        example=config.example(model_config),
+    )  # fmt: skip
     load(run_folder / CHECKPOINTS, run)
     if isinstance(model_config, GPTConfig):
         generator = torch.Generator().manual_seed(seed)  # equal on every rank, and so is what they draw

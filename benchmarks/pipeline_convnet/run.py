@@ -1,0 +1,227 @@
+"""A small ConvNet on CIFAR-10 in four parts: one process, the naive pipeline, the pipelined one; seconds and curves.
+
+All variants live in the same four processes and train an epoch each in turn, from the same start and on the same
+batches, which lie ready in memory. Their curves are compared with that of one process: they may differ by what rounding
+grows to. How much that is, a control shows: one process whose start is off by one rounding.
+"""
+
+import argparse
+import gc
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+import shardwright as sw
+from shardwright.errors import PlanError
+from shardwright.models.convnet import ConvNetConfig, build_convnet
+from shardwright.train.data import Cifar10, Order, global_batch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.common import machine, ratio_rows, write
+
+BATCH = 64
+SGD = {"lr": 0.02, "momentum": 0.9}
+LIMIT, ONE, CONTROL = "one process, 2 threads", "one process, 1 thread", "control"
+BY_HAND = "cut:conv1,conv2,fc,out"
+LAYOUTS = (
+    f"pp4/{BY_HAND}/naive mb4",
+    f"pp4/{BY_HAND}/1f1b mb4",
+    f"pp4/{BY_HAND}/1f1b mb8",
+    f"pp4/{BY_HAND}/zb-h1 mb8",
+    "pp4/1f1b mb4",
+    "pp2/1f1b mb4",
+    "pp2/zb-h1 mb4",
+)
+ALLOWED_GROWTH = 10
+"""A curve may lie as many times farther from one process's as the control does."""
+AHEAD_S = 0.05  # from agreeing on a moment to that moment
+
+
+def plain():
+    torch.manual_seed(0)
+    return build_convnet(ConvNetConfig())
+
+
+class OneProcess:
+    """Plain torch on rank 0. ``off``: the start is moved by one rounding of fp32."""
+
+    size = 1
+
+    def __init__(self, threads, *, off=False):
+        self.threads, self.model = threads, plain()
+        if off:
+            signs = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    p.mul_(1 + torch.finfo(p.dtype).eps * (2 * torch.randint(2, p.shape, generator=signs) - 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        loss = functional.cross_entropy(self.model(batch[0]), batch[1])
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def predict(self, pictures):
+        with torch.no_grad():
+            return self.model(pictures)
+
+
+class Pipelined:
+    """Ours, under one layout."""
+
+    threads = 1
+
+    def __init__(self, world, line):
+        self.size = world.size
+        self.run = sw.parallelize(plain(), line, world, example=torch.empty(BATCH, 3, 32, 32, device="meta"))
+        self.optimizer = self.run.optimizer(torch.optim.SGD, **SGD)
+
+    def step(self, batch):
+        loss = self.run.step(next(self.run.shard([batch])))
+        self.optimizer.step()
+        return loss.item()
+
+    def predict(self, pictures):
+        return self.run.predict(pictures)
+
+
+def variants(world, layouts):
+    """By name, how many ranks take part, and on these the variant."""
+    found = {}
+    for name, threads, off in ((LIMIT, 2, False), (ONE, 1, False), (CONTROL, 1, True)):
+        found[name] = (1, OneProcess(threads, off=off) if world.rank == 0 else None)
+    for line in layouts:
+        size = sw.Layout.parse(line).num_ranks
+        found[line] = (size, Pipelined(replace(world, size=size), line) if world.rank < size else None)
+    return found
+
+
+def turn(everyone, variant, batches):
+    """One epoch's seconds, from a moment that all agreed on until the last rank is done, and this rank's mean loss."""
+    moment = torch.tensor([time.perf_counter() + AHEAD_S], dtype=torch.float64)
+    start = end = everyone.broadcast(moment).item()  # the clock is the machine's
+    loss_sum = 0.0
+    if variant is not None:
+        gc.disable()
+        torch.set_num_threads(variant.threads)
+        time.sleep(max(0.0, start - time.perf_counter()))
+        for batch in batches:
+            loss_sum += variant.step(batch) * len(batch[1])
+        end = time.perf_counter()
+        torch.set_num_threads(1)
+        gc.enable()
+    seconds = everyone.all_reduce(torch.tensor(end - start, dtype=torch.float64), "max").item()
+    return seconds, loss_sum / sum(len(targets) for _, targets in batches)
+
+
+def measure(world, folder, layouts, epochs, share):
+    """Seconds, mean loss and test accuracy of each epoch, by variant; where each layout is cut."""
+    torch.set_num_threads(1)
+    everyone, each = world.everyone(), variants(world, layouts)
+    train, test = (global_batch(data, range(len(data))) for data in (Cifar10(folder), Cifar10(folder, split="eval")))
+    order, rows = Order(len(train[1]), BATCH, seed=0), []
+    num_steps = math.ceil(order.num_steps_per_epoch * share)
+    for epoch in range(epochs):
+        first = epoch * order.num_steps_per_epoch
+        indices = [torch.from_numpy(order.batch(first + number)) for number in range(num_steps)]
+        batches = [tuple(t[index] for t in train) for index in indices]
+        names, row = list(each), {}
+        for name in names[epoch % len(names) :] + names[: epoch % len(names)]:
+            _, variant = each[name]
+            seconds, loss = turn(everyone, variant, batches)
+            right = 0.0 if variant is None else (variant.predict(test[0]).argmax(1) == test[1]).double().mean().item()
+            row[name] = {"s": seconds, "loss": loss, "accuracy": right}
+        rows.append({name: row[name] for name in names})
+    cuts = {}
+    for line in layouts:
+        variant = each[line][1]
+        if variant is not None:
+            chunked = variant.run.plan.stages.chunked
+            cuts[line] = [chunked.calls_of(chunk) for chunk in range(chunked.num_chunks)]
+    return rows, cuts, (len(train[1]), len(test[1]), num_steps)
+
+
+def compared(rows):
+    """By variant, the largest difference of an epoch's loss from one process's, and of its accuracy.
+
+    Raises: AssertionError: a curve that rounding alone does not explain.
+    """
+
+    def off(name, what, epochs):
+        return max(abs(row[name][what] - row[LIMIT][what]) for row in rows[:epochs])
+
+    found = {}
+    for name in rows[0]:
+        found[name] = (off(name, "loss", None), off(name, "accuracy", None))
+        for epochs in range(1, len(rows) + 1):
+            allowed = ALLOWED_GROWTH * max(off(CONTROL, "loss", epochs), torch.finfo(torch.float32).eps)
+            seen = off(name, "loss", epochs)
+            assert seen <= allowed, f"{name}: loss off by {seen:.1e} after {epochs} epochs, {allowed:.1e} allowed"
+    return found
+
+
+def table_of(rows, cuts):
+    """A row for each variant: seconds of an epoch, the curve's end and how far it is off."""
+    seconds = [{name: told["s"] for name, told in row.items()} for row in rows]
+    off = compared(rows)
+    return [
+        {
+            **row,
+            "loss_off": off[row["name"]][0],
+            "accuracy_off": off[row["name"]][1],
+            "losses": [each[row["name"]]["loss"] for each in rows],
+            "accuracies": [each[row["name"]]["accuracy"] for each in rows],
+            "cut": cuts.get(row["name"]),
+        }
+        for row in ratio_rows(seconds, dict.fromkeys(seconds[0], LIMIT))
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", help="cifar-10-batches-bin: CIFAR-10, the binary version")
+    parser.add_argument("--epochs", type=int, default=7, help="each is a round: every variant trains it in turn")
+    parser.add_argument("--share", type=float, default=1.0, help="of each epoch's batches")
+    parser.add_argument("--layouts", nargs="*", default=LAYOUTS)
+    parser.add_argument("--quick", action="store_true", help="a tenth of two epochs: whether all of it runs")
+    parser.add_argument("--write", action="store_true", help="keep the raw rows under results/")
+    options = parser.parse_args()
+    if options.folder is None:
+        print(
+            "left out: name a folder with CIFAR-10's binary version, python benchmarks/pipeline_convnet/run.py FOLDER"
+        )
+        return
+    try:
+        Cifar10(options.folder)
+    except PlanError as problem:
+        sys.exit(str(problem))
+    if options.quick:
+        options.epochs, options.share = 2, 0.1
+    os.environ["OMP_NUM_THREADS"] = "1"
+    facts, folder = machine(), str(Path(options.folder).resolve())
+    size = max(sw.Layout.parse(line).num_ranks for line in options.layouts)
+    rows, cuts, counts = sw.launch(measure, size, folder, options.layouts, options.epochs, options.share)[0]
+    num_train, num_test, num_steps = counts
+    table = table_of(rows, cuts)
+    print(f"an epoch: {num_steps} batches of {BATCH} of {num_train} pictures; tested on {num_test}")
+    for row in table:
+        print(
+            f"{row['name']:40} {row['ms_median'] / 1000:7.2f} s   {row['ratio_median']:.3f} of the limit "
+            f"({row['ratio_min']:.3f} to {row['ratio_max']:.3f})   loss {row['losses'][-1]:.4f}, off by "
+            f"{row['loss_off']:.1e}   accuracy {row['accuracies'][-1]:.3f}, off by {row['accuracy_off']:.1e}"
+        )
+    if options.write:
+        data = {"train": num_train, "test": num_test, "batches": num_steps, "batch": BATCH, **SGD}
+        write(Path(__file__).parent, {"machine": facts, "data": data, "table": table, "rounds": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What crosses between a pipeline's chunks, as one rank holds it: the model's forward rehearsed on the meta device.
+
+The rank's own part of every layer runs, with ranks beside it that are not there, so that a value has the shape in
+which tensor parallelism leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwright.comm.ghosts import ghost_world
+from shardwright.draws import Draws
+from shardwright.mesh import Coord
+from shardwright.models.structure import owners
+from shardwright.pipeline import Deferred, Samples
+from shardwright.pipeline.graph import bind, prepare, run
+from shardwright.strategy import Crossing, Job, Plan, Strategy
+
+Crossings = Mapping[str, tuple[Crossing, ...]]
+
+
+def crossings(
+    job: Job, plan: Plan, strategies: Sequence[Strategy], microbatches: Sequence[Any], num_global: int, coord: Coord
+) -> tuple[Crossings, ...]:
+    """By microbatch and value, the tensors that cross between chunks as ``coord`` holds them.
+
+    ``job.model`` and ``job.loss`` are changed, the model whole and on the meta device; ``microbatches`` are the rank's
+    own inputs there, of a global batch of so many samples.
+    """
+    if plan.stages is None:
+        return tuple({} for _ in microbatches)
+    plan = replace(
+        plan,
+        compute={name: lies.on_all("pp") for name, lies in plan.compute.items()},
+        buffers={name: lies.on_all("pp") for name, lies in plan.buffers.items()},
+    )
+    assert plan.stages is not None, "placed"
+    world = ghost_world(plan.mesh.rank(coord), plan.mesh.size)
+    axes = world.axes(plan.mesh)
+    _cut_parameters(job.model, plan, coord)
+    samples = Samples(plan.mesh, plan.row_axes, coord)
+    job = job._replace(samples=samples, draws=Draws(), deferred=Deferred())
+    for strategy in strategies:
+        if strategy.phase == "operators":
+            strategy.apply(job, axes, plan)
+    job.model.eval()
+    chunked = plan.stages.chunked
+    chunks = [prepare(job.model, chunked, chunk) for chunk in range(chunked.num_chunks)]
+    wanted = {value for edge in chunked.edges for value in edge.values}
+    found = []
+    for number, inputs in enumerate(microbatches):
+        samples.begin(num_global, number, len(microbatches))
+        crossed: dict[str, Any] = {}
+        for ready in chunks:
+            values = {**bind(plan.stages.model, chunked.graph, inputs), **crossed}
+            with torch.enable_grad():
+                run(ready, values)
+            crossed.update({name: value for name, value in values.items() if name in wanted})
+        found.append({name: tuple(_crossing(leaf) for leaf in _tensors(crossed[name])) for name in wanted})
+    return tuple(found)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _crossing(tensor: Tensor) -> Crossing:
+    return Crossing(tensor.numel() * tensor.element_size(), tensor.requires_grad)
+
+
+def _cut_parameters(model: nn.Module, plan: Plan, coord: Coord) -> None:
+    """Every parameter and buffer in the shape that this rank holds."""
+    for _, module, own, name in list(owners(model)):
+        whole = module._parameters[own]
+        assert whole is not None
+        held = torch.empty(plan.compute[name].local_shape(coord), dtype=whole.dtype, device="meta")
+        module._parameters[own] = nn.Parameter(held, requires_grad=whole.requires_grad)
+    for path, module in model.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            lies = plan.buffers.get(f"{path}.{own}".lstrip("."))
+            if lies is not None:
+                module._buffers[own] = torch.empty(lies.local_shape(coord), dtype=buffer.dtype, device="meta")

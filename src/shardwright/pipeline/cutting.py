@@ -1,0 +1,299 @@
+"""Where a model is cut into chunks: by hand, or so that the slowest chunk is as fast as can be.
+
+Calls are weighed by what they cost, not counted; among cuts that are equally fast, the one whose largest chunk holds
+the fewest bytes is taken. A module is looked into when it alone costs more than a chunk's fair share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import fx, nn
+
+from shardwright.errors import LayoutError, explain, nearest
+from shardwright.models.structure import has_choices
+from shardwright.pipeline.costs import Cost, by_example, by_weights, measured, total
+from shardwright.pipeline.graph import CallSite, Chunked, read_graph, sites, weights_by_module
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model, on the meta device, in chunks; and what each chunk costs forward."""
+
+    model: nn.Module
+    chunked: Chunked
+    costs: tuple[Cost, ...]
+    opened: tuple[str, ...] = ()
+
+    @property
+    def num_chunks(self) -> int:
+        """How many pieces there are."""
+        return self.chunked.num_chunks
+
+    def with_arguments(self, given: Sequence[str]) -> Chunked:
+        """The same cut of the code that runs when these arguments are given."""
+        graph = read_graph(self.model, self.opened, given)
+        return Chunked(graph, self.chunked.chunk_of, self.num_chunks, self.chunked.names)
+
+
+def cut(
+    model: nn.Module,
+    num_chunks: int,
+    *,
+    names: Sequence[str] = (),
+    example: Any = None,
+    num_tokens: int = 1,
+    seconds: Mapping[str, float] | None = None,
+    closed: Collection[str] = (),
+) -> Stages:
+    """Cuts a model, on the meta device, into chunks.
+
+    ``names`` are the modules at which chunks begin, all of them, by hand. Otherwise costs decide: counted on
+    ``example``, a microbatch's inputs on the meta device, or guessed from the weights and ``num_tokens``; ``seconds``
+    are those measured of single modules. Modules in ``closed`` are not looked into.
+
+    Raises: LayoutError: fewer calls than chunks, names that the model does not call or in another order,
+        code that cannot be followed.
+
+    >>> stages = cut(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 64)), 2)
+    >>> [stages.chunked.calls_of(chunk) for chunk in range(2)]
+    [('0', '1'), ('2',)]
+    """
+    if names:
+        return _by_hand(model, num_chunks, names, example, num_tokens)
+    opened: set[str] = set()
+    refused: set[str] = set(closed)
+    while True:
+        graph = read_graph(model, opened)
+        costs = _costs(model, graph, example, num_tokens, seconds)
+        movable = _movable(graph, model)
+        site = _worth_opening(model, movable, costs, num_chunks, refused)
+        if site is None:
+            break
+        try:
+            read_graph(model, opened | {site.module})
+            opened.add(site.module)
+        except LayoutError:
+            refused.add(site.module)
+    if len(movable) < num_chunks:
+        raise _too_many(model, num_chunks, movable)
+    places = _beginnings(model, movable, num_chunks)
+    groups = [total([costs[site] for site in movable[a:b]]) for a, b in pairwise([*places, len(movable)])]
+    starts = [places[group] for group in _balance(groups, num_chunks)]
+    return _stages(model, graph, movable, starts, costs, tuple(sorted(opened)))
+
+
+def _costs(
+    model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int, seconds: Mapping[str, float] | None
+) -> dict[CallSite, Cost]:
+    costs = by_weights(model, graph, num_tokens) if example is None else by_example(model, graph, example)
+    seen: set[str] = set()
+    for site in costs:  # a module that is called again holds its weights once
+        if site.module in seen:
+            costs[site] = costs[site]._replace(parameter_bytes=0)
+        seen.add(site.module)
+    return measured(costs, seconds) if seconds else costs
+
+
+def _movable(graph: fx.Graph, model: nn.Module) -> list[CallSite]:
+    """The calls that belong to one chunk: all but those of modules without weights that see inputs alone."""
+    free: set[fx.Node] = set()
+    found = []
+    for node, site in sites(graph):
+        weightless = site is None or next(model.get_submodule(site.module).parameters(), None) is None
+        if node.op != "get_attr" and weightless and all(each in free for each in node.all_input_nodes):
+            free.add(node)
+        elif site is not None:
+            found.append(site)
+    return found
+
+
+def _worth_opening(
+    model: nn.Module, movable: Sequence[CallSite], costs: Mapping[CallSite, Cost], num_chunks: int,
+    refused: Collection[str],
+) -> CallSite | None:  # fmt: skip
+    """The costliest call that is more than a chunk's share, or any while there are too few calls."""
+    share = total([costs[site] for site in movable]).work / num_chunks
+    for site in sorted(movable, key=lambda site: -costs[site].work):
+        module = model.get_submodule(site.module)
+        opens = next(module.children(), None) is not None and not has_choices(module)
+        if not opens or site.module in refused or type(module).__module__.startswith("torch.nn."):
+            continue
+        if costs[site].work > share * (1 + 1e-9) or len(movable) < num_chunks:
+            return site
+    return None
+
+
+def _beginnings(model: nn.Module, movable: Sequence[CallSite], num_chunks: int) -> list[int]:
+    """Where a chunk may begin: at calls with weights, so that what is cheap to redo nowhere stands alone.
+
+    At any call where there are too few of these.
+    """
+    weighted = [
+        i for i, site in enumerate(movable) if next(model.get_submodule(site.module).parameters(), None) is not None
+    ]
+    places = sorted({0, *weighted[1:]})
+    return places if len(places) >= num_chunks else list(range(len(movable)))
+
+
+def _balance(costs: Sequence[Cost], num_chunks: int) -> list[int]:
+    """Where each chunk begins, so that the most work of any is least, and then the most bytes.
+
+    Chunks are runs of calls, none empty. By bisection on the answer's candidates: the work of all runs.
+    """
+    least = _least_of_most([cost.work for cost in costs], num_chunks)
+    weight_bytes = [cost.parameter_bytes * 4 + cost.activation_bytes for cost in costs]  # with optimizer state
+    works = [0.0, *accumulate(cost.work for cost in costs)]
+    sizes = [0, *accumulate(weight_bytes)]
+    bound = least * (1 + 1e-9)
+    # best[i]: the least possible most of bytes for the first i calls in some number of chunks, and where the last began
+    best: list[tuple[float, int]] = [(0.0, 0)] + [(float("inf"), 0)] * len(costs)
+    began: list[list[int]] = []
+    for chunk in range(1, num_chunks + 1):
+        row: list[tuple[float, int]] = [(float("inf"), 0)] * (len(costs) + 1)
+        for stop in range(chunk, len(costs) + 1):
+            for start in range(stop - 1, chunk - 2, -1):
+                if works[stop] - works[start] > bound:
+                    break
+                most = max(best[start][0], float(sizes[stop] - sizes[start]))
+                row[stop] = min(row[stop], (most, start))
+        best = row
+        began.append([start for _, start in row])
+    starts, stop = [], len(costs)
+    for row_of_chunk in reversed(began):
+        stop = row_of_chunk[stop]
+        starts.append(stop)
+    return starts[::-1]
+
+
+def _least_of_most(works: Sequence[float], num_chunks: int) -> float:
+    """The least that the most work of a chunk can be, none of them empty."""
+    sums = [0.0, *accumulate(works)]
+    best = [float("inf")] * (len(works) + 1)
+    best[0] = 0.0
+    for chunk in range(1, num_chunks + 1):
+        row = [float("inf")] * (len(works) + 1)
+        for stop in range(chunk, len(works) + 1):
+            for start in range(stop - 1, chunk - 2, -1):
+                here = sums[stop] - sums[start]
+                if here >= row[stop]:
+                    break
+                row[stop] = min(row[stop], max(best[start], here))
+        best = row
+    return best[-1]
+
+
+def _stages(
+    model: nn.Module, graph: fx.Graph, movable: Sequence[CallSite], starts: Sequence[int],
+    costs: Mapping[CallSite, Cost], opened: tuple[str, ...],
+) -> Stages:  # fmt: skip
+    bounds = [0, *starts[1:], len(movable)]
+    chunk_of = {site: chunk for chunk, (a, b) in enumerate(pairwise(bounds)) for site in movable[a:b]}
+    chunked = Chunked(graph, chunk_of, len(starts), weights_by_module(model))
+    each = tuple(total([costs[site] for site in movable[a:b]]) for a, b in pairwise(bounds))
+    return Stages(model, chunked, each, opened)
+
+
+def _by_hand(
+    model: nn.Module, num_chunks: int, names: Sequence[str], example: Any, num_tokens: int
+) -> Stages:  # fmt: skip
+    given = ",".join(names)
+    known = [name for name, _ in model.named_modules() if name]
+    for name in names:
+        if name not in known:
+            raise LayoutError(
+                explain(
+                    f"the model has no module '{name}' to cut at",
+                    given=f"cut:{given}",
+                    allowed="names of modules: " + ", ".join(name for name in known if name.count(".") < 2),
+                    fix=f"write {nearest(name, known)}",
+                )
+            )
+    if len(names) != num_chunks:
+        raise LayoutError(
+            explain(
+                f"{num_chunks} stages begin at {len(names)} names",
+                given=f"cut:{given}",
+                allowed=f"{num_chunks} names, the first of them where the model begins",
+                fix=f"write pp{len(names)}, or name {num_chunks} modules",
+            )
+        )
+    opened = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts))}
+    graph = read_graph(model, opened)
+    movable = _movable(graph, model)
+    starts: list[int] = []
+    for name in names:
+        found = [i for i, site in enumerate(movable) if f"{site.module}.".startswith(f"{name}.")]
+        if not found:
+            raise LayoutError(
+                explain(
+                    f"no stage can begin at '{name}'",
+                    given=f"cut:{given}",
+                    allowed="modules that the model's code calls itself: " + _words(movable),
+                    fix=f"write {nearest(name, [site.module for site in movable])}",
+                )
+            )
+        starts.append(found[0])
+    if sorted(set(starts)) != starts:
+        order = sorted(zip(starts, names, strict=True))
+        raise LayoutError(
+            explain(
+                "the stages are not in the order in which the model runs them",
+                given=f"cut:{given}",
+                allowed="each name once, in the order of the calls: " + _words(movable),
+                fix="write cut:" + ",".join(name for _, name in order),
+            )
+        )
+    starts[0] = 0  # what comes before the first name belongs to it
+    return _stages(model, graph, movable, starts, _costs(model, graph, example, num_tokens, None), tuple(opened))
+
+
+def _words(movable: Sequence[CallSite]) -> str:
+    names = list(dict.fromkeys(site.module for site in movable))
+    return ", ".join(names if len(names) < 12 else [*names[:6], "...", *names[-5:]])
+
+
+def _too_many(model: nn.Module, num_chunks: int, movable: Sequence[CallSite]) -> LayoutError:
+    return LayoutError(
+        explain(
+            f"the model cannot be cut into {num_chunks} chunks",
+            given=f"{type(model).__name__}, whose code makes {len(movable)} calls that can be told apart: "
+            + _words(movable),
+            allowed=f"1 to {len(movable)} chunks, stages times chunks of each",
+            fix=f"write pp{max(1, len(movable))}" if movable else "leave out pp",
+        )
+    )
+
+
+def stages_by_device(model: nn.Module) -> tuple[str, ...]:
+    """Where the device of the parameters changes from call to call: the cut that a person made with ``.to``.
+
+    Names for ``cut:``, the first call's first; empty where all parameters are on one device.
+
+    >>> stages_by_device(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
+    ('0', '1')
+    """
+    if len({p.device for p in model.parameters()}) < 2:
+        return ()
+    found: list[tuple[str, object]] = []
+    for site in _movable(read_graph(model), model):
+        devices = {p.device for p in model.get_submodule(site.module).parameters()}
+        if len(devices) > 1:
+            raise LayoutError(
+                explain(
+                    f"the parameters of '{site.module}' are on several devices",
+                    given=", ".join(sorted(map(str, devices))),
+                    allowed="one device for each module that the model's code calls",
+                    fix="move it whole, or name the stages by hand: pp2/cut:first,second",
+                )
+            )
+        if devices and (not found or found[-1][1] not in devices):
+            found.append((site.module, devices.pop()))
+    return tuple(name for name, _ in found) if len(found) > 1 else ()
+
+
+Cutter = Callable[[int], Stages]
+"""A model's cut into so many chunks."""

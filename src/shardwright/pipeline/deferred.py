@@ -1,0 +1,58 @@
+"""The backward in two: the gradient of the input now, those of the weights when there is time.
+
+While an ``I`` action runs backward, layers that know how hand over what makes their weight's gradient instead of making
+it; the ``W`` action does that work. Nothing is computed twice, and a layer that does not know how makes its gradients
+in ``I``. Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Deferred:
+    """Work that one rank's backward has left for later, by chunk and microbatch.
+
+    >>> deferred, done = Deferred(), []
+    >>> with deferred.collecting(chunk=0, microbatch=1):
+    ...     deferred.leave(lambda: done.append("weights"))
+    >>> done
+    []
+    >>> deferred.do(0, 1)
+    >>> done
+    ['weights']
+    """
+
+    _waiting: dict[tuple[int, int], list[Callable[[], None]]] = field(default_factory=dict)
+    _open: tuple[int, int] | None = None
+
+    @contextmanager
+    def collecting(self, chunk: int, microbatch: int) -> Iterator[None]:
+        """Until the end, layers leave their weights' gradients."""
+        self._open = (chunk, microbatch)
+        self._waiting[self._open] = []
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def takes(self, parameter: Tensor | None) -> bool:
+        """Whether the gradient of this parameter is wanted later: asked in backward."""
+        return self._open is not None and parameter is not None and parameter.is_leaf
+
+    def leave(self, work: Callable[[], None]) -> None:
+        """Keeps ``work`` for the ``W`` action of what is running backward."""
+        assert self._open is not None, "only while an I action runs"
+        self._waiting[self._open].append(work)
+
+    def do(self, chunk: int, microbatch: int) -> None:
+        """All that was left, in the order in which it was."""
+        with torch.no_grad():
+            for work in self._waiting.pop((chunk, microbatch), ()):
+                work()

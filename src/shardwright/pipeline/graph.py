@@ -1,0 +1,303 @@
+"""A model's code as a list of calls, cut into chunks; and the part of it that one chunk runs.
+
+A trace of the model gives its calls in order. Each call of a module belongs to a chunk; what lies between modules (an
+addition, a reshape) goes with the last of the values it takes. What depends on the model's inputs alone every chunk
+computes for itself, from the microbatch. All other values that a later chunk uses are sent to it, straight from the
+chunk that made them, so a skip connection crosses as many stages as it likes::
+
+    tokens --> token --> + --> blocks.0 | blocks.1 --> blocks.2 | norm --> head
+                    chunk 0             |        chunk 1        |   chunk 2
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from shardwright.errors import LayoutError, explain
+from shardwright.models.structure import trace
+
+
+class CallSite(NamedTuple):
+    """One call of a module: its name, and the how-manieth call of it this is."""
+
+    module: str
+    number: int = 0
+
+
+class Edge(NamedTuple):
+    """Values that one chunk makes and a later one uses, by their names in the code."""
+
+    source: int
+    target: int
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A model's calls, each in a chunk.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> chunk_of = {CallSite("0"): 0, CallSite("1"): 0, CallSite("2"): 1}
+    >>> chunked = Chunked(read_graph(model), chunk_of, 2, weights_by_module(model))
+    >>> chunked.edges
+    (Edge(source=0, target=1, values=('_1',)),)
+    >>> chunked.weights_of(1)
+    ('2.bias', '2.weight')
+    """
+
+    graph: fx.Graph = field(compare=False)
+    chunk_of: Mapping[CallSite, int]
+    num_chunks: int
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def nodes(self) -> Mapping[fx.Node, int | None]:
+        """Every node's chunk; None where each chunk computes it for itself."""
+        found: dict[fx.Node, int | None] = {}
+        for node, site in sites(self.graph):
+            before = [found[each] for each in node.all_input_nodes]
+            latest = max((chunk for chunk in before if chunk is not None), default=None)
+            if node.op == "output":
+                found[node] = self.num_chunks - 1
+            elif site is not None and site in self.chunk_of:
+                found[node] = max(self.chunk_of[site], latest or 0)
+            else:
+                found[node] = latest
+        for node in reversed(self.graph.nodes):  # what reads a weight goes where the weight is used
+            users = [chunk for user in node.users if (chunk := found[user]) is not None]
+            if node.op == "get_attr" and users:
+                found[node] = min(users)
+        return found
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """What crosses from chunk to chunk, in order."""
+        crossing: dict[tuple[int, int], dict[str, None]] = {}
+        for node, chunk in self.nodes.items():
+            for value in node.all_input_nodes:
+                source = self.nodes[value]
+                if chunk is not None and source is not None and source != chunk and value.op != "get_attr":
+                    crossing.setdefault((source, chunk), {})[value.name] = None
+        return tuple(Edge(*key, tuple(names)) for key, names in sorted(crossing.items()))
+
+    def nodes_of(self, chunk: int) -> tuple[fx.Node, ...]:
+        """The calls of one chunk, in order, with what it computes for itself and the weights that it reads."""
+        needed: set[fx.Node] = set()
+        mine: list[fx.Node] = []
+        for node in reversed(self.graph.nodes):
+            own = self.nodes[node] == chunk
+            if own or (node in needed and (self.nodes[node] is None or node.op == "get_attr")):
+                mine.append(node)
+                needed.update(node.all_input_nodes)
+        return tuple(reversed(mine))
+
+    @cached_property
+    def _numbers(self) -> Mapping[fx.Node, int]:
+        return {node: site.number for node, site in sites(self.graph) if site is not None}
+
+    def calls_before(self, node: fx.Node) -> int:
+        """How often the module that ``node`` calls was called before, by whatever chunk."""
+        return self._numbers[node]
+
+    def calls_of(self, chunk: int) -> tuple[str, ...]:
+        """The modules that one chunk calls, each once."""
+        return tuple(dict.fromkeys(str(n.target) for n in self.nodes_of(chunk) if n.op == "call_module"))
+
+    def weights_of(self, chunk: int) -> tuple[str, ...]:
+        """The names of the parameters and buffers that one chunk uses."""
+        found = {str(node.target) for node in self.nodes_of(chunk) if node.op == "get_attr"}
+        for module in self.calls_of(chunk):
+            found.update(self.names.get(module, ()))
+        return tuple(sorted(found))
+
+
+def sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, CallSite | None]]:
+    """Every node, with the call that it is, where it calls a module."""
+    calls: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op != "call_module":
+            yield node, None
+            continue
+        path = str(node.target)
+        yield node, CallSite(path, calls[path])
+        calls[path] += 1
+
+
+def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection[str] = ()) -> fx.Graph:
+    """The model's calls; weights that its code reads itself are ``get_attr`` nodes by their names.
+
+    Raises: LayoutError: code that depends on values, so that a trace cannot show it.
+
+    >>> [node.name for node in read_graph(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
+    ['input_1', '_0', '_1', 'output']
+    """
+    graph = trace(model, opened=opened, given=given, shows_weights=True)
+    if graph is None:
+        raise LayoutError(
+            explain(
+                f"the code of {type(model).__name__} cannot be followed, so it cannot be cut into stages",
+                given="a forward whose calls depend on values, on loops over them or on calls outside of torch",
+                allowed="a forward that makes the same calls for any values; loops over lists of modules are fine",
+                fix="move what depends on values into a module of its own, or use nn.Sequential",
+            )
+        )
+    names = {id(each): name for name, each in _tensors(model)}
+    for node in list(graph.nodes):
+        for tensor in _constants(node):
+            name = names.get(id(tensor))
+            if name is None:
+                continue
+            with graph.inserting_before(node):
+                read = graph.get_attr(name)
+            _replace(node, tensor, read)
+    return graph
+
+
+def weights_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """By module, the names of all parameters and buffers in it; a tied parameter has one name.
+
+    >>> weights_by_module(nn.Sequential(nn.Linear(1, 1, bias=False)))
+    {'': ('0.weight',), '0': ('0.weight',)}
+    """
+    names = {id(each): name for name, each in _tensors(model)}
+    return {
+        path: tuple(dict.fromkeys(names[id(each)] for _, each in _tensors(module)))
+        for path, module in model.named_modules(remove_duplicate=False)
+    }
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from reversed(list(model.named_parameters(remove_duplicate=False)))  # the first of tied names counts
+    yield from reversed(list(model.named_buffers(remove_duplicate=False)))
+
+
+def _constants(node: fx.Node) -> list[Tensor]:
+    found: list[Tensor] = []
+    fx.node.map_aggregate((node.args, node.kwargs), lambda a: found.append(a) if isinstance(a, Tensor) else None)
+    return found
+
+
+def _replace(node: fx.Node, tensor: Tensor, by: fx.Node) -> None:
+    def swap(argument: Any) -> Any:
+        return by if argument is tensor else argument
+
+    node.args = fx.node.map_aggregate(node.args, swap)
+    node.kwargs = fx.node.map_aggregate(node.kwargs, swap)
+
+
+class Ready(NamedTuple):
+    """A node, ready to run: what it calls, its arguments, and the values that nobody needs after it."""
+
+    node: fx.Node
+    call: Callable[..., Any] | None
+    done_with: tuple[str, ...]
+
+
+def prepare(model: nn.Module, chunked: Chunked, chunk: int) -> tuple[Ready, ...]:
+    """The nodes of one chunk with the modules that they call, to be run again and again by :func:`run`."""
+    nodes = chunked.nodes_of(chunk)
+    kept = {value for edge in chunked.edges if edge.source == chunk for value in edge.values}
+    last_use: dict[str, fx.Node] = {}
+    for node in nodes:
+        for value in node.all_input_nodes:
+            last_use[value.name] = node
+    return tuple(
+        Ready(
+            node,
+            _callee(model, node),
+            tuple(name for name, user in last_use.items() if user is node and name not in kept),
+        )
+        for node in nodes
+    )
+
+
+def _callee(model: nn.Module, node: fx.Node) -> Callable[..., Any] | None:
+    if node.op == "call_module":
+        return model.get_submodule(str(node.target))
+    if node.op == "call_function":
+        assert callable(node.target)
+        return node.target
+    if node.op == "get_attr":
+        path, _, own = str(node.target).rpartition(".")
+        module = model.get_submodule(path)
+        return lambda: getattr(module, own)
+    if node.op == "call_method":
+        method = str(node.target)
+        return lambda self, *args, **named: getattr(self, method)(*args, **named)
+    return None
+
+
+def run(ready: Sequence[Ready], values: dict[str, Any], before: Callable[[fx.Node], None] | None = None) -> Any:
+    """Runs a chunk's nodes on ``values``, which holds the model's inputs and what came in; new ones are added to it.
+
+    Returns the model's output where the chunk makes it. ``before`` is called ahead of each module.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.ReLU(), nn.Flatten())
+    >>> chunked = Chunked(read_graph(model), {CallSite("0"): 0, CallSite("1"): 0}, 1)
+    >>> run(prepare(model, chunked, 0), {"input_1": torch.ones(1, 2)})
+    tensor([[1., 1.]])
+    """
+
+    def look(argument: fx.Node) -> Any:
+        return values[argument.name]
+
+    result = None
+    for node, call, done_with in ready:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            result = fx.node.map_arg(node.args[0], look)
+        else:
+            assert call is not None
+            if before is not None and node.op == "call_module":
+                before(node)
+            if len(node.args) == 1 and type(node.args[0]) is fx.Node and not node.kwargs:
+                values[node.name] = call(values[node.args[0].name])
+            else:
+                values[node.name] = call(*fx.node.map_arg(node.args, look), **fx.node.map_arg(node.kwargs, look))
+        for name in done_with:
+            values.pop(name, None)
+    return result
+
+
+def bind(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[str, Any]:
+    """A batch's inputs by the names of the graph's placeholders.
+
+    >>> import torch
+    >>> model = nn.ReLU()
+    >>> list(bind(model, read_graph(nn.Sequential(model)), torch.ones(1)))
+    ['input_1']
+    """
+    holders = [node for node in graph.nodes if node.op == "placeholder"]
+    if isinstance(inputs, Mapping):
+        return {node.name: inputs[str(node.target)] for node in holders}
+    values = inputs if isinstance(inputs, tuple | list) else (inputs,)
+    return {node.name: value for node, value in zip(holders, values, strict=True)}
+
+
+def arguments_given(model: nn.Module, inputs: Any) -> tuple[str, ...]:
+    """The names of the model's arguments that a batch's inputs fill, in the order of its forward.
+
+    >>> import torch
+    >>> arguments_given(nn.Linear(1, 1), torch.ones(1))
+    ('input',)
+    """
+    names = list(inspect.signature(model.forward).parameters)
+    if isinstance(inputs, Mapping):
+        return tuple(name for name in names if name in inputs)
+    count = len(inputs) if isinstance(inputs, tuple | list) else 1
+    return tuple(names[:count])
+
+
+__all__ = [
+    "CallSite", "Chunked", "Edge", "Ready", "arguments_given", "bind", "prepare", "read_graph", "run", "sites",
+    "weights_by_module",
+]  # fmt: skip

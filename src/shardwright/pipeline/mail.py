@@ -1,0 +1,190 @@
+"""Values that cross between stages: any tree of tensors, sent as they lie, received before they are needed.
+
+The first time that values of some shapes cross an edge, their *form* goes ahead: shapes, dtypes, which need gradients,
+and all that is no tensor. From then on both sides know it, and tensors alone travel. A form belongs to a ``key`` that
+both sides can tell by themselves (the shapes of the microbatch), so that shapes may change from step to step.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from shardwright.comm import Axis, Pending
+from shardwright.errors import PlanError, explain
+from shardwright.pipeline.transfers import Message
+
+PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice)
+
+
+class Leaf(NamedTuple):
+    """The form of a tensor that crosses."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+
+
+class Form(NamedTuple):
+    """The form of all that crosses an edge: where the tree's tensors are, and its other leaves as they are."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> tuple[Leaf, ...]:
+        """The tensors' forms."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Leaf))
+
+
+def form_of(values: Any, where: str) -> tuple[Form, list[Tensor]]:
+    """The form of a tree, and its tensors, detached.
+
+    Raises: PlanError: a leaf that is neither a tensor nor a plain value.
+
+    >>> form, tensors = form_of({"x": torch.ones(2), "n": 3}, "chunk 0")
+    >>> [leaf if isinstance(leaf, int) else leaf.shape for leaf in form.leaves]
+    [(2,), 3]
+    """
+    leaves, spec = tree_flatten(values)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise PlanError(
+                explain(
+                    f"what {where} hands on is no tree of tensors",
+                    given=type(leaf).__name__,
+                    allowed="tensors, numbers, strings and None, in tuples, lists and dicts",
+                    fix=f"hand on the tensors of the {type(leaf).__name__}, or cut the model elsewhere",
+                )
+            )
+    forms = tuple(
+        Leaf(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    )
+    return Form(spec, forms), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def fill(form: Form, tensors: Sequence[Tensor]) -> Any:
+    """The tree of a form, with these tensors in it.
+
+    >>> form, tensors = form_of((torch.ones(2), 3), "chunk 0")
+    >>> fill(form, tensors)
+    (tensor([1., 1.]), 3)
+    """
+    given = iter(tensors)
+    return tree_unflatten([next(given) if isinstance(leaf, Leaf) else leaf for leaf in form.leaves], form.spec)
+
+
+@dataclass
+class Mail:
+    """One stage's messages to and from the others, over the axis of the stages."""
+
+    axis: Axis
+    _forms: dict[tuple[int, int, object], Form] = field(default_factory=dict)
+    _announced: set[tuple[int, int, object]] = field(default_factory=set)
+    _queues: dict[int, deque[Message]] = field(default_factory=dict)
+    _posted: dict[Message, list[Pending[Tensor]]] = field(default_factory=dict)
+    _from: dict[Message, int] = field(default_factory=dict)
+
+    def begin(self, arrivals: Mapping[int, Sequence[Message]]) -> None:
+        """A list of actions begins: these messages will come, in this order from each stage."""
+        assert not self._posted, "every message of the last list was taken"
+        self._queues = {stage: deque(messages) for stage, messages in arrivals.items()}
+        self._from = {message: stage for stage, messages in arrivals.items() for message in messages}
+
+    def form(self, message: Message, key: object) -> Form:
+        """The form of the values that crossed this edge."""
+        return self._forms[message.source, message.target, key]
+
+    def remember(self, message: Message, key: object, form: Form) -> None:
+        """Values cross an edge between chunks of one stage: nothing is sent."""
+        self._forms[message.source, message.target, key] = form
+
+    def send(self, message: Message, form: Form, tensors: Sequence[Tensor], key: object, to: int) -> None:
+        """Values forward; their form goes ahead when the other side does not know it."""
+        place = (message.source, message.target, key)
+        known = self._forms.setdefault(place, form)
+        if known != form:
+            raise PlanError(
+                explain(
+                    f"what chunk {message.source} hands to chunk {message.target} has another form than before",
+                    given=f"{form.leaves}, before {known.leaves}",
+                    allowed="shapes that follow from those of the batch: the receiver knows no others",
+                    fix="keep shapes that depend on values inside one stage",
+                )
+            )
+        if place not in self._announced:
+            self._announced.add(place)
+            said = pickle.dumps((treespec_dumps(form.spec), form.leaves))
+            data = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(self.axis.device)
+            forms = self.axis.for_strategy("core")
+            forms.send(torch.tensor([data.numel()], device=self.axis.device), to)
+            forms.send(data, to)
+        for tensor in tensors:
+            self.axis.send(tensor, to)
+
+    def send_gradients(self, gradients: Sequence[Tensor], to: int) -> None:
+        """Gradients back: the other side knows their shapes."""
+        for gradient in gradients:
+            self.axis.send(gradient, to)
+
+    def post(self, messages: Sequence[Message], keys: Mapping[int, object]) -> None:
+        """Posts the receives of these messages, and of those that come before them, as far as their forms are known."""
+        for message in messages:
+            queue = self._queues.get(self._from.get(message, -1))
+            while queue and message not in self._posted:
+                first = queue[0]
+                if (first.source, first.target, keys[first.microbatch]) not in self._forms:
+                    break
+                self._post(queue.popleft(), keys)
+
+    def take(self, message: Message, keys: Mapping[int, object]) -> list[Tensor]:
+        """The tensors of a message; waits for them."""
+        stage = self._from[message]
+        while message not in self._posted:
+            first = self._queues[stage].popleft()
+            place = (first.source, first.target, keys[first.microbatch])
+            if place not in self._forms:
+                assert first.kind == "F", "values cross before their gradients do"
+                self._forms[place] = self._receive_form(stage)
+            self._post(first, keys)
+        return [pending.wait() for pending in self._posted.pop(message)]
+
+    def _receive_form(self, stage: int) -> Form:
+        forms = self.axis.for_strategy("core")
+        size = int(forms.receive((1,), torch.int64, stage))
+        spec, leaves = pickle.loads(bytes(forms.receive((size,), torch.uint8, stage).tolist()))
+        return Form(treespec_loads(spec), leaves)
+
+    def _post(self, message: Message, keys: Mapping[int, object]) -> None:
+        form = self._forms[message.source, message.target, keys[message.microbatch]]
+        wanted = [leaf for leaf in form.tensors if message.kind == "F" or leaf.needs_gradient]
+        stage = self._from[message]
+        self._posted[message] = [self.axis.receive_async(leaf.shape, leaf.dtype, stage) for leaf in wanted]
+
+
+def share_output(axis: Axis, output: Any, source: int) -> Any:
+    """The model's output, which stage ``source`` has, on every stage.
+
+    Traffic: one broadcast of its form and one of each tensor.
+    """
+    here = axis.index == source
+    tensors: list[Tensor] = []
+    said = b""
+    if here:
+        form, tensors = form_of(output, "the last chunk")
+        said = pickle.dumps((treespec_dumps(form.spec), form.leaves))
+    forms = axis.for_strategy("core")
+    size = int(forms.broadcast(torch.tensor([len(said)], device=axis.device), source))
+    data = torch.frombuffer(bytearray(said or bytes(size)), dtype=torch.uint8).to(axis.device)
+    spec, leaves = pickle.loads(bytes(forms.broadcast(data, source).tolist()))
+    form = Form(treespec_loads(spec), leaves)
+    if not here:
+        tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=axis.device) for leaf in form.tensors]
+    return fill(form, [forms.broadcast(tensor.contiguous(), source) for tensor in tensors])

@@ -1,0 +1,240 @@
+"""One stage's part of a model: its chunks, run by the executor, joined to other stages' by mail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardwright.pipeline.actions import Action, Schedule
+from shardwright.pipeline.cutting import Stages
+from shardwright.pipeline.executor import Last, Microbatch
+from shardwright.pipeline.graph import Chunked, Ready, arguments_given, bind, prepare, run
+from shardwright.pipeline.mail import Mail, fill, form_of
+from shardwright.pipeline.transfers import Message, arrivals, coming, receiver
+
+POSTED_AHEAD = 2
+"""Receives of so many actions are posted before the first of them runs."""
+
+
+@dataclass
+class Incoming:
+    """What came in over one edge: the tensors that need gradients, and these gradients once they are there."""
+
+    message: Message
+    tensors: tuple[Tensor, ...]
+    gradients: Sequence[Tensor | None] = ()
+
+
+class _Entry(Function):
+    """Where a chunk's backward ends. What came in is no leaf: the chunk's code may overwrite it, as on one device."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, incoming: Incoming) -> tuple[Tensor, ...]:
+        ctx.incoming = incoming
+        ctx.set_materialize_grads(False)
+        return incoming.tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        ctx.incoming.gradients = gradients
+        return None, None
+
+
+class Kept(NamedTuple):
+    """What a chunk keeps of one microbatch between forward and backward."""
+
+    incoming: tuple[Incoming, ...]
+    starts: tuple[Tensor, ...]
+    outgoing: tuple[tuple[Message, tuple[int, ...]], ...]
+    """For each edge that leaves, which of the starts its gradients belong to, in order."""
+
+
+@dataclass
+class Code:
+    """A model's code for one set of arguments: how it is cut, and this stage's nodes, ready to run."""
+
+    chunked: Chunked
+    ready: Mapping[int, tuple[Ready, ...]]
+
+
+@dataclass
+class Stage:
+    """This rank's chunks, run as the executor asks.
+
+    ``repeat`` is told, before a module is called that earlier chunks call too, how often they do: random layers count.
+    """
+
+    model: nn.Module
+    stages: Stages
+    stage_of: tuple[int, ...]
+    mail: Mail
+    repeat: Callable[[str, int], None]
+    _codes: dict[tuple[str, ...], Code] = field(default_factory=dict)
+    _code: Code | None = None
+    _schedule: Schedule | None = None
+    _microbatches: Sequence[Microbatch] = ()
+    _last: Last | None = None
+    _keys: dict[int, object] = field(default_factory=dict)
+    _kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
+    _here: dict[Message, list[Tensor]] = field(default_factory=dict)
+    _inbox: dict[Message, list[Tensor]] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> int:
+        """This rank's place among the stages."""
+        return self.mail.axis.index
+
+    # ---- what the executor asks, see Work
+
+    def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: Last) -> None:
+        """A list of actions comes."""
+        given = arguments_given(self.stages.model, microbatches[0].inputs)
+        if given not in self._codes:
+            self._codes[given] = self._read(given)
+        self._code = self._codes[given]
+        self._schedule, self._microbatches, self._last = schedule, microbatches, last
+        self._keys = {number: self._key(number, each) for number, each in enumerate(microbatches)}
+        self._kept, self._here, self._inbox = {}, {}, {}
+        self.mail.begin(arrivals(schedule, self._code.chunked.edges, self.stage))
+
+    def wait(self, place: int) -> None:
+        """Posts the receives of the next actions and waits for what this one needs."""
+        assert self._schedule is not None
+        actions = self._schedule.actions[self.stage]
+        for action in actions[place : place + POSTED_AHEAD]:
+            self.mail.post(self._coming(action), self._keys)
+        for message in self._coming(actions[place]):
+            self._inbox[message] = self.mail.take(message, self._keys)
+
+    def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
+        """Runs a microbatch through a chunk and sends on what others need."""
+        assert self._code is not None
+        assert self._last is not None
+        chunked, microbatch = self._code.chunked, self._microbatches[number]
+        values = bind(self.stages.model, chunked.graph, microbatch.inputs)
+        incoming: list[Incoming] = []
+        for edge in chunked.edges:
+            if edge.target == chunk:
+                message = Message("F", number, edge.source, chunk)
+                values.update(zip(edge.values, self._take_in(message, incoming), strict=True))
+        called: Counter[str] = Counter()
+        output = run(self._code.ready[chunk], values, lambda node: self._before(node, called))
+        starts: list[Tensor] = []
+        outgoing = []
+        for edge in chunked.edges:
+            if edge.source == chunk:
+                message = Message("F", number, chunk, edge.target)
+                sent = self._give(message, [values[name] for name in edge.values])
+                outgoing.append((message._replace(kind="B"), tuple(_places(sent, starts))))
+        if chunk == chunked.num_chunks - 1:
+            start = self._last.give(number, microbatch, output)
+            starts += [start] if torch.is_grad_enabled() else []
+        if torch.is_grad_enabled():
+            self._kept[chunk, number] = Kept(tuple(incoming), tuple(starts), tuple(outgoing))
+        return starts
+
+    def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
+        """The gradients of what the chunk gave: what came back over each edge, added up; None for the loss."""
+        kept = self._kept[chunk, number]
+        found: list[Tensor | None] = [None] * len(kept.starts)
+        for message, places in kept.outgoing:
+            came = self._inbox.pop(message) if message in self._inbox else self._here.pop(message)
+            for place, gradient in zip(places, came, strict=True):
+                before = found[place]
+                found[place] = gradient if before is None else before + gradient
+        return found
+
+    def pass_back(self, chunk: int, number: int) -> None:
+        """Sends the gradients of what came in to where it came from."""
+        kept = self._kept.pop((chunk, number))
+        for incoming in kept.incoming:
+            found = incoming.gradients or [None] * len(incoming.tensors)
+            pairs = zip(found, incoming.tensors, strict=True)
+            gradients = [torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in pairs]
+            back = incoming.message._replace(kind="B")
+            if receiver(back, self.stage_of) == self.stage:
+                self._here[back] = gradients
+            else:
+                self.mail.send_gradients(gradients, receiver(back, self.stage_of))
+
+    def chunks_with(self, parameter: str) -> frozenset[int]:
+        """This rank's chunks that use a parameter; the first where none does."""
+        mine = [chunk for chunk, at in enumerate(self.stage_of) if at == self.stage]
+        chunked = self.stages.chunked
+        return frozenset(chunk for chunk in mine if parameter in chunked.weights_of(chunk)) or frozenset(mine[:1])
+
+    # ---- inside
+
+    def _read(self, given: tuple[str, ...]) -> Code:
+        chunked = self.stages.with_arguments(given)
+        mine = [chunk for chunk, at in enumerate(self.stage_of) if at == self.stage]
+        return Code(chunked, {chunk: prepare(self.model, chunked, chunk) for chunk in mine})
+
+    def _key(self, number: int, microbatch: Microbatch) -> object:
+        """All that the forms of a microbatch's values follow from, the same on every stage."""
+        leaves, spec = tree_flatten(microbatch.inputs)
+        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+        place = (number, len(self._microbatches), microbatch.num_global)
+        return (str(spec), shapes, place, self.model.training, torch.is_grad_enabled())
+
+    def _coming(self, action: Action) -> tuple[Message, ...]:
+        assert self._code is not None
+        messages = coming(action, self._code.chunked.edges)
+        return tuple(m for m in messages if self.stage_of[m.source] != self.stage_of[m.target])
+
+    def _take_in(self, message: Message, incoming: list[Incoming]) -> Any:
+        """The values that came over an edge, in order; what needs gradients is noted in ``incoming``."""
+        tensors = self._inbox.pop(message) if message in self._inbox else self._here.pop(message)
+        form = self.mail.form(message, self._keys[message.microbatch])
+        learns = [i for i, leaf in enumerate(form.tensors) if leaf.needs_gradient]
+        if learns:
+            came = Incoming(message, tuple(tensors[i] for i in learns))
+            incoming.append(came)
+            start = torch.empty(0, requires_grad=True)
+            for i, tensor in zip(learns, _Entry.apply(start, came), strict=True):  # type: ignore[no-untyped-call]
+                tensors[i] = tensor
+        return fill(form, tensors)
+
+    def _give(self, message: Message, values: list[Any]) -> list[Tensor]:
+        """Hands values on; returns the tensors among them whose gradients come back."""
+        form, tensors = form_of(values, f"chunk {message.source}")
+        key, to = self._keys[message.microbatch], receiver(message, self.stage_of)
+        if to == self.stage:
+            self.mail.remember(message, key, form)
+            self._here[message] = [tensor.detach() for tensor in tensors]
+        else:
+            self.mail.send(message, form, tensors, key, to)
+        return [tensor for tensor in tensors if tensor.requires_grad]
+
+    def _before(self, node: fx.Node, called: Counter[str]) -> None:
+        """A module that chunks before call too goes on counting its calls where they stopped."""
+        assert self._code is not None
+        path = str(node.target)
+        before = self._code.chunked.calls_before(node)
+        if before > called[path]:
+            self.repeat(path, before)
+            called[path] = before
+        called[path] += 1
+
+
+def _places(tensors: Sequence[Tensor], starts: list[Tensor]) -> list[int]:
+    """Where each tensor is among the starts of the backward; new ones are added."""
+    places = []
+    for tensor in tensors:
+        place = next((i for i, start in enumerate(starts) if start is tensor), len(starts))
+        if place == len(starts):
+            starts.append(tensor)
+        places.append(place)
+    return places
+
+
+def on_meta(inputs: Any) -> Any:
+    """A batch's inputs without values."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)

@@ -1,0 +1,200 @@
+"""What every drawing of a timeline needs: names, times from zero, units, shares of waiting, the order of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, floor, log10
+from operator import itemgetter
+from typing import NamedTuple
+
+from shardwright.pipeline.actions import Kind
+from shardwright.pipeline.timeline import Span, Timeline
+from shardwright.units import format_bytes, format_duration
+
+KINDS: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+}
+"""The kinds of action and what they do, in the order of every legend."""
+
+NOTHING = "nothing to draw: no action takes any time"
+"""What stands in place of a timeline without actions."""
+
+
+class Outline(NamedTuple):
+    """A timeline as it is drawn: its first action begins at zero, and what is told of it is counted.
+
+    ``bubbles[s]`` is the share of the makespan in which stage ``s`` waits; ``peaks[s]`` the most bytes that it holds, 0
+    where nobody counted. ``chunks[s]`` are the chunks that the stage runs, each with its place among them. Where memory
+    changes more than once at one time, the last change is kept.
+    """
+
+    name: str
+    spans: tuple[tuple[Span, ...], ...]
+    memory: tuple[tuple[tuple[float, int], ...], ...]
+    makespan_s: float
+    bubble: float
+    bubbles: tuple[float, ...]
+    peaks: tuple[int, ...]
+    chunks: tuple[dict[int, int], ...]
+
+    @property
+    def num_spans(self) -> int:
+        """How many actions all stages run."""
+        return sum(map(len, self.spans))
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches the actions name."""
+        return len({span.action.microbatch for stage in self.spans for span in stage})
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of action that occur."""
+        found = {span.action.kind for stage in self.spans for span in stage}
+        return tuple(kind for kind in KINDS if kind in found)
+
+    @property
+    def most_chunks(self) -> int:
+        """The most chunks on a stage."""
+        return max(map(len, self.chunks), default=0)
+
+    @property
+    def summary(self) -> str:
+        """Makespan, bubble and, where counted, the largest peak and its stage, in words."""
+        if not self.makespan_s:
+            return NOTHING
+        told = f"makespan {precise_time(self.makespan_s)}, bubble {percent(self.bubble)}"
+        peak = max(self.peaks)
+        return told + (f", peak {format_bytes(peak)} on stage {self.peaks.index(peak)}" if peak else "")
+
+
+def outlines(timelines: Sequence[Timeline]) -> list[Outline]:
+    """The timelines as they are drawn, each from its own first action on.
+
+    Two of one name are taken for what was predicted and what was measured.
+
+    >>> from shardwright.pipeline.actions import Action
+    >>> timeline = Timeline("1f1b", ((Span(Action("F", 0), 3, 4), Span(Action("B", 0), 6, 7)),))
+    >>> first, second = outlines([timeline, timeline])
+    >>> first.name, second.name, first.spans[0][0].start_s, first.bubbles
+    ('1f1b, predicted', '1f1b, measured', 0, (0.5,))
+    """
+    names = [timeline.name for timeline in timelines]
+    if len(names) > len(set(names)):
+        ends = ("predicted", "measured") if len(names) == 2 else [str(n + 1) for n in range(len(names))]
+        names = [f"{name}, {end}" for name, end in zip(names, ends, strict=True)]
+    return [_outline(name, timeline) for name, timeline in zip(names, timelines, strict=True)]
+
+
+def _outline(name: str, timeline: Timeline) -> Outline:
+    starts = [span.start_s for stage in timeline.spans for span in stage]
+    zero, makespan, stages = min(starts, default=0.0), timeline.makespan_s, range(len(timeline.spans))
+    digits = digits_of(makespan)
+    chunks = [sorted({span.action.chunk for span in stage}) for stage in timeline.spans]
+    return Outline(
+        name,
+        tuple(
+            tuple(sorted((Span(a, start - zero, end - zero) for a, start, end in stage), key=itemgetter(1, 2)))
+            for stage in timeline.spans
+        ),
+        tuple(tuple({round(at - zero, digits): size for at, size in stage}.items()) for stage in timeline.memory),
+        makespan,
+        timeline.bubble,
+        tuple(1 - timeline.busy_s(stage) / makespan if makespan else 0.0 for stage in stages),
+        tuple(timeline.peak_bytes(stage) for stage in stages),
+        tuple({chunk: place for place, chunk in enumerate(found)} for found in chunks),
+    )
+
+
+def digits_of(longest_s: float) -> int:
+    """The decimals of seconds that tell apart a billionth of ``longest_s``.
+
+    >>> digits_of(0.5), digits_of(0)
+    (10, 9)
+    """
+    return 9 - floor(log10(longest_s)) if longest_s else 9
+
+
+def times_as_long(drawn: Sequence[Outline]) -> str:
+    """How the makespans of a pair compare, in words; empty where there is nothing to compare.
+
+    >>> times_as_long([])
+    ''
+    """
+    if len(drawn) != 2 or not all(outline.makespan_s for outline in drawn):
+        return ""
+    first, second = drawn
+    return f"{second.name} takes {second.makespan_s / first.makespan_s:.2f} times as long as {first.name}"
+
+
+class TimeUnit(NamedTuple):
+    """A unit of time and how many seconds it has."""
+
+    name: str
+    size_s: float
+
+
+_UNITS = (
+    TimeUnit("h", 3600), TimeUnit("min", 60), TimeUnit("s", 1), TimeUnit("ms", 1e-3), TimeUnit("µs", 1e-6),
+    TimeUnit("ns", 1e-9),
+)  # fmt: skip
+
+
+def time_unit(longest_s: float) -> TimeUnit:
+    """The largest unit that ``longest_s`` has at least two of.
+
+    >>> [time_unit(seconds).name for seconds in (0, 3e-6, 0.9, 90, 130, 7200)]
+    ['s', 'µs', 'ms', 's', 'min', 'h']
+    """
+    return next(
+        (unit for unit in _UNITS if longest_s >= 2 * unit.size_s), _UNITS[-1] if longest_s else TimeUnit("s", 1)
+    )
+
+
+def precise_time(seconds: float) -> str:
+    """A time with three digits, in the unit that suits it; whole seconds from a minute on.
+
+    >>> [precise_time(seconds) for seconds in (0, 3.2e-6, 0.0123, 1.5, 75, 4000)]
+    ['0 s', '3.20 µs', '12.3 ms', '1.50 s', '1 min 15 s', '1 h 06 min']
+    """
+    if seconds >= 59.95:
+        return format_duration(seconds)
+    unit = next((unit for unit in _UNITS[2:] if abs(seconds) >= 0.9995 * unit.size_s), _UNITS[-1])
+    count = seconds / unit.size_s
+    return f"{count:.{max(0, 2 - floor(log10(abs(count) * 1.0005)))}f} {unit.name}" if seconds else "0 s"
+
+
+def percent(share: float) -> str:
+    """A share in percent.
+
+    >>> percent(0.2727)
+    '27.3 %'
+    """
+    return f"{100 * share:.1f} %"
+
+
+def ticks(end: float, most: int) -> list[float]:
+    """At most ``most`` round numbers from zero to ``end``, evenly apart.
+
+    >>> ticks(33, 8), ticks(0.07, 3)
+    ([0, 5, 10, 15, 20, 25, 30], [0.0, 0.05])
+    """
+    rough = end / max(most - 1, 1)
+    power = 10.0 ** floor(log10(rough))
+    step = next(power * round_one for round_one in (1, 2, 5, 10) if power * round_one >= rough * (1 - 1e-9))
+    digits = max(0, -floor(log10(step) + 1e-9))
+    found = [round(n * step, digits) for n in range(ceil(end / step) + 1) if n * step <= end * (1 + 1e-9)]
+    return [int(tick) for tick in found] if step >= 1 else found
+
+
+def spread(count: int, most: int) -> list[int]:
+    """All indices of ``count`` things; of more than ``most`` as many as that, evenly apart, the ends among them.
+
+    >>> spread(3, 4), spread(64, 4)
+    ([0, 1, 2], [0, 21, 42, 63])
+    """
+    few = min(count, most)
+    return [round(n * (count - 1) / max(few - 1, 1)) for n in range(few)]

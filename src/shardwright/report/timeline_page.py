@@ -1,0 +1,217 @@
+"""A timeline as a page to hover over: one HTML file, drawn by its own script, with all of it as text below."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from shardwright.pipeline.timeline import Timeline
+from shardwright.report.page import _STYLE, _section, _table
+from shardwright.report.timeline_outline import (
+    KINDS,
+    NOTHING,
+    Outline,
+    digits_of,
+    outlines,
+    percent,
+    precise_time,
+    spread,
+    times_as_long,
+)
+from shardwright.report.timeline_picture import KIND_COLOURS, shade
+from shardwright.report.timeline_script import SCRIPT
+from shardwright.report.timeline_text import timeline_text
+from shardwright.units import format_bytes
+
+_TIMELINE_STYLE = """
+main { max-width: 1500px; }
+:root { --idle: #eef1f4; --first: 26 38 115; --last: 214 94 0; }
+@media (prefers-color-scheme: dark) { :root { --idle: #2a323b; --first: 132 170 255; --last: 255 170 90; } }
+.bar { display: flex; flex-wrap: wrap; gap: 8px 22px; align-items: center; margin: 0 0 20px; font-size: 14px; }
+.key { display: inline-flex; align-items: center; gap: 7px; }
+.swatch { display: inline-block; width: 15px; height: 15px; border-radius: 3px;
+  border: 1px solid rgb(128 128 128 / 0.2); }
+.swatch + .swatch { margin-left: -4px; }
+.bar .tools { margin-left: auto; display: flex; gap: 6px; }
+button { font: inherit; color: var(--ink); background: var(--card); border: 1px solid var(--rule); border-radius: 7px;
+  padding: 3px 12px; cursor: pointer; }
+button:hover { border-color: var(--accent); }
+.head { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 20px; margin: 0 0 8px; }
+.head h2 { margin: 0; overflow-wrap: anywhere; }
+.head span { color: var(--muted); font-size: 14px; align-self: end; font-variant-numeric: tabular-nums; }
+.panel { position: relative; overflow: hidden; }
+canvas { display: block; width: 100%; cursor: crosshair; touch-action: pan-y; border-radius: 4px; }
+canvas:focus-visible, button:focus-visible, summary:focus-visible { outline: 2px solid var(--accent);
+  outline-offset: 2px; }
+.cursor, .mark { position: absolute; pointer-events: none; display: none; top: 0; left: 0; }
+.cursor { width: 1px; background: var(--muted); opacity: 0.6; }
+.mark { border: 2px solid var(--ink); border-radius: 3px; box-shadow: 0 0 0 1px var(--card); }
+#tip { position: fixed; z-index: 2; display: none; pointer-events: none; max-width: 360px; padding: 9px 12px;
+  background: var(--card); border: 1px solid var(--rule); border-radius: 8px; font-size: 13px; line-height: 1.5;
+  box-shadow: 0 4px 18px rgb(0 0 0 / 0.18); }
+#tip b { display: block; margin: 0 0 3px; }
+#tip div { display: flex; justify-content: space-between; gap: 22px; font-variant-numeric: tabular-nums; }
+#tip div span:first-child { color: var(--muted); overflow-wrap: anywhere; }
+#tip div span:last-child { white-space: nowrap; }
+#live { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+summary { cursor: pointer; font-size: 19px; font-weight: 600; }
+th.number { white-space: normal; }
+details > :nth-child(2) { margin-top: 14px; }
+pre.drawing { white-space: pre; overflow-x: auto; line-height: 1.3; }
+"""
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_KEYS = (
+    "Hover for what lies under the pointer; the wheel zooms, dragging moves, a double click shows the whole. "
+    "Keys: arrows from action to action, + and - zoom, 0 shows the whole."
+)
+
+
+def write_timeline_page(path: Path, timelines: Sequence[Timeline], title: str = "Timeline") -> Path:
+    """Writes a page of timelines below each other on one axis of time, to hover over and zoom. Returns the path.
+
+    Everything is in the one file: it opens without a network, and follows the reader's light or dark setting. An action
+    that another of the timelines also has is marked in both, and their durations are compared. Below stand the numbers
+    of each stage as a table, and the drawing as text: all that a reader without the script or the picture needs.
+
+    >>> import tempfile
+    >>> from shardwright.pipeline.actions import Action
+    >>> from shardwright.pipeline.timeline import Span
+    >>> timeline = Timeline("a < b", ((Span(Action("F", 0), 0, 1),),))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     page = write_timeline_page(Path(folder) / "timeline.html", [timeline]).read_text(encoding="utf-8")
+    >>> page.startswith("<!doctype html>"), "a &lt; b" in page, "a < b" in page
+    (True, True, False)
+    """
+    drawn = outlines(timelines)
+    under = filter(None, (_counts(drawn), times_as_long(drawn)))
+    body = [
+        f'<h1>{escape(title)}</h1>\n<p class="under">{escape("; ".join(under))}</p>',
+        _bar(drawn) if any(outline.makespan_s for outline in drawn) else "",
+        *(_panel(place, outline) for place, outline in enumerate(drawn)),
+        "" if drawn else _section("No timeline", f"<p>{NOTHING}</p>"),
+        _stage_table(drawn),
+        '<section>\n<details>\n<summary>As text</summary>\n<pre class="drawing">'
+        f"{escape(timeline_text(timelines, width=130))}</pre>\n</details>\n</section>",
+    ]
+    page = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}{_TIMELINE_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(filter(None, body))
+        + '\n</main>\n<div id="tip"></div>\n<div id="live" aria-live="polite"></div>\n'
+        f'<script id="timelines" type="application/json">{_data(drawn)}</script>\n<script>{SCRIPT}</script>\n'
+        "</body>\n</html>\n"
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _counts(drawn: Sequence[Outline]) -> str:
+    """How many stages and microbatches all timelines have; empty where they differ."""
+    found = {(len(outline.spans), outline.num_microbatches, outline.num_spans) for outline in drawn}
+    if len(found) != 1:
+        return ""
+    stages, microbatches, actions = found.pop()
+    counts = ((stages, "stage", "s"), (microbatches, "microbatch", "es"), (actions, "action", "s"))
+    return ", ".join(f"{count:,} {word}{ending * (count != 1)}" for count, word, ending in counts)
+
+
+def _bar(drawn: Sequence[Outline]) -> str:
+    """The legend, and the buttons that zoom."""
+    most_chunks = max(outline.most_chunks for outline in drawn)
+    keys = []
+    for kind, words in KINDS.items():
+        if any(kind in outline.kinds for outline in drawn):
+            shades = [_css(shade(kind, place, most_chunks)) for place in spread(most_chunks, 2)]
+            swatches = "".join(f'<span class="swatch" style="background:{colour}"></span>' for colour in shades)
+            keys.append(f'<span class="key">{swatches}{escape(words)}</span>')
+    keys.append('<span class="key"><span class="swatch" style="background:var(--idle)"></span>waits</span>')
+    if most_chunks > 1:
+        keys.append('<span class="key note">lighter: later chunks</span>')
+    tools = (("in", "zoom in", "+"), ("out", "zoom out", "&minus;"), ("whole", "show the whole", "whole"))
+    buttons = "".join(
+        f'<button type="button" data-tool="{tool}" aria-label="{words}">{face}</button>' for tool, words, face in tools
+    )
+    return f'<div class="bar">{"".join(keys)}<span class="tools">{buttons}</span></div>'
+
+
+def _css(colour: Sequence[float]) -> str:
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
+
+
+def _panel(place: int, outline: Outline) -> str:
+    if not outline.makespan_s:
+        return _section(outline.name, f"<p>{NOTHING}</p>")
+    label = f"{outline.name}: {outline.summary}, on {len(outline.spans)} stages. {_KEYS}"
+    return (
+        f'<section>\n<div class="head"><h2>{escape(outline.name)}</h2><span>{escape(outline.summary)}</span></div>\n'
+        f'<div class="panel" data-timeline="{place}"><canvas tabindex="0" role="application" '
+        f'aria-label="{escape(label)}"></canvas><i class="cursor"></i><i class="mark"></i></div>\n'
+        "<noscript><p>The drawing needs JavaScript; below is the same as text.</p></noscript>\n</section>"
+    )
+
+
+def _stage_table(drawn: Sequence[Outline]) -> str:
+    """What each stage does and holds, in every timeline."""
+    shown = [outline for outline in drawn if outline.makespan_s]
+    if not shown:
+        return ""
+    heads, several = ["stage"], len(shown) > 1
+    for outline in shown:
+        names = ("computes", "bubble", *(["peak memory"] if any(outline.peaks) else []))
+        heads += [f"{outline.name}: {name}" if several else name for name in names]
+    body = []
+    for stage in range(max(len(outline.spans) for outline in shown)):
+        cells = [str(stage)]
+        for outline in shown:
+            counted = any(outline.peaks)
+            if stage >= len(outline.spans):
+                cells += [""] * (2 + counted)
+                continue
+            bubble = outline.bubbles[stage]
+            cells += [precise_time((1 - bubble) * outline.makespan_s), percent(bubble)]
+            cells += [format_bytes(outline.peaks[stage])] if counted else []
+        body.append(cells)
+    table = _table(heads, body, numbers_from=1)
+    return (
+        f'<p class="note">{escape(_KEYS)}</p>\n<section>\n<details{" open" * (len(body) <= 16)}>\n'
+        f"<summary>Stages</summary>\n{table}\n</details>\n</section>"
+    )
+
+
+def _data(drawn: Sequence[Outline]) -> str:
+    """What the script draws: of each stage the actions, five numbers each, and the memory, two for each change."""
+    end = max((outline.makespan_s for outline in drawn), default=0.0)
+    digits = digits_of(end)
+    kinds = [*KINDS]
+    timelines = [
+        {
+            "name": outline.name,
+            "makespan": outline.makespan_s,
+            "most": max(outline.peaks, default=0),
+            "stages": [
+                {
+                    "chunks": [*outline.chunks[stage]],
+                    "spans": [
+                        number
+                        for (kind, microbatch, chunk), *times in spans
+                        for number in (kinds.index(kind), microbatch, chunk, *(round(time, digits) for time in times))
+                    ],
+                    "memory": [number for change in outline.memory[stage] for number in change]
+                    if outline.memory
+                    else [],
+                }
+                for stage, spans in enumerate(outline.spans)
+            ],
+        }
+        for outline in drawn
+    ]
+    data: dict[str, Any] = {"end": end, "kinds": [(kind, KINDS[kind], KIND_COLOURS[kind]) for kind in kinds]}
+    return json.dumps(data | {"timelines": timelines}, separators=(",", ":")).replace("<", "\\u003c")

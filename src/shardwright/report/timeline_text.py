@@ -1,0 +1,212 @@
+"""A timeline in the terminal: a row of cells for each stage, each cell what the stage does in the middle of its time.
+
+::
+
+    stage 0 |F0F1      B0==  B1==|   kind, microbatch, and a fill as long as the action takes
+    stage 1 |  F0B0==F1B1==      |   a blank: the stage waits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from io import StringIO
+from itertools import groupby
+from textwrap import wrap
+from typing import Literal, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from shardwright.pipeline.actions import Action, Kind
+from shardwright.pipeline.timeline import Span, Timeline
+from shardwright.report.timeline_outline import (
+    KINDS,
+    Outline,
+    outlines,
+    percent,
+    precise_time,
+    spread,
+    ticks,
+    time_unit,
+    times_as_long,
+)
+from shardwright.units import format_bytes
+
+_FILLS: dict[Kind, str] = {"F": "-", "B": "=", "I": "~", "W": "."}
+_STYLES: dict[Kind, str] = {
+    "F": "black on cyan",
+    "B": "black on yellow",
+    "I": "black on magenta",
+    "W": "black on green",
+}
+_MOST_STAGES = 16
+_FEWEST_CELLS = 10
+_LONG_NAME = 60
+
+
+class _Scale(NamedTuple):
+    """How much time a cell is, and how many there are."""
+
+    cell_s: float
+    num_cells: int
+
+
+class _Run(NamedTuple):
+    """Cells beside each other in which a stage does one thing; without an action it waits."""
+
+    action: Action | None
+    text: str
+
+
+def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool = False) -> str:
+    """Timelines drawn for a terminal, below each other on one scale of time: a row of cells for each stage.
+
+    An action shows its kind, and its microbatch and fill where they fit; a blank is a wait. Behind each row stand the
+    stage's bubble and, where counted, the most that it holds. Of more than 16 stages 16 are drawn; the text says so,
+    and how many actions are too short to be seen. A timeline without actions is a line that says so.
+
+    Shapes: ``width`` counts characters; below some 40 the rows are longer than asked. With ``colour`` the kinds are
+        coloured by ANSI codes too.
+
+    >>> F, B = Action("F", 0), Action("B", 0)
+    >>> timeline = Timeline("two stages", ((Span(F, 0, 1), Span(B, 4, 6)), (Span(F, 1, 2), Span(B, 2, 4))))
+    >>> print(timeline_text([timeline], width=40))
+    two stages: makespan 6.00 s, bubble 50.0 %
+                                 bubble
+    stage 0 |F0-         B0====| 50.0 %
+    stage 1 |   F0-B0====      | 50.0 %
+             0     2     4     6 s
+    <BLANKLINE>
+    F forward, B backward, blank waits. The
+    number is the microbatch.
+    """
+    drawn = outlines(timelines)
+    name_width = max((len(f"stage {len(outline.spans) - 1}") for outline in drawn), default=0)
+    right = max((len(_behind(outline, 0)) for outline in drawn if outline.spans), default=0)
+    scale = _scale(drawn, max(_FEWEST_CELLS, width - name_width - 3 - right))
+    lines = [line for outline in drawn for line in (*_drawing(outline, scale, name_width), Text())]
+    notes = [*_legend(drawn), *_left_out(drawn, scale), times_as_long(drawn)]
+    lines += [Text(line) for note in notes if note for line in wrap(_printable(note), max(width, 20))]
+    return _written(lines, colour)
+
+
+def _drawing(outline: Outline, scale: _Scale, name_width: int) -> Iterator[Text]:
+    name = outline.name if len(outline.name) <= _LONG_NAME else f"{outline.name[: _LONG_NAME - 3]}..."
+    yield Text(_printable(f"{name}: {outline.summary}"), style="bold")
+    if not outline.makespan_s:
+        return
+    heads = "  bubble" + "peak".rjust(len(_behind(outline, 0)) - 8) * any(outline.peaks)
+    yield Text(" " * (name_width + scale.num_cells + 3) + heads, style="dim")
+    for stage in spread(len(outline.spans), _MOST_STAGES):
+        row = Text(f"{f'stage {stage}':{name_width}} |")
+        for run in stage_runs(outline, stage, scale):
+            row.append(run.text, style=_style(run.action, outline.chunks[stage]))
+        yield row.append(f"|{_behind(outline, stage)}")
+    yield Text(" " * (name_width + 2) + _axis(scale), style="dim")
+
+
+def _behind(outline: Outline, stage: int) -> str:
+    """What stands behind a stage's row."""
+    peak = f" {format_bytes(outline.peaks[stage]):>10}" if any(outline.peaks) else ""
+    return f" {percent(outline.bubbles[stage]):>7}{peak}"
+
+
+def _scale(drawn: Sequence[Outline], most_cells: int) -> _Scale:
+    """All of the time in ``most_cells``; in somewhat fewer where the shortest action then takes whole cells."""
+    longest = max((outline.makespan_s for outline in drawn), default=0.0)
+    lengths = [end - start for outline in drawn for stage in outline.spans for _, start, end in stage if end > start]
+    if not longest or not lengths:
+        return _Scale(0.0, 0)
+    shortest = min(lengths)
+    whole = int(most_cells * shortest / longest + 1e-9)  # cells of the shortest action
+    num_cells = round(whole * longest / shortest)
+    if num_cells >= 0.75 * most_cells:
+        return _Scale(shortest / whole, num_cells)
+    return _Scale(longest / most_cells, most_cells)
+
+
+def stage_runs(outline: Outline, stage: int, scale: _Scale) -> Iterator[_Run]:
+    """The cells of a stage's row, those beside each other in which it does one thing together.
+
+    >>> F, B = Span(Action("F", 0), 0, 1), Span(Action("B", 0), 3, 5)
+    >>> (outline,) = outlines([Timeline("one stage", ((F, B),))])
+    >>> [run.text for run in stage_runs(outline, 0, _Scale(0.5, 10))]
+    ['F0', '    ', 'B0==']
+    """
+    spans, chunks = outline.spans[stage], outline.chunks[stage]
+    at, doing = 0, list[Span | None]()
+    for cell in range(scale.num_cells):
+        middle = (cell + 0.5) * scale.cell_s
+        while at < len(spans) and spans[at].end_s <= middle:
+            at += 1
+        doing.append(spans[at] if at < len(spans) and spans[at].start_s <= middle else None)
+    for span, cells in groupby(doing):
+        size = len(list(cells))
+        yield _Run(span and span.action, _label(span.action, chunks, size) if span else " " * size)
+
+
+def _label(action: Action, chunks: dict[int, int], size: int) -> str:
+    """As much of an action as ``size`` cells hold, the whole of a number or none of it."""
+    kind = action.kind if chunks[action.chunk] % 2 == 0 else action.kind.lower()
+    label = next(text for text in (f"{kind}{action.microbatch}", kind) if len(text) <= max(size, 1))
+    return label.ljust(size, _FILLS[action.kind])
+
+
+def _style(action: Action | None, chunks: dict[int, int]) -> str:
+    if action is None:
+        return ""
+    return _STYLES[action.kind] + " dim" * (chunks[action.chunk] % 2)
+
+
+def _axis(scale: _Scale) -> str:
+    """Round times below the cells at which they begin."""
+    end = scale.cell_s * scale.num_cells
+    unit, line = time_unit(end), ""
+    for tick in ticks(end / unit.size_s, max(4, scale.num_cells // 8)):
+        line = line.ljust(round(tick * unit.size_s / scale.cell_s)) + f"{tick:g}"
+    return f"{line} {unit.name}"
+
+
+def _legend(drawn: Sequence[Outline]) -> Iterator[str]:
+    kinds = [kind for kind in KINDS if any(kind in outline.kinds for outline in drawn)]
+    if kinds:
+        told = ", ".join(f"{kind} {KINDS[kind]}" for kind in kinds)
+        yield f"{told}, blank waits. The number is the microbatch."
+    most_chunks = max((outline.most_chunks for outline in drawn), default=0)
+    if most_chunks > 1:
+        yield f"Upper case is a stage's first chunk, lower case {'its' if most_chunks == 2 else 'every'} second."
+
+
+def _left_out(drawn: Sequence[Outline], scale: _Scale) -> Iterator[str]:
+    """Sentences about what the drawing does not show."""
+    for outline in drawn:
+        stages, name = spread(len(outline.spans), _MOST_STAGES), f"{outline.name}: " * (len(drawn) > 1)
+        if not outline.makespan_s:
+            continue
+        if len(stages) < len(outline.spans):
+            low, high = percent(min(outline.bubbles)), percent(max(outline.bubbles))
+            yield (
+                f"{name}{len(stages)} of {len(outline.spans):,} stages are drawn, evenly apart; "
+                f"the bubbles of all are {low} to {high}."
+            )
+        shown = sum(run.action is not None for stage in stages for run in stage_runs(outline, stage, scale))
+        total = sum(len(outline.spans[stage]) for stage in stages)
+        if shown < total:
+            yield (
+                f"{name}{total - shown:,} of the {total:,} actions in these rows, with {outline.num_microbatches:,} "
+                f"microbatches, are left out: a cell, {precise_time(scale.cell_s)}, shows one."
+            )
+
+
+def _printable(text: str) -> str:
+    """Text without line breaks and codes that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _written(lines: Iterable[Text], colour: bool) -> str:
+    out = StringIO()
+    system: Literal["standard"] | None = "standard" if colour else None
+    console = Console(file=out, force_terminal=colour, color_system=system, width=10_000, _environ={})
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    return out.getvalue().rstrip("\n") if colour else "\n".join(map(str.rstrip, out.getvalue().splitlines())).rstrip()

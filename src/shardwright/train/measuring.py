@@ -1,0 +1,40 @@
+"""What a pipeline's stages really did when: some steps of a run, and the timeline of the last."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.comm import World, launch
+from shardwright.comm.launch import Ranks
+from shardwright.draws import without_values
+from shardwright.layout import Layout
+from shardwright.parallelize import parallelize
+from shardwright.pipeline import Timeline
+from shardwright.train.config import TrainConfig
+from shardwright.train.data import Order, global_batch, open_data
+
+WARM_UP = 3
+"""Steps before the one that is measured."""
+
+
+def measure(config: TrainConfig, ranks: Ranks = "processes") -> Timeline:
+    """The timeline of one step under ``config.layout``, of the pipeline that rank 0 is in."""
+    return launch(_rank, Layout.parse(config.layout), config, ranks=ranks)[0]
+
+
+def _rank(world: World, config: TrainConfig) -> Timeline:
+    with without_values():
+        plain, loss, model_config = config.build()
+    run = parallelize(
+        plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
+        example=config.example(model_config),
+    )  # fmt: skip
+    data = open_data(config.data, seq=config.seq, model=model_config)
+    order = Order(len(data), config.batch, config.seed)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=config.lr)
+    for step in range(WARM_UP):
+        (batch,) = run.shard([global_batch(data, order.batch(step))])
+        run.step(batch)
+        optimizer.step()
+    (batch,) = run.shard([global_batch(data, order.batch(WARM_UP))])
+    return run.timeline(batch)
