@@ -174,6 +174,8 @@ def drop_slice(module: nn.Dropout, input: Tensor, cut: SliceOfDim) -> Tensor:
     >>> torch.equal(drop_slice(model, torch.ones(2, 2), SliceOfDim(1, 6, ((4, 6),))), whole[:, 4:])
     True
     """
+    if not module.training:
+        return input
     drop: Dropper = module.__dict__["_dropper"]
     return _dropout(module, replace(drop, cuts=(*drop.cuts, cut)), input)
 

@@ -41,10 +41,12 @@ VALUES = {
     "bucket": ("0",),
     "2.5d": ("d2", "d3", "d1"),
     "interleaved": ("v2",),
-    "cut": ("token,blocks.1",),
+    "cut": ("token,blocks.1", "conv1,conv2"),
     "file": (str(Path(__file__).parent / "two_stages.csv"),),
 }
 """The values to try of an option that needs one; any other option is written bare."""
+OF_ONE_MODEL = ("cut",)
+"""Options whose values name a model's own parts: one of the values fits a model, the others do not."""
 
 
 def spellings(strategy, size: int) -> list[str]:

@@ -211,6 +211,22 @@ def volumes():
     )  # fmt: skip
 
 
+class SeenFirst(nn.Module):
+    """Layers without weights see the picture first, here and much later: each stage that needs them runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.first = nn.AvgPool2d(3, stride=1, padding=1), nn.Conv2d(4, 5, 3, padding=1)
+        self.second, self.third = nn.Conv2d(5, 5, 5, padding=2), nn.Conv2d(9, 5, 3, padding=1)
+        self.out = nn.Conv2d(9, 5, 1)
+
+    def forward(self, x):
+        blurred = self.pool(x)
+        y = torch.tanh(self.second(torch.tanh(self.first(blurred))))
+        y = torch.tanh(self.third(torch.cat([y, blurred], 1)))
+        return self.out(torch.cat([y, self.pool(blurred)], 1)).mean((2, 3))
+
+
 class Untraceable(nn.Module):
     """A block whose code nobody can follow: its map is gathered before it."""
 
@@ -269,6 +285,7 @@ UNET = Pictures("unet", make=UNet, shape=(4, 12, 8), targets=(2, 12, 8), loss=Me
 SHRINKING = Pictures("shrinking", make=shrinking, shape=(4, 16, 16))
 SQUEEZED = Pictures("squeezed", make=Squeezed, shape=(4, 11, 6))
 SHARED = Pictures("shared layers", make=Shared, shape=(4, 13, 8))
+SEEN_FIRST = Pictures("seen first", make=SeenFirst, shape=(4, 11, 6))
 CASES = (
     RESNET,
     STRIDED,
@@ -277,6 +294,7 @@ CASES = (
     SHRINKING,
     SQUEEZED,
     SHARED,
+    SEEN_FIRST,
     Pictures("grouped norms", make=grouped_norms, shape=(4, 13, 7)),
     Pictures("borders", make=borders, shape=(4, 13, 7)),
     Pictures("pools", make=pools, shape=(4, 31, 17)),

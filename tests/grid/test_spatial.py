@@ -20,7 +20,7 @@ from contract.cases import (
     check_shapes,
     check_traffic,
 )
-from grid.pictures import CASES, RESNET, SHARED, SHRINKING, SQUEEZED, STRIDED, UNET, WIDE, ResNet, head
+from grid.pictures import CASES, RESNET, SEEN_FIRST, SHARED, SHRINKING, SQUEEZED, STRIDED, UNET, WIDE, ResNet, head
 from shardwright import Layout, launch, parallelize, verify
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.grid import follow
@@ -59,6 +59,57 @@ def test_the_convnet_of_cifar_10_equals_one_device(line):
     batch = (torch.randn(3, 3, 32, 32, generator=generator), torch.randint(10, (3,), generator=generator))
     verdict = verify(model, line, [batch, batch])
     assert verdict.equal, str(verdict)
+
+
+# ---- in stages
+
+STAGED = [
+    (UNET, "pp2/gpipe tp2/spatial mb2"),  # skips cross the cut; one crosses two
+    (UNET, "pp3/1f1b dp2 tp2/spatial mb3"),
+    (UNET, "pp2/interleaved:v2 tp3/spatial mb2"),
+    (UNET, "pp2/zb-v tp2/spatial mb3"),
+    (RESNET, "pp2 tp3/spatial"),  # statistics over what the tp ranks of one stage hold
+    (RESNET, "pp3 dp2 tp2/spatial"),
+    (STRIDED, "pp2/zb-h1 tp3/spatial mb2"),
+    (SHRINKING, "pp3 tp3/spatial"),  # whole from the middle of a stage on
+    (SQUEEZED, "pp2 tp3/spatial mb2"),
+    (SHARED, "pp2 tp2/spatial mb2"),  # layers that several chunks call
+    (SHARED, "pp2/interleaved:v2 tp3/spatial mb2"),
+    (SEEN_FIRST, "pp2/gpipe tp2/spatial mb2"),
+    (SEEN_FIRST, "pp2/zb-v tp3/spatial mb2"),
+]
+
+
+@pytest.mark.parametrize(("case", "line"), STAGED, ids=str)
+def test_cut_maps_cross_from_stage_to_stage_as_they_lie(case, line):
+    for check in CHECKS:
+        check(line, case)
+
+
+@pytest.mark.parametrize("line", ["pp2 tp2/spatial", "pp3/gpipe tp3/spatial mb2"])
+def test_predictions_of_stages_are_those_of_one_device(line):
+    inputs = UNET.batches[0][0]
+    ((expected,),) = (on_ranks(UNET, "dp1", lambda run: run.predict(inputs)),)
+    for predicted in on_ranks(UNET, line, lambda run: run.predict(inputs)):
+        assert torch.allclose(predicted, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_picture_with_fewer_rows_than_ranks_is_refused_by_every_stage_before_anything_is_sent():
+    def work(world):
+        run = parallelize(nn.Sequential(nn.Conv2d(4, 4, 1), *head(4)), "pp2 tp4/spatial", world)
+        (batch,) = run.shard([(torch.ones(2, 4, 3, 9), torch.zeros(2, dtype=torch.int64))])
+        with world.recorder.recording() as records:
+            try:
+                run.step(batch)
+            except LayoutError as refusal:
+                return str(refusal), len(records)
+        return None
+
+    found = launch(work, 8, ranks="threads")
+    assert found == [found[0]] * 8
+    text, num_sent = found[0]
+    assert num_sent == 0
+    assert "allowed: tp from 1 to 3" in text
 
 
 # ---- what is cut

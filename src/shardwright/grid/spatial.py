@@ -26,7 +26,8 @@ from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.grid.map_operators import compute
 from shardwright.grid.maps import Maps, Settled, Step
 from shardwright.mesh import Coord
-from shardwright.models.structure import Visit
+from shardwright.models.structure import Visit, given_to
+from shardwright.pipeline import Frame
 from shardwright.product import balanced_rows, batch_norms, reading_of, row_ranges, share_statistics, whole_rows
 from shardwright.strategy import Batch, Job, Plan, Traffic, statistics_traffic, sync_traffic
 
@@ -43,16 +44,21 @@ def maps_of(plan: Plan) -> Maps | None:
 # ---- forwards
 
 
-def apply_maps(job: Job, axis: Axis, maps: Maps) -> None:
-    """Gives every module that meets a cut map a forward that knows of it; cuts the input, and gathers the output."""
+def apply_maps(job: Job, axis: Axis, maps: Maps, staged: bool = False) -> Frame:
+    """Gives every module that meets a cut map a forward that knows of it; cuts the input, and gathers the output.
+
+    Where stages run the modules, not the model's own forward, they cut and gather by the frame that is returned.
+    """
     running = _Running(job.model, axis, maps)
-    job.model.register_forward_pre_hook(running.begin, with_kwargs=True)
     share_statistics((norm for _, norm in batch_norms(job.model)), ())
     settled = maps.settled()
     for path, numbers in maps.calls.items():
         if any(settled.touches(number) for number in numbers):
             running.change(path, job.model.get_submodule(path), any(number in settled.work for number in numbers))
-    job.model.register_forward_hook(running.end, always_call=True)
+    if not staged:
+        job.model.register_forward_pre_hook(running.before, with_kwargs=True)
+        job.model.register_forward_hook(running.after, always_call=True)
+    return running
 
 
 class _Running:
@@ -71,9 +77,35 @@ class _Running:
         assert rows is not None, "the rows of a cut value are known"
         return balanced_rows(rows, self.axis.size)
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    @contextmanager
+    def within(self, inputs: Any) -> Iterator[Mapping[str, Any]]:
+        """A forward in parts: see :class:`~shardwright.pipeline.Frame`."""
+        args, named = given_to(inputs)
+        try:
+            yield self.begin(self.signature.bind(*args, **named)).arguments
+        finally:
+            self.settled = None
+
+    def repeat(self, path: str, times: int, total: int) -> None:
+        """Another part of the forward has called a module so often, of so many calls, and those inside it."""
+        for name, numbers in self.maps.calls.items():
+            if f"{name}.".startswith(f"{path}."):
+                self.num_calls[name] = len(numbers) // total * times
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A forward begins."""
+        bound = self.begin(self.signature.bind(*args, **named))
+        return bound.args, bound.kwargs
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """A forward has ended, or failed before or after it began."""
+        try:
+            return output if self.settled is None else self.give(output)
+        finally:
+            self.settled = None
+
+    def begin(self, bound: inspect.BoundArguments) -> inspect.BoundArguments:
         """Settles what is cut, and cuts the input."""
-        bound = self.signature.bind(*args, **named)
         x = bound.arguments.get(self.maps.inputs[0])
         if tuple(bound.arguments) != self.maps.inputs or not isinstance(x, Tensor) or x.dim() < 3:
             raise _not_a_picture(self.maps, bound.arguments)
@@ -84,19 +116,17 @@ class _Running:
             start, stop = row_ranges(self.sizes(0))[self.axis.index]
             mine = whole_to_cut(x, self.axis, 2, self.sizes(0)) if x.requires_grad else x[:, :, start:stop]
             bound.arguments[self.maps.inputs[0]] = mine
-        return bound.args, bound.kwargs
+        return bound
 
-    def end(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def give(self, output: Any) -> Any:
         """Gathers what goes out."""
-        if self.settled is None:
-            return output
+        assert self.settled is not None, "a forward is under way"
         cut = {p: v for p, v in (self.maps.steps[-1].arguments or {}).items() if v in self.settled.cut}
         if cut:
             leaves, spec = tree_flatten(output)
             for place, value in cut.items():
                 leaves[cast(int, place)] = whole_rows(leaves[cast(int, place)], self.axis, self.sizes(value))
             output = tree_unflatten(leaves, spec)
-        self.settled = None
         return output
 
     def change(self, path: str, module: Any, may_work: bool) -> None:
@@ -204,13 +234,13 @@ def _not_a_picture(maps: Maps, given: Mapping[str, Any]) -> PlanError:
 
 def price_maps(plan: Plan, batch: Batch, coord: Coord, maps: Maps) -> Iterator[Traffic]:
     """The calls of one step on the rank at ``coord``: each microbatch's, then the sums of gradients."""
-    for visits in batch.visits:
+    for visits in batch.everywhere:
         yield from _Pricing(plan, visits, coord, maps).everything()
     yield from sync_traffic(plan, batch, coord, "tp")
 
 
 class _Pricing:
-    """What one microbatch sends."""
+    """What one microbatch sends: its calls on all stages have shapes, those on this one's rank are priced."""
 
     def __init__(self, plan: Plan, visits: Mapping[str, tuple[Visit, ...]], coord: Coord, maps: Maps) -> None:
         self.plan, self.coord, self.maps = plan, coord, maps
@@ -224,11 +254,23 @@ class _Pricing:
         self.shapes: dict[int, tuple[int, ...]] = {0: self.visits[first].x_shape}
         self.settled = maps.settled(self.visits[first].x_shape[2])
         self.element_bytes = self.visits[first].element_bytes
+        self.times = self._times()
         for number, step in enumerate(maps.steps):
             if number in self.visits:
                 self.shapes[number] = self.visits[number].y_shape
             elif number in self.settled.cut and step.takes:  # a function of cut values
                 self.shapes[number] = self._shape(step)
+
+    def _times(self) -> dict[int, int]:
+        """How often this rank makes each call of a module, and gives the output."""
+        stages, schedule, steps = self.plan.stages, self.plan.schedule, self.maps.steps
+        if stages is None or schedule is None:
+            return dict.fromkeys(range(len(steps)), 1)
+        chunks = schedule.chunks_of(self.coord["pp"])
+        found = {len(steps) - 1: int(schedule.num_chunks - 1 in chunks)}
+        for path, numbers in self.maps.calls.items():
+            found.update(zip(numbers, stages.chunked.times(path, len(numbers), chunks), strict=True))
+        return found
 
     def _shape(self, step: Step) -> tuple[int, ...]:
         shapes = [self.shapes[value] for value in step.takes if value in self.shapes]
@@ -239,16 +281,20 @@ class _Pricing:
     def everything(self) -> Iterator[Traffic]:
         """The calls of forward and backward."""
         for number, step in enumerate(self.maps.steps):
-            if number in self.settled.take:
-                for value in (step.arguments or {}).values():
-                    if value in self.settled.cut:
-                        yield self._whole("all_gather", value)
-            if number in self.settled.work and step.call is not None:
-                yield from self._work(number, step, self.visits[number])
-            if number in self.settled.give:
-                yield self._whole("all_gather", number)
-            if number in self.settled.share and (self.visits[number].needs_gradient or self._learns(step.path)):
-                yield self._whole("all_reduce", number)
+            for traffic in self._step(number, step) if self.times.get(number) else ():
+                yield traffic._replace(times=self.times[number])
+
+    def _step(self, number: int, step: Step) -> Iterator[Traffic]:
+        if number in self.settled.take:
+            for value in (step.arguments or {}).values():
+                if value in self.settled.cut:
+                    yield self._whole("all_gather", value)
+        if number in self.settled.work and step.call is not None:
+            yield from self._work(number, step, self.visits[number])
+        if number in self.settled.give:
+            yield self._whole("all_gather", number)
+        if number in self.settled.share and (self.visits[number].needs_gradient or self._learns(step.path)):
+            yield self._whole("all_reduce", number)
 
     def _learns(self, path: str) -> bool:
         return any(use.module == path and use.parameter not in self.plan.frozen for use in self.plan.uses)

@@ -87,8 +87,12 @@ def parallelize(
     job.loss.to(world.device)
     axes = _axes(plan, world)
     key_dropout(job.model, draws, plan.slices(coord), {m: partial(samples.ids, r) for m, r in plan.rows.items()})
-    each = [s.apply(job, {a: axis.for_strategy(s.name) for a, axis in axes.items()}, plan) for s in chosen]
-    applied = [one for one in each if one is not None]
+    applied = []
+    for strategy in chosen:
+        one = strategy.apply(job, {a: axis.for_strategy(strategy.name) for a, axis in axes.items()}, plan)
+        if one is not None:
+            applied.append(one)
+            job = job if one.frame is None else job._replace(frame=one.frame)
     late = frozenset[str]().union(*(one.late for one in applied))
 
     def joined(names: tuple[str, ...]) -> Axis:

@@ -36,7 +36,7 @@ from shardwright.mesh import Coord
 from shardwright.models.convolution_chains import CONVOLUTIONS
 from shardwright.models.structure import owners
 from shardwright.product import Window
-from shardwright.strategy import Batch, Job, Plan, Shard, Traffic
+from shardwright.strategy import Applied, Batch, Job, Plan, Shard, Traffic
 
 ROWS = 2
 """The dim that is cut: of samples, channels, rows, and more."""
@@ -80,11 +80,11 @@ class Spatial:
                 plan = plan.role(path, self.name, _name(maps, number), _why(maps, number))
         return plan
 
-    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> None:
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
         """Gives every module that meets a cut map a forward that knows of it."""
         maps = grid.maps_of(plan)
-        if maps is not None:
-            grid.apply_maps(job, axes["tp"], maps)
+        staged = plan.stages is not None
+        return Applied(frame=grid.apply_maps(job, axes["tp"], maps, staged)) if maps is not None else None
 
     def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
         """Halos, statistics and gathered maps of each microbatch, then shared gradients."""

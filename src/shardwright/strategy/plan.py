@@ -15,7 +15,7 @@ from shardwright.draws import Draws, SliceOfDim
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.structure import owners
-from shardwright.pipeline import Deferred, Rows, Samples, Schedule
+from shardwright.pipeline import Deferred, Frame, Rows, Samples, Schedule
 from shardwright.pipeline.cutting import Stages
 from shardwright.pipeline.executor import Unit
 from shardwright.product.batch_norm import batch_norms, uses_batch
@@ -89,7 +89,8 @@ class Job(NamedTuple):
     those that a person gives to single layers, by patterns of names. ``example`` are the inputs of one microbatch of
     one model copy, on the meta device, where they are known: what a layer costs is counted on them. ``stages`` are
     the modules at which a person lets stages begin, by putting parts on devices. ``deferred`` takes,
-    on a rank, weight gradients that are wanted later; ``draws`` are its random numbers.
+    on a rank, weight gradients that are wanted later; ``draws`` are its random numbers; ``frame`` is what a strategy
+    before this one does around the model's forward.
     """
 
     model: nn.Module
@@ -101,6 +102,7 @@ class Job(NamedTuple):
     stages: tuple[str, ...] = ()
     deferred: Deferred | None = None
     draws: Draws | None = None
+    frame: Frame | None = None
 
 
 LOSS = "(loss)"
