@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from contract.cases import (
     CONVNET,
     Case,
+    Pictures,
     check_divides,
     check_equal,
     check_names,
@@ -20,7 +21,20 @@ from contract.cases import (
     check_shapes,
     check_traffic,
 )
-from grid.pictures import CASES, RESNET, SEEN_FIRST, SHARED, SHRINKING, SQUEEZED, STRIDED, UNET, WIDE, ResNet, head
+from grid.pictures import (
+    CASES,
+    RESNET,
+    SEEN_FIRST,
+    SHARED,
+    SHRINKING,
+    SQUEEZED,
+    STRIDED,
+    UNET,
+    WIDE,
+    ResNet,
+    Untraceable,
+    head,
+)
 from shardwright import Layout, launch, parallelize, verify
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.grid import follow
@@ -110,6 +124,27 @@ def test_a_picture_with_fewer_rows_than_ranks_is_refused_by_every_stage_before_a
     text, num_sent = found[0]
     assert num_sent == 0
     assert "allowed: tp from 1 to 3" in text
+
+
+class Blocked(nn.Module):
+    """A block that can be followed, in a model whose code as a whole cannot: it is one layer, and takes whole maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_no_stage_begins_inside_a_block_before_which_maps_are_gathered():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), Blocked(), Untraceable(), *head(4))
+    batches = Pictures("blocked", shape=(4, 9, 7)).batches
+    assert verify(model.double(), "pp2/cut:0,1 tp2/spatial", batches).equal
+    assert verify(model, "pp2/cut:0,1.inner.2", batches).equal
+    text = check_refused("pp2/cut:0,1.inner.2 tp2/spatial", model)
+    assert "under a layout that treats '1' as one layer" in text
+    assert "fix:     write cut:0,1" in text
 
 
 # ---- what is cut
