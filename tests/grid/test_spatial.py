@@ -393,6 +393,32 @@ def test_show_says_what_is_cut_and_where_maps_become_whole():
     assert roles["blocks.0.norm1"].why == "statistics of all rows, combined over tp"
 
 
+def why(case: Case, line: str, num_rows: int) -> dict[str, str]:
+    """What is said of each layer, for pictures of so many rows."""
+    picture = torch.empty(1, case.shape[0], num_rows, 9, device="meta")
+    roles = make_plan(Job(case.model, case.loss, example=picture), Layout.parse(line))[0].roles
+    return {path: f"{role.name}: {role.why}" for path, role in roles.items()}
+
+
+def test_show_names_the_rows_and_the_halo_of_each_rank_where_it_knows_the_pictures():
+    said = why(STRIDED, "tp3/spatial", 17)
+    assert said["0"] == "rows: of 9 rows the ranks compute 3+3+3, and read 2+5+3 of others'"  # kernel 7, stride 2
+    assert said["6"] == "rows: of 3 rows the ranks compute 1+1+1, and read 0+1+1 of others'"
+    said = why(UNET, "tp2/spatial", 12)
+    assert said["up1"] == "rows: of 6 rows the ranks compute 3+3, and read 0+1 of others'"  # from 2 and 1
+    said = why(SHRINKING, "tp8/spatial", 16)
+    assert said["0"] == "rows: of 8 rows the ranks compute 1+1+1+1+1+1+1+1, and read 0+1+1+1+1+1+1+1 of others'"
+    assert said["4"] == "gathers: its input is gathered over tp: fewer than 8 rows would come out"
+    assert said["8"] == "copied: every rank computes it whole: there are too few rows to cut"
+    said = why(WIDE, "tp11/spatial", 35)
+    assert said["1"] == "rows: of 35 rows the ranks compute 3 to 4 each, and read 3 to 6 each of others'"
+
+
+def test_a_picture_known_to_have_fewer_rows_than_ranks_is_refused_before_anything_runs():
+    with pytest.raises(LayoutError, match="allowed: tp from 1 to 7"):
+        why(STRIDED, "tp8/spatial", 7)
+
+
 class TurnedFirst(nn.Module):
     def __init__(self):
         super().__init__()

@@ -109,8 +109,7 @@ class _Running:
         x = bound.arguments.get(self.maps.inputs[0])
         if tuple(bound.arguments) != self.maps.inputs or not isinstance(x, Tensor) or x.dim() < 3:
             raise _not_a_picture(self.maps, bound.arguments)
-        if x.shape[2] < self.axis.size:
-            raise _too_few_rows(self.maps, x, self.axis)
+        check_rows(self.maps, x)
         self.settled, self.num_calls = self.maps.settled(x.shape[2]), Counter()
         if 0 in self.settled.cut:
             start, stop = row_ranges(self.sizes(0))[self.axis.index]
@@ -204,15 +203,17 @@ def _contributing_nothing(module: nn.Module, silent: bool) -> Iterator[None]:
         module._parameters.update(kept)
 
 
-def _too_few_rows(maps: Maps, x: Tensor, axis: Axis) -> LayoutError:
-    return LayoutError(
-        explain(
-            f"the picture has fewer rows than axis '{axis.name}' has ranks",
-            given=f"'{maps.inputs[0]}' of shape {list(x.shape)}, {axis.name}={axis.size}",
-            allowed=f"{axis.name} from 1 to {x.shape[2]}",
-            fix=f"write {axis.name}{x.shape[2]}/spatial, and move the other ranks to 'dp'",
+def check_rows(maps: Maps, x: Tensor) -> None:
+    """Raises LayoutError for a picture with fewer rows than ranks."""
+    if x.shape[2] < maps.parts:
+        raise LayoutError(
+            explain(
+                "the picture has fewer rows than axis 'tp' has ranks",
+                given=f"'{maps.inputs[0]}' of shape {list(x.shape)}, tp={maps.parts}",
+                allowed=f"tp from 1 to {x.shape[2]}",
+                fix=f"write tp{x.shape[2]}/spatial, and move the other ranks to 'dp'",
+            )
         )
-    )
 
 
 def _not_a_picture(maps: Maps, given: Mapping[str, Any]) -> PlanError:

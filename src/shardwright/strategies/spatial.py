@@ -22,20 +22,20 @@ Source: Dryden et al. 2019, arXiv:1903.06681.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright import grid
 from shardwright.comm import Axis
 from shardwright.errors import LayoutError, explain
-from shardwright.grid import Maps
+from shardwright.grid import Maps, Settled
 from shardwright.mesh import Coord
 from shardwright.models.convolution_chains import CONVOLUTIONS
-from shardwright.models.structure import owners
-from shardwright.product import Window
+from shardwright.models.structure import given_to, owners
+from shardwright.product import Resize, Window, balanced_rows, reading_of
 from shardwright.strategy import Applied, Batch, Job, Plan, Shard, Traffic
 
 ROWS = 2
@@ -54,7 +54,11 @@ class Spatial:
     source: ClassVar[str] = "Dryden et al. 2019, arXiv:1903.06681"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Follows the picture through the model. Raises LayoutError where no convolution can work on cut maps."""
+        """Follows the picture through the model.
+
+        Raises LayoutError where no convolution can work on cut maps, or where an example of the pictures is known that
+        has fewer rows than ranks.
+        """
         parts = plan.mesh["tp"]
         said = grid.overrides_of(job)
         if parts > 1:
@@ -69,15 +73,16 @@ class Spatial:
         return said.explained(plan, self.name)
 
     def _placed(self, job: Job, plan: Plan, maps: Maps) -> Plan:
-        settled, cut = maps.settled(), {"tp": Shard(ROWS)}
+        settled, shown, cut = maps.settled(), maps.settled(_height(job, maps)), {"tp": Shard(ROWS)}
         for path, numbers in maps.calls.items():
-            touched = [number for number in numbers if settled.touches(number)]
             if any(number in settled.work for number in numbers):
                 plan = plan.use(path, x=cut, dy=cut)
+            touched = [number for number in numbers if settled.touches(number)]
+            names = {_name(each, number) for number in touched for each in (settled, shown)}
             owns = next(job.model.get_submodule(path).parameters(recurse=False), None) is not None
-            if touched and (owns or any(_name(maps, number) != "rows" for number in touched)):
-                number = next((number for number in touched if _name(maps, number) != "rows"), touched[0])
-                plan = plan.role(path, self.name, _name(maps, number), _why(maps, number))
+            if touched and (owns or names != {"rows"}):
+                number = next((number for number in touched if _name(shown, number) != "rows"), touched[0])
+                plan = plan.role(path, self.name, _name(shown, number), _why(maps, shown, number))
         return plan
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
@@ -104,33 +109,64 @@ def _cuts_convolutions(model: nn.Module, maps: Maps) -> bool:
 # ---- what `show` prints
 
 
-def _name(maps: Maps, number: int) -> str:
-    settled = maps.settled()
+def _height(job: Job, maps: Maps) -> int | None:
+    """How many rows the pictures have, where an example of them is known. Raises LayoutError for too few."""
+    args, named = given_to(job.example)
+    x = args[0] if args else named.get(maps.inputs[0])
+    if not isinstance(x, Tensor) or x.dim() <= ROWS:
+        return None
+    grid.check_rows(maps, x)
+    return x.shape[ROWS]
+
+
+def _name(settled: Settled, number: int) -> str:
     if number in settled.take:
         return "gathers"
-    return "rows, then gathers" if number in settled.give else "rows"
+    if number in settled.give:
+        return "rows, then gathers"
+    return "rows" if number in settled.work else "copied"
 
 
-def _why(maps: Maps, number: int) -> str:
-    step, settled = maps.steps[number], maps.settled()
+def _why(maps: Maps, settled: Settled, number: int) -> str:
+    step = maps.steps[number]
     if number in settled.take:
-        return "its input is gathered over tp: from here on every rank computes the whole"
+        few = maps.settled() is not settled and number in maps.settled().work
+        reason = f"fewer than {maps.parts} rows would come out" if few else "from here on every rank computes the whole"
+        return f"its input is gathered over tp: {reason}"
+    if number not in settled.work:
+        return "every rank computes it whole: there are too few rows to cut"
     why = {
-        "resize": "each rank computes its rows",
         "batch norm": "statistics of all rows, combined over tp",
         "group norm": "statistics of all rows, combined over tp",
         "mean": "the mean over rows, summed over tp: from here on every rank computes the whole",
     }.get(step.kind, "each row alone")
-    if isinstance(step.resize, Window):
-        halo = max(0, step.resize.reach - step.resize.stride)
-        why += f", {halo} of others' read at each cut" if halo else ", along its stride"
-    if step.kind == "resize":
-        why += f"; whole where fewer than {maps.parts} would come out"
+    if step.resize is not None:
+        why = _rows(maps, step.resize, settled.rows[step.takes[0]])
     if number in settled.give:
         why += f"; its output is gathered over tp: '{maps.steps[settled.blame[number]].path}' takes whole maps"
-    if number in settled.share:
-        why += "; its gradient is summed over tp"
-    return why
+    return f"{why}; its gradient is summed over tp" if number in settled.share else why
+
+
+def _rows(maps: Maps, resize: Resize, size: int | None) -> str:
+    """What of ``size`` rows each rank computes, and its halo; of rows that nobody knows yet, what can be said."""
+    if size is not None:
+        reading = reading_of(balanced_rows(size, maps.parts), resize)
+        own = [sum(b - a for a, b in runs) for runs in reading.needed]
+        halo = [rows - reading.num_given(rank, rank) for rank, rows in enumerate(own)]
+        num = resize.num_outputs(size)
+        computed, read = _listed(balanced_rows(num, maps.parts)), _listed(halo)
+        return f"of {num} rows the ranks compute {computed}, and read {read} of others'"
+    why = "each rank computes its rows"
+    if isinstance(resize, Window):
+        halo_rows = max(0, resize.reach - resize.stride)
+        why += f", {halo_rows} of others' read at each cut" if halo_rows else ", along its stride"
+    return f"{why}; whole where fewer than {maps.parts} would come out"
+
+
+def _listed(counts: Sequence[int]) -> str:
+    if len(counts) <= 8:
+        return "+".join(map(str, counts))
+    return f"{min(counts)} to {max(counts)} each" if min(counts) < max(counts) else f"{counts[0]} each"
 
 
 # ---- what is refused
