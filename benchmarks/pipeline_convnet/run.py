@@ -1,8 +1,9 @@
 """A small ConvNet on CIFAR-10 in four parts: one process, the naive pipeline, the pipelined one; seconds and curves.
 
 All variants live in the same four processes and train an epoch each in turn, from the same start and on the same
-batches, which lie ready in memory. Their curves are compared with that of one process: they may differ by what rounding
-grows to. How much that is, a control shows: one process whose start is off by one rounding.
+batches, which lie ready in memory. Their curves are compared with that of one process: first in float64, over fewer
+epochs; then in fp32, where they may differ by what rounding grows to. How much that is, a control shows: one process
+whose start is off by one rounding.
 """
 
 import argparse
@@ -38,23 +39,23 @@ LAYOUTS = (
     "pp2/1f1b mb4",
     "pp2/zb-h1 mb4",
 )
+EXACT_EPOCHS, EXACT = 2, 1e-9
+"""How many epochs are compared in float64, and how far a loss may be off there."""
 ALLOWED_GROWTH = 10
-"""A curve may lie as many times farther from one process's as the control does."""
+"""In fp32 a curve may lie as many times farther from one process's as the control does."""
 AHEAD_S = 0.05  # from agreeing on a moment to that moment
 
 
-def plain():
+def plain(dtype):
     torch.manual_seed(0)
-    return build_convnet(ConvNetConfig())
+    return build_convnet(ConvNetConfig()).to(dtype)
 
 
 class OneProcess:
-    """Plain torch on rank 0. ``off``: the start is moved by one rounding of fp32."""
+    """Plain torch on rank 0. ``off``: the start is moved by one rounding."""
 
-    size = 1
-
-    def __init__(self, threads, *, off=False):
-        self.threads, self.model = threads, plain()
+    def __init__(self, threads, dtype, *, off):
+        self.threads, self.model = threads, plain(dtype)
         if off:
             signs = torch.Generator().manual_seed(1)
             with torch.no_grad():
@@ -79,9 +80,9 @@ class Pipelined:
 
     threads = 1
 
-    def __init__(self, world, line):
-        self.size = world.size
-        self.run = sw.parallelize(plain(), line, world, example=torch.empty(BATCH, 3, 32, 32, device="meta"))
+    def __init__(self, world, line, dtype):
+        example = torch.empty(BATCH, 3, 32, 32, dtype=dtype, device="meta")
+        self.run = sw.parallelize(plain(dtype), line, world, example=example)
         self.optimizer = self.run.optimizer(torch.optim.SGD, **SGD)
 
     def step(self, batch):
@@ -93,14 +94,14 @@ class Pipelined:
         return self.run.predict(pictures)
 
 
-def variants(world, layouts):
-    """By name, how many ranks take part, and on these the variant."""
+def variants(world, layouts, dtype):
+    """By name, the variant on the ranks that take part, None on the others."""
     found = {}
     for name, threads, off in ((LIMIT, 2, False), (ONE, 1, False), (CONTROL, 1, True)):
-        found[name] = (1, OneProcess(threads, off=off) if world.rank == 0 else None)
+        found[name] = OneProcess(threads, dtype, off=off) if world.rank == 0 else None
     for line in layouts:
         size = sw.Layout.parse(line).num_ranks
-        found[line] = (size, Pipelined(replace(world, size=size), line) if world.rank < size else None)
+        found[line] = Pipelined(replace(world, size=size), line, dtype) if world.rank < size else None
     return found
 
 
@@ -122,11 +123,12 @@ def turn(everyone, variant, batches):
     return seconds, loss_sum / sum(len(targets) for _, targets in batches)
 
 
-def measure(world, folder, layouts, epochs, share):
+def measure(world, folder, layouts, epochs, share, dtype):
     """Seconds, mean loss and test accuracy of each epoch, by variant; where each layout is cut."""
     torch.set_num_threads(1)
-    everyone, each = world.everyone(), variants(world, layouts)
+    everyone, each = world.everyone(), variants(world, layouts, dtype)
     train, test = (global_batch(data, range(len(data))) for data in (Cifar10(folder), Cifar10(folder, split="eval")))
+    train, test = ((pictures.to(dtype), labels) for pictures, labels in (train, test))
     order, rows = Order(len(train[1]), BATCH, seed=0), []
     num_steps = math.ceil(order.num_steps_per_epoch * share)
     for epoch in range(epochs):
@@ -135,48 +137,46 @@ def measure(world, folder, layouts, epochs, share):
         batches = [tuple(t[index] for t in train) for index in indices]
         names, row = list(each), {}
         for name in names[epoch % len(names) :] + names[: epoch % len(names)]:
-            _, variant = each[name]
+            variant = each[name]
             seconds, loss = turn(everyone, variant, batches)
             right = 0.0 if variant is None else (variant.predict(test[0]).argmax(1) == test[1]).double().mean().item()
             row[name] = {"s": seconds, "loss": loss, "accuracy": right}
         rows.append({name: row[name] for name in names})
     cuts = {}
     for line in layouts:
-        variant = each[line][1]
+        variant = each[line]
         if variant is not None:
             chunked = variant.run.plan.stages.chunked
             cuts[line] = [chunked.calls_of(chunk) for chunk in range(chunked.num_chunks)]
     return rows, cuts, (len(train[1]), len(test[1]), num_steps)
 
 
-def compared(rows):
-    """By variant, the largest difference of an epoch's loss from one process's, and of its accuracy.
+def off(rows, name, what):
+    """The largest difference of a curve from one process's."""
+    return max(abs(row[name][what] - row[LIMIT][what]) for row in rows)
 
-    Raises: AssertionError: a curve that rounding alone does not explain.
-    """
 
-    def off(name, what, epochs):
-        return max(abs(row[name][what] - row[LIMIT][what]) for row in rows[:epochs])
-
-    found = {}
+def check(rows, exact_rows):
+    """Raises AssertionError for a curve that rounding alone does not explain."""
     for name in rows[0]:
-        found[name] = (off(name, "loss", None), off(name, "accuracy", None))
+        if name != CONTROL:
+            seen = off(exact_rows, name, "loss")
+            assert seen < EXACT, f"{name}: loss off by {seen:.1e} in float64"
         for epochs in range(1, len(rows) + 1):
-            allowed = ALLOWED_GROWTH * max(off(CONTROL, "loss", epochs), torch.finfo(torch.float32).eps)
-            seen = off(name, "loss", epochs)
+            allowed = ALLOWED_GROWTH * max(off(rows[:epochs], CONTROL, "loss"), torch.finfo(torch.float32).eps)
+            seen = off(rows[:epochs], name, "loss")
             assert seen <= allowed, f"{name}: loss off by {seen:.1e} after {epochs} epochs, {allowed:.1e} allowed"
-    return found
 
 
-def table_of(rows, cuts):
+def table_of(rows, exact_rows, cuts):
     """A row for each variant: seconds of an epoch, the curve's end and how far it is off."""
     seconds = [{name: told["s"] for name, told in row.items()} for row in rows]
-    off = compared(rows)
     return [
         {
             **row,
-            "loss_off": off[row["name"]][0],
-            "accuracy_off": off[row["name"]][1],
+            "exact_off": off(exact_rows, row["name"], "loss"),
+            "loss_off": off(rows, row["name"], "loss"),
+            "accuracy_off": off(rows, row["name"], "accuracy"),
             "losses": [each[row["name"]]["loss"] for each in rows],
             "accuracies": [each[row["name"]]["accuracy"] for each in rows],
             "cut": cuts.get(row["name"]),
@@ -208,19 +208,23 @@ def main():
     os.environ["OMP_NUM_THREADS"] = "1"
     facts, folder = machine(), str(Path(options.folder).resolve())
     size = max(sw.Layout.parse(line).num_ranks for line in options.layouts)
-    rows, cuts, counts = sw.launch(measure, size, folder, options.layouts, options.epochs, options.share)[0]
-    num_train, num_test, num_steps = counts
-    table = table_of(rows, cuts)
+    work = (measure, size, folder, options.layouts)
+    exact_rows, *_ = sw.launch(*work, EXACT_EPOCHS, options.share, torch.float64)[0]
+    rows, cuts, (num_train, num_test, num_steps) = sw.launch(*work, options.epochs, options.share, torch.float32)[0]
+    check(rows, exact_rows)
+    table = table_of(rows, exact_rows, cuts)
     print(f"an epoch: {num_steps} batches of {BATCH} of {num_train} pictures; tested on {num_test}")
     for row in table:
         print(
             f"{row['name']:40} {row['ms_median'] / 1000:7.2f} s   {row['ratio_median']:.3f} of the limit "
             f"({row['ratio_min']:.3f} to {row['ratio_max']:.3f})   loss {row['losses'][-1]:.4f}, off by "
-            f"{row['loss_off']:.1e}   accuracy {row['accuracies'][-1]:.3f}, off by {row['accuracy_off']:.1e}"
+            f"{row['loss_off']:.1e} (float64: {row['exact_off']:.1e})   accuracy {row['accuracies'][-1]:.3f}, "
+            f"off by {row['accuracy_off']:.3f}"
         )
     if options.write:
         data = {"train": num_train, "test": num_test, "batches": num_steps, "batch": BATCH, **SGD}
-        write(Path(__file__).parent, {"machine": facts, "data": data, "table": table, "rounds": rows})
+        write(Path(__file__).parent, {"machine": facts, "data": data, "table": table, "rounds": rows,
+              "exact_rounds": exact_rows})  # fmt: skip
 
 
 if __name__ == "__main__":

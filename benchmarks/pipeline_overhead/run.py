@@ -10,7 +10,6 @@ import resource
 import statistics
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -90,27 +89,22 @@ def through(world, line):
 
 
 def variants(world, lines):
-    """By name, on the ranks that take part: a step, and its actions on this rank."""
-    found = {BY_HAND: by_hand() if world.rank == 0 else None}
-    for line in lines:
-        size = sw.Layout.parse(line).num_ranks
-        found[line] = through(replace(world, size=size), line) if world.rank < size else None
-    return found
+    """By name, a step and its actions on this rank."""
+    found = {BY_HAND: by_hand()} if world.size == 1 else {}
+    return {**found, **{line: through(world, line) for line in lines}}
 
 
 def turn(everyone, variant, steps, cpu_s):
     """Microseconds of an action: the wall's on the busiest rank, and CPU's, all ranks' over all actions."""
     moment = torch.tensor([time.perf_counter() + AHEAD_S], dtype=torch.float64)
     start = everyone.broadcast(moment).item()  # the clock is the machine's
-    wall_s, used_s, num_actions = 0.0, 0.0, 0
+    step, num_actions = variant
+    time.sleep(max(0.0, start - time.perf_counter()))
     before = cpu_s()
-    if variant is not None:
-        step, num_actions = variant
-        time.sleep(max(0.0, start - time.perf_counter()))
-        for _ in range(steps):
-            step()
-        wall_s, used_s = time.perf_counter() - start, cpu_s() - before
-    told = everyone.all_gather(torch.tensor([[wall_s, used_s, num_actions]], dtype=torch.float64))
+    for _ in range(steps):
+        step()
+    taken = [time.perf_counter() - start, cpu_s() - before, num_actions]
+    told = everyone.all_gather(torch.tensor([taken], dtype=torch.float64))
     most, total = told.amax(0).tolist(), told.sum(0).tolist()
     return {"wall_us": most[0] / most[2] / steps * 1e6, "cpu_us": total[1] / total[2] / steps * 1e6}
 
@@ -191,11 +185,13 @@ def main():
         stages, options.rounds, options.steps = (2,), 1, 5
     os.environ["OMP_NUM_THREADS"] = "1"
     facts, rounds, table = machine(), {}, []
-    lines = [f"mb{NUM_MICROBATCHES}"]
-    lines += [f"pp{p}/{name} mb{NUM_MICROBATCHES}" for p in stages for name in options.schedules]
     for kind in ("processes", "threads"):
-        rounds[kind] = sw.launch(measure, max(stages), lines, options.rounds, options.steps, ranks=kind)[0]
-        table += actions_table(kind, rounds[kind])
+        for size in (1, *stages):
+            lines = [f"pp{size}/{name} mb{NUM_MICROBATCHES}" for name in options.schedules]
+            lines = lines if size > 1 else [f"mb{NUM_MICROBATCHES}"]
+            rows = sw.launch(measure, size, lines, options.rounds, options.steps, ranks=kind)[0]
+            rounds[f"{size} {kind}"] = rows
+            table += actions_table(kind, rows)
     for row in table:
         low, high = row["wall_us_range"]
         print(

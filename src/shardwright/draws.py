@@ -136,12 +136,16 @@ def keep_mask(
 
 @dataclass(frozen=True)
 class Dropper:
-    """Dropout with masks from ``draws``, for one layer that sees these cuts of these samples."""
+    """Dropout with masks from ``draws``, for one layer that sees these cuts of these samples.
+
+    ``tokens`` gives the cuts of a tensor of one shape, where they depend on how long its sequences are.
+    """
 
     draws: Draws
     layer: str
     cuts: tuple[SliceOfDim, ...] = ()
     rows: Callable[[], Sequence[int]] | None = None
+    tokens: Callable[[Sequence[int]], tuple[SliceOfDim, ...]] | None = None
 
     def __call__(self, input: Tensor, p: float) -> Tensor:
         """The input with elements dropped. Raises PlanError unless its dim 0 is the samples."""
@@ -155,7 +159,8 @@ class Dropper:
                     fix="apply dropout after the samples are in dim 0",
                 )
             )
-        keep = keep_mask(self.draws, self.draws.call(self.layer), input.shape, self.cuts, p, samples)
+        cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(input.shape))
+        keep = keep_mask(self.draws, self.draws.call(self.layer), input.shape, cuts, p, samples)
         scale = 1 / (1 - p) if p < 1 else 0.0
         return input * (keep.to(input.device).to(input.dtype) * scale)
 
@@ -262,10 +267,12 @@ def key_dropout(
     draws: Draws,
     cuts: Mapping[str, tuple[SliceOfDim, ...]] | None = None,
     rows: Mapping[str, Callable[[], Sequence[int]]] | None = None,
+    tokens: Mapping[str, Callable[[Sequence[int]], tuple[SliceOfDim, ...]]] | None = None,
 ) -> None:
     """Makes every ``nn.Dropout`` of ``model``, and that of attention weights, compute its masks from ``draws``.
 
-    ``cuts`` says which elements a layer sees, ``rows`` whose samples, where they are not all and this rank's own.
+    ``cuts`` says which elements a layer sees, ``rows`` whose samples, where they are not all and this rank's own;
+    ``tokens`` which tokens, of a tensor of some shape.
 
     Raises: PlanError: the model has a random layer whose numbers would depend on the layout.
 
@@ -278,7 +285,7 @@ def key_dropout(
     """
     for name, module in model.named_modules():
         draws.layers.add(name)
-        drop = Dropper(draws, name, (cuts or {}).get(name, ()), (rows or {}).get(name))
+        drop = Dropper(draws, name, (cuts or {}).get(name, ()), (rows or {}).get(name), (tokens or {}).get(name))
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
             if module.dropout > 0:
                 module.forward = _keyed_multihead(module, drop)  # type: ignore[method-assign]

@@ -33,9 +33,9 @@ from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.structure import call_model
-from shardwright.parallelize import example_of, make_plan, parallelize, place_parameters, tokens_of, twin
+from shardwright.parallelize import job_for, make_plan, parallelize, place_parameters, tokens_of, twin
 from shardwright.parallelize.planning import num_rows
-from shardwright.strategy import Job, Plan
+from shardwright.strategy import Plan
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The largest error that counts as equal."""
@@ -128,8 +128,8 @@ def verify(
     plain = twin(model).to(dtype)
     batches = [_cast(batch, dtype) for batch in batches]
     num_tokens = tokens_of(batches[0][0], layout) if batches else 1
-    example = example_of(batches[0][0], layout) if batches else None
-    job = Job(plain, loss, num_tokens, roles=dict(roles), example=example)
+    inputs = batches[0][0] if batches else None
+    job = job_for(plain, loss, layout, inputs, num_tokens, dict(roles))
     plan, _ = make_plan(job, layout, strategies)  # a layout that cannot be is refused here
     if not batches:
         raise PlanError(

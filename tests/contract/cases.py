@@ -28,6 +28,7 @@ from shardwright.models import (
     entry_of,
 )
 from shardwright.parallelize import expected_traffic, make_plan, parallelize
+from shardwright.parallelize.sequences import is_sequence
 from shardwright.strategies import STRATEGIES, choose
 from shardwright.strategy import Job, Plan
 from shardwright.verify import verify
@@ -105,6 +106,7 @@ class Case:
     num_tokens: int = 5
     ignored: Callable[[torch.Tensor], torch.Tensor] | None = None
     frozen: tuple[str, ...] = field(default=())
+    num_samples: tuple[int, ...] = NUM_SAMPLES
 
     @property
     def model(self) -> nn.Module:
@@ -122,7 +124,7 @@ class Case:
         assert entry is not None
         generator = torch.Generator().manual_seed(0)
         found = []
-        for num_samples in NUM_SAMPLES:
+        for num_samples in self.num_samples:
             inputs, targets = entry.example_batch(self.config, num_samples, self.num_tokens, generator)
             targets = targets.clone()
             if self.ignored is not None:
@@ -131,6 +133,11 @@ class Case:
                 inputs = inputs.double()
             found.append((inputs, targets.double() if targets.is_floating_point() else targets))
         return found
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether samples are sequences, which a layout may cut."""
+        return is_sequence(self.batches[0][0])
 
     def __str__(self) -> str:
         return self.name

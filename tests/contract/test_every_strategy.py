@@ -54,6 +54,7 @@ def lines_of(strategy, size, case):
     """The plainest line for the case; with every option where all axes are there and the case has several blocks."""
     every = case in (DEEP, *OPTION_CASES) and size == whole_size(strategy)
     factors = spellings(strategy, size) if every else [spelling(strategy, size)]
+    factors = [factor for factor in factors if case.has_sequences or "/seq" not in factor]
     return [line_of(case, factor) for factor in factors]
 
 

@@ -72,6 +72,12 @@ def sent_by_all(layer, before, roles, axes, num_tokens, regather):
     return once + again * regather + sum_dx * layer.needs_gradient
 
 
+def joined_on_one(boundary, after, axes, num_tokens):
+    """What each rank sends so that all rows' ``joined`` features come together, and their gradients apart again."""
+    whole = Fraction(num_tokens * boundary.joined, size_of(axes, [state == "F" for state in after]))
+    return 2 * (whole - whole / size_of(axes, [state == "T" for state in after]))
+
+
 def allowed(boundary, states, axes):
     cuts = [axis.size for axis, state in zip(axes, states, strict=True) if state == "F"]
     new_rows = [axis for axis, state in zip(axes, states, strict=True) if state == "T" != axis.stream]
@@ -107,7 +113,10 @@ def every_path(layers, boundaries, axes, num_tokens, regather):
         for before, path in paths:
             for roles, after in next_steps(layer, before, boundary, axes):
                 sent = Fraction(sent_by_all(layer, before, roles, axes, num_tokens, regather), num_ranks)
+                sent += Fraction(joined_on_one(boundary, after, axes, num_tokens))
                 for rows in moved(path.rows, before, roles, after):
+                    if boundary.joined and not (np.diff(rows, axis=-1) == 1).all():
+                        continue  # some rank's rows are no run
                     longer.append((after, path.then((before, roles, after), rows, sent)))
         paths = longer
     return [path for _, path in paths if np.array_equal(path.rows, start)]
@@ -152,8 +161,9 @@ def problems(draw):
     cut_or_whole = [tuple(stream.upper()), tuple(stream.upper().replace("F", "C"))]
     first, last = (Boundary(64, draw(st.sampled_from(cut_or_whole))) for _ in range(2))
     inner = st.builds(
-        Boundary, features, st.none(), sums=st.booleans(), rows=st.booleans(), most_alone=st.integers(0, 8)
-    )
+        Boundary, features, st.none(), sums=st.booleans(), rows=st.booleans(), most_alone=st.integers(0, 8),
+        joined=st.sampled_from((0, 0, 7)),
+    )  # fmt: skip
     return layers, [first, *(draw(inner) for _ in layers[1:]), last], axes
 
 
@@ -162,11 +172,16 @@ TWO_ORDERS = (
     [Layer(1, 6), Layer(6, 2), Layer(2, 3)],
     [Boundary(9, ("T", "T")), Boundary(6), Boundary(1, most_alone=2), Boundary(9, ("T", "T"))],
 )
+NO_RUN = (  # only the slower axis can cut the two features: gathered over it alone, rows would not follow each other
+    [Layer(1, 6), Layer(6, 6)],
+    [Boundary(9, ("T", "T")), Boundary(2, joined=7), Boundary(9, ("T", "T"))],
+)
 NO_GRADIENT = ([Layer(4, 4, False)], [Boundary(9, ("T",)), Boundary(9, ("T",))])
 
 
 @example((*WHOLE_INPUT, grid("TTF", 2, 2, 2)), 1, False)
 @example((*TWO_ORDERS, grid("TT", 2, 3)), 1, False)
+@example((*NO_RUN, grid("TT", 2, 3)), 100, False)
 @example((*NO_GRADIENT, grid("T", 2)), 1, True)
 @settings(max_examples=200)
 @given(problems(), st.integers(1, 100), st.booleans())

@@ -71,6 +71,30 @@ def test_every_rank_finds_the_samples_that_all_have_after_gathering_and_cutting(
         assert samples.sizes(tuple(steps), axis) == tuple(len(held[rank]) for rank in mesh.group(axis, here))
 
 
+@given(cases(), st.integers(0, 20), st.data())
+def test_where_sequences_are_cut_rows_are_their_tokens_and_every_rank_has_all_samples(case, num_tokens, data):
+    mesh, axes, *_ = case
+    token_axes = data.draw(st.sets(st.sampled_from(sorted(axes)))) if axes else set()
+    step = st.tuples(st.sampled_from(("gather", "cut")), st.sampled_from(mesh.axes))
+    steps = data.draw(st.lists(step, max_size=3))
+    held = own((mesh, token_axes, num_tokens, 1), 0)
+    for what, axis in steps:
+        held = moved(mesh, held, what, axis)
+    samples_of_all = own((mesh, axes - token_axes, *case[2:]), 0)
+    here = data.draw(st.integers(0, mesh.size - 1))
+    samples = Samples(mesh, axes - token_axes, mesh.coord(here), token_axes=token_axes)
+    samples.begin(case[2], 0, case[3])
+    for length in (num_tokens + 1, num_tokens):  # nothing is left of the last sequence
+        samples.cut_tokens(length)
+        samples.tokens(tuple(steps))
+    for rank in range(mesh.size):
+        assert samples.tokens(tuple(steps), mesh.coord(rank)) == tuple(held[rank])
+        if token_axes:
+            assert samples.ids(tuple(steps), mesh.coord(rank)) == tuple(samples_of_all[rank])
+    for axis in mesh.axes if token_axes else ():
+        assert samples.sizes(tuple(steps), axis) == tuple(len(held[rank]) for rank in mesh.group(axis, here))
+
+
 @given(cases())
 def test_each_sample_is_computed_once_by_the_ranks_that_cut_the_batch(case):
     mesh, axes, num_global, num_microbatches = case

@@ -163,9 +163,12 @@ def test_a_deadlock_is_told_in_place_of_a_time():
 @pytest.mark.parametrize("name", NAMES)
 def test_64_stages_and_1024_microbatches_are_built_in_a_second_and_simulated_in_two(name):
     def seconds(work):
-        start = time.process_time()
-        work()
-        return time.process_time() - start
+        tries = []
+        for _ in range(3):  # what else the machine does can only make a try slower
+            start = time.process_time()
+            work()
+            tries.append(time.process_time() - start)
+        return min(tries)
 
     schedule = build(name, 64, 1024)
     times, memory = Times.equal(schedule.num_chunks), Memory.equal(schedule.num_chunks)

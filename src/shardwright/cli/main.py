@@ -149,13 +149,17 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
 
     from shardwright.draws import without_values
     from shardwright.layout import Layout as LayoutLine
+    from shardwright.parallelize import job_for
     from shardwright.report import describe, draw_layout, draw_loss, write_page
-    from shardwright.strategy import Job
+    from shardwright.train.data import open_data
+    from shardwright.train.loop import inputs_of
     from shardwright.train.progress import read_metrics
 
     with without_values():
-        model, loss, _ = config.build()
-    description = describe(Job(model, loss, config.num_tokens, roles=config.roles), LayoutLine.parse(config.layout))
+        model, loss, model_config = config.build()
+    layout, data = LayoutLine.parse(config.layout), open_data(config.data, seq=config.seq, model=model_config)
+    job = job_for(model, loss, layout, inputs_of(data, config.batch), config.num_tokens, config.roles)
+    description = describe(job, layout)
     rows = read_metrics(out)
     pictures = {"loss": out / "loss.png", "layout": out / "layout.png"}
     draw_loss(rows, pictures["loss"])
@@ -238,11 +242,10 @@ def show(
     from shardwright.draws import without_values
     from shardwright.errors import PlanError, explain
     from shardwright.layout import Layout as LayoutLine
-    from shardwright.parallelize import example_of
+    from shardwright.parallelize import job_for
     from shardwright.report import describe, draw_layout, show_text
     from shardwright.report.description import timeline_data, timeline_of
     from shardwright.report.timelines import timeline_text, write_timelines
-    from shardwright.strategy import Job
     from shardwright.train.measuring import measure
 
     opt.check_ranks(ranks)
@@ -251,7 +254,7 @@ def show(
         plain, loss, model_config = whole.build()
     inputs = whole.example(model_config)
     layout = LayoutLine.parse(whole.layout)
-    job = Job(plain, loss, whole.num_tokens, roles=whole.roles, example=example_of(inputs, layout))
+    job = job_for(plain, loss, layout, inputs, whole.num_tokens, whole.roles)
     description = describe(job, layout, inputs=inputs)
     if png is not None:
         draw_layout(description, png)

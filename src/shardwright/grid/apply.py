@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.comm import Axis, cut_to_whole
@@ -22,10 +23,12 @@ from shardwright.grid.mode import (
     Mode,
     NormNote,
     TableNote,
+    TokensNote,
 )
 from shardwright.grid.multihead import MultiheadNote, apply_multihead, leave_fast_path
 from shardwright.grid.placing import own_names
 from shardwright.models.attention import Attention
+from shardwright.models.gpt import Positions
 from shardwright.models.losses import CrossEntropy
 from shardwright.pipeline import Events, Samples
 from shardwright.product import (
@@ -36,6 +39,7 @@ from shardwright.product import (
     Move,
     Product,
     Split,
+    attend_gathered,
     attend_inside,
     attend_selected,
     cut_cross_entropy,
@@ -85,6 +89,9 @@ class _Applying:
         forwarding.watch(self.job.model)
         leave_fast_path(self.job.model)
         apply_statistics(self.job.model, self.axes, self.mode)
+        for module in self.job.model.modules() if self.mode.dim == 1 else ():
+            if isinstance(module, Positions):
+                self._positions(module)
         used = {use.module for use in self.plan.uses}
         for path, note in self.plan.notes.items():
             if path == LOSS:
@@ -102,6 +109,8 @@ class _Applying:
                 self._entry(module, note)
             elif isinstance(note, HeadsNote):
                 self._heads(path, module, note)
+            elif isinstance(note, TokensNote):
+                self._tokens(module, note)
             elif isinstance(note, NormNote):
                 self._norm(module, note)
             elif isinstance(note, TableNote):
@@ -121,7 +130,7 @@ class _Applying:
         for each in gatherings:
             axis = self.axes[each.axis]
             if each.lies == "rows":
-                found.append(Move(axis, "rows", partial(self.samples.sizes, each.rows, each.axis)))
+                found.append(Move(axis, "rows", partial(self.samples.sizes, each.rows, each.axis), self.mode.dim))
             elif each.lies == "features":
                 sizes = each.feature_sizes(self.coord)
                 found.append(Move(axis, "features", partial(tuple[int, ...], sizes)))
@@ -189,6 +198,26 @@ class _Applying:
             attention.attend = partial(attend_inside, attention, axis)  # type: ignore[method-assign]
         elif len(own) % len(kv) or kv_of_head != [i * len(kv) // len(own) for i in range(len(own))]:
             attention.attend = partial(attend_selected, attention, kv_of_head)  # type: ignore[method-assign]
+        if note.tokens is not None:
+            self._tokens(attention, note.tokens)
+
+    def _tokens(self, attention: nn.Module, note: TokensNote) -> None:
+        """Queries, keys and values are those of some tokens; each query sees those of all, or of all before it."""
+        assert isinstance(attention, Attention)
+        samples = self.samples
+
+        def places(num_tokens: int, device: torch.device) -> Tensor:
+            span = samples.span(note.rows)
+            return torch.arange(span.start, span.stop, device=device)
+
+        def num_seen() -> int:
+            return samples.span(note.rows).stop if note.causal else samples.num_tokens
+
+        if attention.rotary is not None:
+            attention.rotary.positions = places  # type: ignore[method-assign]
+        if note.gathers:
+            moves = self.moves(note.gathers)
+            attention.attend = partial(attend_gathered, attention.attend, moves, num_seen)  # type: ignore[method-assign]
 
     def _norm(self, module: nn.Module, note: NormNote) -> None:
         splits = tuple((self.axes[name], note.features.sizes(self.coord, name)) for name in note.features.names)
@@ -232,6 +261,16 @@ class _Applying:
             return tuple(self._whole(arg, features) for arg, features in zip(args, note.arguments, strict=True))
 
         module.register_forward_pre_hook(hook)
+
+    def _positions(self, module: Positions) -> None:
+        """A sequence's tokens begin at their place in it."""
+
+        def forward(tokens_BT: Tensor) -> Tensor:
+            module.check(self.samples.num_tokens)
+            span = self.samples.span(())
+            return torch.arange(span.start, span.stop, device=tokens_BT.device)
+
+        module.forward = forward  # type: ignore[method-assign]
 
     def _gate_end(self, note: GateNote) -> None:
         (features,) = note.arguments

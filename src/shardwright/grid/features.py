@@ -26,6 +26,15 @@ def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
     return tuple(found)
 
 
+def common(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
+    """The elements that both have.
+
+    >>> common([(0, 4)], [(1, 2), (3, 6)])
+    [(1, 2), (3, 4)]
+    """
+    return [(max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d)]
+
+
 def width(ranges: Sequence[Range]) -> int:
     """How many elements ranges hold."""
     return sum(b - a for a, b in ranges)
@@ -78,6 +87,18 @@ class Features:
     def held(self, coord: Coord, over: Collection[str] = ()) -> tuple[Range, ...]:
         """What ``coord`` holds, with all that the members along ``over`` hold."""
         return merged(self._parts_at({name: coord[name] for name in self.names if name not in over}))
+
+    def kept(self, coord: Coord) -> tuple[Range, ...]:
+        """What ``coord`` holds once each axis has cut by itself: more than its part, where parts overlap.
+
+        >>> overlapping = Features(2, (("row", 2), ("col", 2)), (((0, 1),), ((0, 2),), ((1, 2),), ((1, 2),)))
+        >>> overlapping.held({"row": 0, "col": 0}), overlapping.kept({"row": 0, "col": 0})
+        (((0, 1),), ((0, 2),))
+        """
+        kept: tuple[Range, ...] = ((0, self.size),)
+        for axis in self.names:
+            kept = merged(common(kept, self.along(axis)[coord[axis]]))
+        return kept
 
     def along(self, axis: str) -> Ranges:
         """What any member at each index of one axis holds: the cut that this axis makes."""

@@ -1,8 +1,9 @@
-"""Attention on a grid: heads over the axes that cut features, samples over the others."""
+"""Attention on a grid: heads over the axes that cut features, samples, or tokens, over the others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -12,9 +13,12 @@ from shardwright.grid.flow import Place
 from shardwright.grid.mode import EntryNote, HeadsNote
 from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Layer
+from shardwright.grid.sequence import tokens_note
 from shardwright.models.attention import Attention
 from shardwright.models.structure import is_exactly
 from shardwright.product.heads import head_rows, head_slices, kv_heads, query_heads
+
+_GATHERED = "keys and values of all tokens gathered"
 
 
 def place_attentions(placing: Placing) -> None:
@@ -23,9 +27,27 @@ def place_attentions(placing: Placing) -> None:
         if not is_exactly(module, Attention):
             continue
         assert isinstance(module, Attention)
+        if placing.mode.dim == 1:
+            _see_tokens(placing, path)
         layers = [f"{path}.{own}".lstrip(".") for own in (("qkv", "o") if module.fused else ("q", "k", "v", "o"))]
         if not any(name in placing.shared for layer in layers for name in placing.names[layer].values()):
             _place_attention(placing, path, module, placing.flow.places.get(path, Place("attention")))
+        elif placing.mode.dim == 1:
+            _place_tokens(placing, path, module)
+
+
+def _see_tokens(placing: Placing, path: str) -> None:
+    """The weights that an attention drops are queries by keys."""
+    placing.plan = placing.plan.see_tokens(f"{path}.attention_dropout".lstrip("."), (2, 3))
+
+
+def _place_tokens(placing: Placing, path: str, attention: Attention) -> None:
+    """An attention that computes all heads, of the tokens at hand."""
+    kv = Features.balanced(attention.num_kv_heads * attention.head_dim, ())
+    note = tokens_note(attention, path, kv, (), placing.mode.states(False), placing.job, placing.mode)
+    over = " ".join(each.axis for each in note.gathers)
+    placing.plan = placing.plan.note(path, note)
+    placing.plan = placing.plan.role(path, placing.mode.name, "tokens", f"all heads; {_GATHERED} over {over}")
 
 
 def _place_attention(placing: Placing, path: str, attention: Attention, place: Place) -> None:
@@ -39,7 +61,8 @@ def _place_attention(placing: Placing, path: str, attention: Attention, place: P
     layers = (Layer(hidden, q_width + 2 * kv_width, not place.from_input), Layer(q_width, out))
 
     def chosen(most_alone: int = 0) -> Any:
-        middle = Boundary(attention.num_heads, sums=False, most_alone=most_alone)
+        joined = 2 * kv_width if placing.mode.dim == 1 else 0
+        middle = Boundary(attention.num_heads, sums=False, most_alone=most_alone, joined=joined)
         return placing.mode.choose(layers, (Boundary(0, start), middle, Boundary(out, stop)), placing.job.num_tokens)
 
     choice = chosen() or chosen(q_width)  # heads whole, if they can be; over one axis they may be cut inside
@@ -75,7 +98,12 @@ def _place_attention(placing: Placing, path: str, attention: Attention, place: P
         attention.num_kv_heads, axes, tuple(((k[0], k[-1] + 1),) for k in (kv_heads(attention, h) for h in heads))
     )
     note = HeadsNote(held, kv_held, heads, slices, inside, before.rows_after, entry)
+    if placing.mode.dim == 1:
+        keys, rows = Features(kv_width, axes, kv), before.rows_after
+        note = replace(note, tokens=tokens_note(attention, path, keys, rows, before.after, placing.job, placing.mode))
     placing.plan = placing.plan.note(path, note)
     why = f"{attention.num_heads} heads, " + (f"in {parts} parts" if parts > 1 else "all of them for fewer samples")
     why += ": each head over several ranks, scores summed" if inside else ""
+    if note.tokens is not None and note.tokens.gathers:
+        why += f"; {_GATHERED} over {' '.join(each.axis for each in note.tokens.gathers)}"
     placing.plan = placing.plan.role(path, placing.mode.name, "inside a head" if inside else "heads", why)

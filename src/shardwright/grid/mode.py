@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardwright.grid.features import Features, width
 from shardwright.grid.roles import Boundary, Choice, GridAxis, Layer, State, States, Step, cheapest, rows_after
@@ -18,7 +18,8 @@ class Mode:
     """Which axes a mode has and how activations and weights lie along them between layers.
 
     ``middle`` pins how activations lie inside a block, where a classic algorithm is asked for instead of the cheapest
-    roles; there input features are gathered, and sums of features are not cut.
+    roles; there input features are gathered, and sums of features are not cut. ``dim`` is what the axes cut that cut
+    rows: 0 is samples, 1 the tokens of each.
     """
 
     name: str
@@ -26,6 +27,12 @@ class Mode:
     keep: bool = True
     overlap: bool = True
     middle: States | None = None
+    dim: Literal[0, 1] = 0
+
+    @property
+    def row_axes(self) -> tuple[GridAxis, ...]:
+        """The axes that cut rows between layers."""
+        return tuple(axis for axis in self.axes if axis.stream == "T")
 
     @property
     def stream(self) -> States:
@@ -65,7 +72,10 @@ class Mode:
         return cheapest(layers, boundaries, self.axes, num_tokens, regather=regather, rows_end=rows_end)
 
 
+SEQ = "seq"
+
 OPTIONS: Mapping[str, str] = {
+    SEQ: "rows are the tokens of each sample and not samples: for batches of fewer samples than cut them",
     "regather": "gathered operands are not kept for the backward but gathered again: less memory, more traffic",
     "no-overlap": "no message travels while something is computed: to see what overlap gains",
 }
@@ -90,7 +100,7 @@ def mode(name: str, plan: Plan, stream: Mapping[str, State], copied: Collection[
     keep = factor.option("regather") is None and pinned != "summa"
     turned: Mapping[str, State] = {**stream, "row": "F", "col": "T"} if pinned == "classic" else stream
     middle = tuple(turned[axis.name] for axis in axes) if pinned is not None else None
-    return Mode(name, axes, keep, overlap, middle)
+    return Mode(name, axes, keep, overlap, middle, 1 if plan.token_axes.intersection(stream) else 0)
 
 
 class Gathering(NamedTuple):
@@ -143,6 +153,21 @@ class EntryNote:
 
 
 @dataclass(frozen=True)
+class TokensNote:
+    """An attention of some tokens of a sequence: what gathers the keys and values of the others.
+
+    ``kv`` are the features of the keys, as many as of the values; ``makers`` the layers that make both.
+    """
+
+    rows: Rows
+    gathers: tuple[Gathering, ...]
+    kv: Features
+    causal: bool
+    makers: tuple[str, ...]
+    elements: float
+
+
+@dataclass(frozen=True)
 class HeadsNote:
     """The query heads of each joint index, and which of a head's elements where it belongs to several ranks."""
 
@@ -153,11 +178,11 @@ class HeadsNote:
     inside: bool
     rows: Rows
     entry: EntryNote | None = None
+    tokens: TokensNote | None = None
 
     def held_kv(self, coord: Coord) -> list[int]:
         """The key and value heads that ``coord`` holds: those that it holds along every axis."""
-        held = [{h for a, b in self.kv.along(axis)[coord[axis]] for h in range(a, b)} for axis in self.kv.names]
-        return sorted(set(range(self.kv.size)).intersection(*held))
+        return [head for a, b in self.kv.kept(coord) for head in range(a, b)]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import prod
 
 from torch import nn
@@ -11,30 +12,43 @@ from shardwright.grid.convolution import place_convolutions
 from shardwright.grid.features import Features
 from shardwright.grid.flow import Place
 from shardwright.grid.heads import place_attentions
-from shardwright.grid.mode import EntryNote, GateNote, LinearNote, Mode, NormNote
+from shardwright.grid.mode import EntryNote, GateNote, HeadsNote, LinearNote, Mode, NormNote, TokensNote
 from shardwright.grid.multihead import MultiheadNote, place_multiheads
 from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Layer, States
+from shardwright.grid.sequence import cut_rows, is_asked, with_rows
 from shardwright.grid.tables import place_head_and_tables
 from shardwright.models.convolution_chains import CONVOLUTIONS
 from shardwright.models.structure import Chain, is_exactly, owners
-from shardwright.strategy import OUTPUT, Job, Plan, Shard, check_samples_apart
+from shardwright.strategy import INPUT, OUTPUT, Job, Plan, Shard, check_samples_apart
 
 
 def sent(plan: Plan) -> float:
     """The elements that one rank sends in a step for all linear layers, as far as roles decide it."""
-    return sum(note.elements for note in plan.notes.values() if isinstance(note, LinearNote | MultiheadNote))
+    notes = [note.tokens if isinstance(note, HeadsNote) else note for note in plan.notes.values()]
+    return sum(note.elements for note in notes if isinstance(note, LinearNote | MultiheadNote | TokensNote))
 
 
 def place(job: Job, plan: Plan, mode: Mode) -> Plan:
     """Finds what the mode can cut and cuts it. Raises LayoutError when nothing can be, naming the sizes found."""
-    for axis in mode.axes:
-        if axis.stream == "T":
-            check_samples_apart(job.model, str(plan.layout.factor("tp")))
-            plan = plan.cut_inputs(axis.name, dim=0)
+    found = with_rows(job, plan, mode)
+    if found.dim == 1 and not is_asked(plan):
+        with suppress(LayoutError):  # what nobody asked for refuses nothing
+            return _placed(job, plan, found)
+        found = mode
+    return _placed(job, plan, found)
+
+
+def _placed(job: Job, plan: Plan, mode: Mode) -> Plan:
+    if mode.row_axes and mode.dim == 0:
+        check_samples_apart(job.model, str(plan.layout.factor("tp")))
+    plan = cut_rows(plan, mode)
+    if mode.dim == 1:
+        names = " ".join(axis.name for axis in mode.row_axes)
+        plan = plan.role(INPUT, mode.name, "tokens", f"each sample's tokens cut over {names}, not the samples")
     if mode.axes:
         plan = _place_everything(Placing(job, mode, plan))
-        if not plan.notes:
+        if all(isinstance(note, TokensNote) for note in plan.notes.values()):
             raise _nothing_to_cut(job.model, mode)
     for path, module, _, _ in owners(job.model):
         if path not in plan.roles:
@@ -46,9 +60,7 @@ def place_alone(job: Job, plan: Plan, mode: Mode) -> Plan:
     """One ``nn.Linear`` as the whole model: input and output lie as between layers, but what was copied comes cut."""
     layer = job.model
     assert isinstance(layer, nn.Linear)
-    for axis in mode.axes:
-        if axis.stream == "T":
-            plan = plan.cut_inputs(axis.name, dim=0)
+    plan = cut_rows(plan, mode)
     stop: States = tuple("F" if state == "C" else state for state in mode.stream)
     placing = Placing(job, mode, plan)
     choice = mode.choose(

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwright.boxes import Range, Ranges
 from shardwright.errors import LayoutError, explain
-from shardwright.grid.features import Features, merged, nested
+from shardwright.grid.features import Features, common, merged, nested
 from shardwright.grid.flow import Flow, follow
 from shardwright.grid.mode import LinearNote, Mode
 from shardwright.grid.overrides import overrides_of
@@ -129,7 +129,7 @@ class Placing:
                     ranges = nested(held, axis.size)
                     self.cut(names["weight"], axis.name, 0, ranges)
                     held = {
-                        (*key, i): merged(_common(ranges[i], each))
+                        (*key, i): merged(common(ranges[i], each))
                         for key, each in held.items()
                         for i in range(axis.size)
                     }
@@ -233,7 +233,3 @@ class Placing:
                 fix=f"write a smaller grid, or move ranks to 'dp': dp{total}",
             )
         )
-
-
-def _common(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
-    return [(max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d)]

@@ -59,6 +59,8 @@ class Boundary(NamedTuple):
 
     ``sums``: whether a sum of the features can be cut; parts that are not runs of features cannot. ``rows``: whether
     axes that do not cut the model's input may cut rows. ``most_alone``: the most parts that one axis makes alone.
+    ``joined``: where rows are the tokens of a sequence, the features of each token that all its others need here:
+    gathered over the axes that cut rows, whose rows must follow each other.
     """
 
     most_parts: int
@@ -66,6 +68,7 @@ class Boundary(NamedTuple):
     sums: bool = True
     rows: bool = True
     most_alone: int = 0
+    joined: int = 0
 
 
 class Step(NamedTuple):
@@ -157,6 +160,29 @@ def _output_elements(layer: Layer, step: Step, axes: Sequence[GridAxis], num_tok
     return num_tokens * layer.out_features / kept
 
 
+def joined_elements(boundary: Boundary, states: States, axes: Sequence[GridAxis], num_tokens: int) -> float:
+    """What one rank sends so that each token sees all of its sequence, forward and backward.
+
+    >>> axes = [GridAxis("row", 2, "T"), GridAxis("col", 2, "F")]
+    >>> joined_elements(Boundary(4, joined=16), ("T", "F"), axes, 100)
+    800.0
+    """
+    over, kept = (prod(a.size for a, s in zip(axes, states, strict=True) if s == state) for state in "TF")
+    return 2 * (over - 1) / over * num_tokens * boundary.joined / kept
+
+
+def follow_each_other(rows: Rows, axes: Sequence[GridAxis]) -> bool:
+    """Whether every rank's rows are a run, in their order: gathered over the fastest axes first, and cut after that.
+
+    >>> axes = [GridAxis("depth", 2, "T"), GridAxis("row", 2, "T")]
+    >>> follow_each_other((("gather", "row"),), axes), follow_each_other((("gather", "depth"),), axes)
+    (True, False)
+    """
+    gathers = [axis for what, axis in rows if what == "gather"]
+    fastest = [axis.name for axis in reversed(axes) if axis.stream == "T"][: len(gathers)]
+    return gathers == fastest and all(what == "gather" for what, _ in rows[: len(gathers)])
+
+
 def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
     """Whether every rank holds a part of the features, and the rows are cut as they may be."""
     sizes = [a.size for a, state in zip(axes, states, strict=True) if state == "F"]
@@ -184,7 +210,9 @@ def steps_from(
             if layer.out_features // kept < fetched:
                 continue  # some rank would store nothing of the weight
             for orders in _moved(rows, axes, before, roles, after):  # type: ignore[arg-type]
-                yield Step(before, roles, after, *orders, rows)  # type: ignore[arg-type]
+                step = Step(before, roles, after, *orders, rows)  # type: ignore[arg-type]
+                if not boundary.joined or follow_each_other(step.rows_after, axes):
+                    yield step
 
 
 def _moved(
@@ -235,6 +263,7 @@ def cheapest(
         for (before, rows), so_far in best.items():
             for step in steps_from(layer, before, rows, boundary, axes):
                 elements = so_far.elements + sent_elements(layer, step, axes, num_tokens, regather=regather)
+                elements += joined_elements(boundary, step.after, axes, num_tokens)
                 key = (step.after, step.rows_after)
                 if elements < found.get(key, Choice((), inf)).elements - 1e-6:
                     found[key] = Choice((*so_far.steps, step), elements)

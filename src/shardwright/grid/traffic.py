@@ -19,6 +19,7 @@ from shardwright.grid.mode import (
     Mode,
     NormNote,
     TableNote,
+    TokensNote,
 )
 from shardwright.grid.multihead import MultiheadNote, price_multihead
 from shardwright.mesh import Coord
@@ -69,6 +70,10 @@ class _Pricing:
             if note.entry is not None:
                 yield from self._taken(note.entry.takes(), note.entry.step.rows_before, note.entry.x, visit)
             yield from self._scores(note, visit)
+            if note.tokens is not None:
+                yield from self._joined(note.tokens, visit)
+        elif isinstance(note, TokensNote):
+            yield from self._joined(note, visit)
         elif isinstance(note, NormNote):
             yield from self._norm(path, note, visit, visit.needs_gradient or trained)
         elif isinstance(note, TableNote):
@@ -85,18 +90,23 @@ class _Pricing:
     def _trains_weight(self, path: str) -> bool:
         return self.weights[path] not in self.plan.frozen
 
-    def _num_rows(self, rows: Rows, tokens: int) -> int:
-        return len(self.samples.ids(rows)) * tokens
+    def _each(self, shape: Sequence[int]) -> int:
+        """The rows of one sample in a tensor (samples, ..., features); of one token, where sequences are cut."""
+        return prod(shape[1:-1]) if self.mode.dim == 0 else prod(shape[:1]) * prod(shape[2:-1])
+
+    def _num_rows(self, rows: Rows, each: int) -> int:
+        held = self.samples.ids(rows) if self.mode.dim == 0 else self.samples.tokens(rows)
+        return len(held) * each
 
     def _taken(
         self, gatherings: Sequence[Gathering], rows: Rows, x: Features, visit: Visit, *, again: bool = False
     ) -> Iterator[Traffic]:
         """All-gathers of an input, and the sums of its gradient."""
-        tokens = prod(visit.x_shape[1:-1])
-        shape = (self._num_rows(rows, tokens), width(x.held(self.coord)))
+        of_each = self._each(visit.x_shape)
+        shape = (self._num_rows(rows, of_each), width(x.held(self.coord)))
         for each in gatherings:
             if each.lies == "rows":
-                shape = (sum(self.samples.sizes(each.rows, each.axis)) * tokens, shape[1])
+                shape = (sum(self.samples.sizes(each.rows, each.axis)) * of_each, shape[1])
             elif each.lies == "features":
                 shape = (shape[0], sum(each.feature_sizes(self.coord)))
             num_bytes, size = prod(shape) * visit.element_bytes, self.plan.mesh[each.axis]
@@ -110,7 +120,7 @@ class _Pricing:
         gatherings = note.gives()
         joined = [each.axis for each in gatherings if each.lies == "features"]
         shape = (
-            self._num_rows(note.step.rows_gathered, prod(visit.y_shape[1:-1])),
+            self._num_rows(note.step.rows_gathered, self._each(visit.y_shape)),
             width(note.y.held(self.coord, over=joined)),
         )
         yield from self._summed(gatherings, shape, visit, learns)
@@ -119,7 +129,7 @@ class _Pricing:
         self, gatherings: Sequence[Gathering], shape: tuple[int, int], visit: Visit, learns: bool
     ) -> Iterator[Traffic]:
         """The sums of an output's terms, and all-gathers of its gradient."""
-        tokens = prod(visit.y_shape[1:-1])
+        of_each = self._each(visit.y_shape)
         for each in gatherings:
             num_bytes, size = prod(shape) * visit.element_bytes, self.plan.mesh[each.axis]
             if each.lies == "whole":
@@ -130,7 +140,7 @@ class _Pricing:
                 yield Traffic("all_gather", each.axis, num_bytes, size)
             index = self.coord[each.axis]
             if each.lies == "rows":
-                shape = (self.samples.sizes(each.rows, each.axis)[index] * tokens, shape[1])
+                shape = (self.samples.sizes(each.rows, each.axis)[index] * of_each, shape[1])
             else:
                 shape = (shape[0], each.feature_sizes(self.coord)[index])
 
@@ -150,12 +160,25 @@ class _Pricing:
     def _scores(self, note: HeadsNote, visit: Visit) -> Iterator[Traffic]:
         if note.inside:
             members = sum(held == note.held[note.heads.number(self.coord)] for held in note.held)
-            num_tokens = visit.x_shape[1]
-            num_bytes = len(self.samples.ids(note.rows)) * num_tokens**2 * visit.element_bytes
+            seen = visit.x_shape[1] if note.tokens is None else self._num_seen(note.tokens)
+            queries = visit.x_shape[1] if note.tokens is None else len(self.samples.tokens(note.rows))
+            num_bytes = len(self.samples.ids(note.rows)) * queries * seen * visit.element_bytes
             yield Traffic("all_reduce", note.heads.names[0], num_bytes, members, times=2)
 
+    def _num_seen(self, note: TokensNote) -> int:
+        return self.samples.span(note.rows).stop if note.causal else self.samples.num_tokens
+
+    def _joined(self, note: TokensNote, visit: Visit) -> Iterator[Traffic]:
+        """All-gathers of keys and values, and the sums of their gradients."""
+        elements = visit.x_shape[0] * 2 * width(note.kv.kept(self.coord))
+        learns = visit.needs_gradient or any(maker in self.trained for maker in note.makers)
+        for each in note.gathers:
+            num_bytes = sum(self.samples.sizes(each.rows, each.axis)) * elements * visit.element_bytes
+            for kind in ("all_gather", "reduce_scatter") if learns else ("all_gather",):
+                yield Traffic(kind, each.axis, num_bytes, self.plan.mesh[each.axis])
+
     def _norm(self, path: str, note: NormNote, visit: Visit, learns: bool) -> Iterator[Traffic]:
-        num_rows = self._num_rows((), prod(visit.x_shape[1:-1]))
+        num_rows = prod(visit.x_shape[:-1])
         two = 2 if note.centred else 1
         element_bytes = max(visit.element_bytes, 4)  # statistics are no narrower than float32
         for axis in note.features.names:
@@ -168,18 +191,18 @@ class _Pricing:
                 yield Traffic("all_reduce", axis, two * num_rows * element_bytes, size)
 
     def _table(self, note: TableNote, visit: Visit, trained: bool) -> Iterator[Traffic]:
-        numbers, rows = prod(visit.x_shape[1:]), note.rows
+        numbers, rows = self._each((*visit.x_shape, 1)), note.rows
         for each in note.gathers:
             num_bytes = sum(self.samples.sizes(each.rows, each.axis)) * numbers * INDEX_BYTES
             yield Traffic("all_gather", each.axis, num_bytes, self.plan.mesh[each.axis])
-        num_rows = self._num_rows(rows, prod(visit.y_shape[1:-1])) if note.per_sample else prod(visit.y_shape[:-1])
+        num_rows = self._num_rows(rows, self._each(visit.y_shape)) if note.per_sample else prod(visit.y_shape[:-1])
         yield from self._summed(note.sums, (num_rows, note.width(self.coord)), visit, trained)
 
     def _loss(self, note: LossNote, visit: Visit) -> Iterator[Traffic]:
-        tokens = prod(visit.y_shape[1:-1])
-        num_rows = self._num_rows((), tokens)
+        of_each = self._each(visit.y_shape)
+        num_rows = self._num_rows((), of_each)
         for each in note.gathers:
-            num_rows = sum(self.samples.sizes(each.rows, each.axis)) * tokens
+            num_rows = sum(self.samples.sizes(each.rows, each.axis)) * of_each
             size = self.plan.mesh[each.axis]
             yield Traffic("all_gather", each.axis, num_rows * INDEX_BYTES, size)
             yield Traffic("all_gather", each.axis, num_rows * visit.element_bytes, size)

@@ -1,6 +1,7 @@
 """Self-attention on one device: many, grouped or single key and value heads, rotary positions, fused QKV.
 
-B batch, T tokens, H width, N query heads, M key and value heads, D head width, d rotated elements of a head
+B batch, T tokens, S tokens that queries see, H width, N query heads, M key and value heads, D head width,
+d rotated elements of a head
 """
 
 from __future__ import annotations
@@ -203,26 +204,42 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x_BTH).split((q_width, kv_width, kv_width), dim=-1)
         return q, k, v
 
-    def attend(self, q_BNTD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor) -> Tensor:
-        """Softmax of the scores, times the values: (B, N, T, D)."""
+    def attend(self, q_BNTD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor) -> Tensor:
+        """Softmax of the scores, times the values: (B, N, T, D). The queries are those of the last T of S tokens."""
         if not (self.attention_dropout.training and self.attention_dropout.p > 0):
+            # torch's own causal mask takes the queries for the first tokens
+            partly = self.causal and q_BNTD.shape[-2] != k_BMSD.shape[-2]
             return functional.scaled_dot_product_attention(
                 q_BNTD,
-                k_BMTD,
-                v_BMTD,
-                is_causal=self.causal,
+                k_BMSD,
+                v_BMSD,
+                ~hidden_keys(q_BNTD, k_BMSD) if partly else None,
+                is_causal=self.causal and not partly,
                 scale=self.scale,
-                enable_gqa=q_BNTD.shape[1] != k_BMTD.shape[1],
+                enable_gqa=q_BNTD.shape[1] != k_BMSD.shape[1],
             )
         # written out, so that the module which drops is one that can be found, hooked and replaced
-        shared = q_BNTD.shape[1] // k_BMTD.shape[1]
-        k_BNTD, v_BNTD = k_BMTD.repeat_interleave(shared, dim=1), v_BMTD.repeat_interleave(shared, dim=1)
-        scores_BNTT = q_BNTD @ k_BNTD.mT * self.scale
+        shared = q_BNTD.shape[1] // k_BMSD.shape[1]
+        k_BNSD, v_BNSD = k_BMSD.repeat_interleave(shared, dim=1), v_BMSD.repeat_interleave(shared, dim=1)
+        scores_BNTS = q_BNTD @ k_BNSD.mT * self.scale
         if self.causal:
-            hidden_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
-            scores_BNTT = scores_BNTT.masked_fill(hidden_TT, -torch.inf)
-        dropped_BNTT: Tensor = self.attention_dropout(scores_BNTT.softmax(dim=-1))
-        return dropped_BNTT @ v_BNTD
+            scores_BNTS = scores_BNTS.masked_fill(hidden_keys(q_BNTD, k_BNSD), -torch.inf)
+        dropped_BNTS: Tensor = self.attention_dropout(scores_BNTS.softmax(dim=-1))
+        return dropped_BNTS @ v_BNSD
+
+
+def hidden_keys(q_BNTD: Tensor, k_BMSD: Tensor) -> Tensor:
+    """Where a query may not see a key: those of later tokens. The queries are those of the last T of S tokens.
+
+    Shapes: q_BNTD (B, N, T, D); k_BMSD (B, M, S, D); returns (T, S) bools.
+
+    >>> hidden_keys(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 3, 4))
+    tensor([[False, False,  True],
+            [False, False, False]])
+    """
+    num_queries, num_keys = q_BNTD.shape[-2], k_BMSD.shape[-2]
+    every_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BNTD.device)
+    return every_TS.triu(1 + num_keys - num_queries)
 
 
 def split_heads(x: Tensor, num_heads: int, head_dim: int) -> Tensor:

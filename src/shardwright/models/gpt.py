@@ -173,7 +173,11 @@ class Positions(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """The positions, on the tokens' device."""
-        num_tokens = tokens_BT.shape[1]
+        self.check(tokens_BT.shape[1])
+        return torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+
+    def check(self, num_tokens: int) -> None:
+        """Raises PlanError for a sequence that is longer than ``max_tokens``."""
         if num_tokens > self.max_tokens:
             raise PlanError(
                 explain(
@@ -183,7 +187,6 @@ class Positions(nn.Module):
                     fix=f"set max_tokens={num_tokens}, or use shorter sequences",
                 )
             )
-        return torch.arange(num_tokens, device=tokens_BT.device)
 
 
 class GPT(nn.Module):

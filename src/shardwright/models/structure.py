@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwright.draws import with_names
 from shardwright.models.calls import AttentionCall, attention_call, leads_to
+from shardwright.models.reading import ShowsReads
 
 ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Softplus,
@@ -132,7 +133,9 @@ def trace(
             if (parameter.default is inspect.Parameter.empty or parameter.name in given)
             and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         }
-        graph.output(tracer.create_arg(_called_by_name(copied, tracer, inputs)))
+        weights = [*module.parameters(), *module.buffers()] if shows_weights else []
+        with ShowsReads(tracer, weights):
+            graph.output(tracer.create_arg(_called_by_name(copied, tracer, inputs)))
     except Exception:  # any Python code may run here; what cannot be traced is simply not taken apart
         return None
     return graph

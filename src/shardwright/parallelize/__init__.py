@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -14,25 +14,26 @@ from shardwright.draws import Draws, key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.alone import LayerAlone, layer_alone
-from shardwright.parallelize.auto import tokens_of
+from shardwright.parallelize.auto import samples_of, tokens_of
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
-from shardwright.parallelize.planning import example_of, expected_traffic, hollow, make_plan, twin
+from shardwright.parallelize.planning import expected_traffic, hollow, job_for, make_plan, twin
 from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Deferred, Executor, Samples
 from shardwright.pipeline.cutting import stages_by_device
-from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, summed_axes
+from shardwright.strategy import NUM_TOKENS, Plan, Strategy, apply_in_turn, summed_axes
 
 __all__ = [
     "LayerAlone",
     "Run",
-    "example_of",
     "expected_traffic",
     "hollow",
+    "job_for",
     "layer_alone",
     "make_plan",
     "parallelize",
     "place_parameters",
+    "samples_of",
     "tokens_of",
     "twin",
 ]
@@ -57,8 +58,9 @@ def parallelize(
     when left out. ``seed`` fixes initial values and dropout, whatever the layout. ``num_tokens`` is how many one
     microbatch of one model copy will have: modes that weigh activations against weights choose by it. ``roles``
     go before what is found out of single layers: patterns of names, and "column", "row" or "copied". ``example`` are
-    the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them. A model
-    whose parts a person has put on several devices is cut into stages there.
+    the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them, and
+    modes that would leave ranks without a sample cut the sequences instead, if the model allows it. A model whose
+    parts a person has put on several devices is cut into stages there.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
         starts. Both are raised on every rank before anything is sent.
@@ -76,23 +78,19 @@ def parallelize(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     loss = twin(loss if loss is not None else CrossEntropy())
     parts = stages_by_device(model) if layout.factor("pp") is not None else ()
-    job = Job(twin(model), loss, num_tokens, roles=roles, example=example_of(example, layout), stages=parts)
+    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(stages=parts)
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)
-    samples = Samples(plan.mesh, plan.row_axes, coord)
+    samples = Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes)
     draws = Draws(seed)
     job = job._replace(samples=samples, draws=draws, deferred=Deferred())
     place_parameters(job.model, {**plan.compute, **plan.buffers}, coord, seed, world.device)
     job.loss.to(world.device)
     axes = _axes(plan, world)
-    key_dropout(job.model, draws, plan.slices(coord), {m: partial(samples.ids, r) for m, r in plan.rows.items()})
-    applied = []
-    for strategy in chosen:
-        one = strategy.apply(job, {a: axis.for_strategy(strategy.name) for a, axis in axes.items()}, plan)
-        if one is not None:
-            applied.append(one)
-            job = job if one.frame is None else job._replace(frame=one.frame)
+    rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
+    key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
+    _, applied = apply_in_turn(chosen, job, axes, plan)
     late = frozenset[str]().union(*(one.late for one in applied))
 
     def joined(names: tuple[str, ...]) -> Axis:
@@ -103,6 +101,12 @@ def parallelize(
     work = next((one.work for one in applied if one.work is not None), None)
     executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)
     return Run(job, plan, world, axes, executor, sync, applied)
+
+
+def _tokens(model: nn.Module, plan: Plan, samples: Samples) -> Mapping[str, Callable[[Sequence[int]], Any]]:
+    """Which tokens each layer sees, where sequences are cut."""
+    paths = [path for path, _ in model.named_modules()] if plan.token_axes else []
+    return {p: partial(samples.slices, plan.rows.get(p, ()), plan.token_dims.get(p, (1,))) for p in paths}
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardwright import grid
 from shardwright.comm import Axis, World, cut_to_whole, whole_to_cut
 from shardwright.errors import LayoutError, explain
-from shardwright.grid.mode import LinearNote
+from shardwright.grid.mode import SEQ, LinearNote
 from shardwright.layout import Layout
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
@@ -108,6 +108,15 @@ def layer_alone(
                 given=str(layout),
                 allowed="one tp factor: tp4, tp2x2/2d, tp2x2x2/3d",
                 fix="use parallelize for whole models",
+            )
+        )
+    if layout.factors[0].option(SEQ) is not None:
+        raise LayoutError(
+            explain(
+                "a layer alone has samples, and no sequences",
+                given=str(layout),
+                allowed="a mode whose rows are samples",
+                fix=f"leave out /{SEQ}",
             )
         )
     (strategy,) = choose(layout)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 from shardwright import grid
 from shardwright.errors import LayoutError, explain
 from shardwright.layout import Factor, Layout, Option
+from shardwright.parallelize.sequences import is_sequence
 from shardwright.strategy import Plan
 
 AUTO = "auto"
@@ -86,5 +87,24 @@ def tokens_of(inputs: Any, layout: Layout) -> int:
         return 1
     first = tensors[0]
     shape = first.shape[:-1] if first.is_floating_point() and first.dim() > 1 else first.shape
+    return max(1, prod(shape) // _num_shares(layout))
+
+
+def samples_of(inputs: Any, layout: Layout) -> int | None:
+    """The samples of the smallest microbatch of one model copy; None where they are not sequences of tokens.
+
+    >>> import torch
+    >>> tokens, pictures = torch.zeros(5, 16, dtype=torch.int64), torch.zeros(5, 16)
+    >>> samples_of(tokens, Layout.parse("dp2 tp4")), samples_of(pictures, Layout.parse("tp4"))
+    (2, None)
+    """
+    tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    if not tensors or not all(map(is_sequence, tensors)):
+        return None
+    return max(1, tensors[0].shape[0] // _num_shares(layout))
+
+
+def _num_shares(layout: Layout) -> int:
+    """In how many microbatches, of all model copies, a batch is cut."""
     data = layout.factor("dp")
-    return max(1, prod(shape) // (layout.num_microbatches * (data.size if data is not None else 1)))
+    return layout.num_microbatches * (data.size if data is not None else 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from shardwright.grid.overrides import overrides_of
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.models.structure import Visit, Visits, observe
-from shardwright.parallelize.auto import settle
+from shardwright.parallelize.auto import samples_of, settle
 from shardwright.parallelize.rehearsal import crossings
+from shardwright.parallelize.sequences import cut_tokens, num_tokens_of
 from shardwright.pipeline import Samples, samples
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.product import forget_batches
 from shardwright.strategies import choose
-from shardwright.strategy import Batch, Job, Plan, Strategy, Traffic
+from shardwright.strategy import NUM_TOKENS, Batch, Job, Plan, Strategy, Traffic
 
 
 def hollow(model: nn.Module) -> nn.Module:
@@ -96,6 +98,23 @@ def example_of(inputs: Any, layout: Layout) -> Any:
     return rows(tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs), 0, -(-num_rows(inputs) // share))
 
 
+def job_for(
+    model: nn.Module,
+    loss: nn.Module,
+    layout: Layout,
+    inputs: Any = None,
+    num_tokens: int = NUM_TOKENS,
+    roles: Mapping[str, str] = MappingProxyType({}),
+) -> Job:
+    """What is to be laid out, for global batches like ``inputs``, of which shapes alone count.
+
+    >>> job_for(nn.Linear(3, 3), nn.Identity(), Layout.parse("dp2"), torch.zeros(8, 3)).example.shape
+    torch.Size([4, 3])
+    """
+    example, num_samples = example_of(inputs, layout), samples_of(inputs, layout)
+    return Job(model, loss, num_tokens, roles=roles, example=example, num_samples=num_samples)
+
+
 def local_samples(plan: Plan, coord: Coord, num_samples: int) -> range:
     """The places in the global batch of the samples that ``coord`` computes: nested balanced cuts of dim 0.
 
@@ -139,14 +158,16 @@ def expected_traffic(
     forget_batches(whole)
     on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
     num_global = num_rows(inputs)
+    num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
+    on_meta = cut_tokens(plan, coord, on_meta, num_tokens)
     shares = microbatch_samples(local_samples(plan, coord, num_global), plan.layout.num_microbatches)
     everywhere = tuple(observe(whole, rows(on_meta, s.start, s.stop)) for s in shares)
     visits = tuple(_on_stage(each, plan, coord) for each in everywhere)
     element_bytes = next(whole.parameters()).element_size()
     mine = [rows(on_meta, share.start, share.stop) for share in shares]
     apart = job._replace(model=hollow(job.model), loss=hollow(job.loss))
-    crossing = crossings(apart, plan, strategies, mine, num_global, coord)
-    batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global), crossing, everywhere)
+    crossing = crossings(apart, plan, strategies, mine, num_global, coord, num_tokens)
+    batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global, num_tokens), crossing, everywhere)
     return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in strategies}
 
 
@@ -162,22 +183,27 @@ def _on_stage(visits: Visits, plan: Plan, coord: Coord) -> Visits:
     return found
 
 
-def in_hand(plan: Plan, coord: Coord, num_global: int) -> tuple[Samples, ...]:
-    """The samples of each microbatch of a global batch, as ``coord`` sees them."""
-    found = tuple(Samples(plan.mesh, plan.row_axes, coord) for _ in range(plan.layout.num_microbatches))
+def in_hand(plan: Plan, coord: Coord, num_global: int, num_tokens: int = 0) -> tuple[Samples, ...]:
+    """The samples of each microbatch of a global batch, as ``coord`` sees them; with tokens, where these are cut."""
+    every = range(plan.layout.num_microbatches)
+    found = tuple(Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes) for _ in every)
     for number, each in enumerate(found):
         each.begin(num_global, number, len(found))
+        each.cut_tokens(num_tokens)
     return found
 
 
-def numbers_per_sample(targets: Any) -> int:
-    """How many targets a sample has: what a loss counts where none is ignored.
+def numbers_per_sample(targets: Any, num_tokens: int = 0) -> int:
+    """How many targets a sample has, what a loss counts where none is ignored; of so many tokens, where these are cut.
 
     >>> numbers_per_sample(torch.zeros(0, 5, 2)), numbers_per_sample({"class": torch.zeros(3)})
     (10, 1)
+    >>> numbers_per_sample(torch.zeros(1, 3, 2), num_tokens=5)
+    10
     """
     sizes: list[int] = []
-    tree_map_only(Tensor, lambda tensor: sizes.append(prod(tensor.shape[1:])), targets)
+    whole = [num_tokens] if num_tokens else []
+    tree_map_only(Tensor, lambda tensor: sizes.append(prod([*whole, *tensor.shape[1 + len(whole) :]])), targets)
     return sizes[0] if sizes else 1
 
 

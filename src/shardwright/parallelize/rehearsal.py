@@ -21,18 +21,24 @@ from shardwright.models.structure import owners
 from shardwright.pipeline import Deferred, Samples
 from shardwright.pipeline.graph import bind, prepare, run
 from shardwright.pipeline.stage import framed
-from shardwright.strategy import Crossing, Job, Plan, Strategy
+from shardwright.strategy import Crossing, Job, Plan, Strategy, apply_in_turn
 
 Crossings = Mapping[str, tuple[Crossing, ...]]
 
 
 def crossings(
-    job: Job, plan: Plan, strategies: Sequence[Strategy], microbatches: Sequence[Any], num_global: int, coord: Coord
+    job: Job,
+    plan: Plan,
+    strategies: Sequence[Strategy],
+    microbatches: Sequence[Any],
+    num_global: int,
+    coord: Coord,
+    num_tokens: int = 0,
 ) -> tuple[Crossings, ...]:
     """By microbatch and value, the tensors that cross between chunks as ``coord`` holds them.
 
     ``job.model`` and ``job.loss`` are changed, the model whole and on the meta device; ``microbatches`` are the rank's
-    own inputs there, of a global batch of so many samples.
+    own inputs there, of a global batch of so many samples, each of so many tokens where ranks cut them.
     """
     if plan.stages is None:
         return tuple({} for _ in microbatches)
@@ -45,12 +51,10 @@ def crossings(
     world = ghost_world(plan.mesh.rank(coord), plan.mesh.size)
     axes = world.axes(plan.mesh)
     _cut_parameters(job.model, plan, coord)
-    samples = Samples(plan.mesh, plan.row_axes, coord)
+    samples = Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes)
+    samples.cut_tokens(num_tokens)
     job = job._replace(samples=samples, draws=Draws(), deferred=Deferred())
-    for strategy in strategies:
-        if strategy.phase == "operators":
-            one = strategy.apply(job, axes, plan)
-            job = job if one is None or one.frame is None else job._replace(frame=one.frame)
+    job, _ = apply_in_turn([each for each in strategies if each.phase == "operators"], job, axes, plan)
     job.model.eval()
     chunked = plan.stages.chunked
     chunks = [prepare(job.model, chunked, chunk) for chunk in range(chunked.num_chunks)]

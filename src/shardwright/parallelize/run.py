@@ -24,6 +24,7 @@ from shardwright.parallelize.planning import (
     on_device,
     rows,
 )
+from shardwright.parallelize.sequences import check_long_enough, cut_tokens, join_tokens, num_tokens_of
 from shardwright.pipeline import (
     Action,
     Executor,
@@ -86,9 +87,18 @@ class Run:
             yield self.part(mine, theirs, num_rows((inputs, targets)))
 
     def part(self, inputs: Any, targets: Any, num_global: int) -> Microbatch:
-        """This rank's own samples, those of :meth:`share`, of a global batch of ``num_global``."""
+        """This rank's own samples, those of :meth:`share`, of a global batch of ``num_global``.
+
+        Samples are whole; where the layout cuts sequences, this rank's tokens of them are taken. Raises: LayoutError,
+        PlanError: samples that are no sequences, or too short.
+        """
+        num_tokens = 0
+        if self.plan.token_axes:
+            num_tokens = num_tokens_of(inputs, targets)
+            check_long_enough(self.plan, num_tokens)
+        inputs, targets = cut_tokens(self.plan, self.coord, (inputs, targets), num_tokens)
         inputs, targets = on_device((inputs, targets), self.world.device)
-        return Microbatch(inputs, targets, self.share(num_global), num_global)
+        return Microbatch(inputs, targets, self.share(num_global), num_global, num_tokens)
 
     # ---- steps
 
@@ -101,7 +111,8 @@ class Run:
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
         pieces = [self._cut(batch, samples) for samples in shares]
         assert batch.num_global is not None, "a share of a global batch"
-        expected = max(batch.num_global * numbers_per_sample(batch.targets), 1)
+        expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
+        self._in_hand(batch.num_tokens)
         self.draws.step = self.num_steps
         schedule, stage = self._schedule(len(pieces)), self.coord.get("pp", 0)
         self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
@@ -118,7 +129,7 @@ class Run:
     def _cut(self, batch: Microbatch, samples: range) -> Microbatch:
         first = batch.samples.start
         inputs, targets = rows((batch.inputs, batch.targets), samples.start - first, samples.stop - first)
-        return Microbatch(inputs, targets, samples, batch.num_global)
+        return Microbatch(inputs, targets, samples, batch.num_global, batch.num_tokens)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         return accumulate(num_microbatches) if self.plan.schedule is None else self.plan.schedule
@@ -132,6 +143,7 @@ class Run:
         pipelined = self.plan.schedule is not None
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches if pipelined else 1)
         last = LossEnd(self.loss)
+        self._in_hand(batch.num_tokens)
         with self._evaluating():
             self._forward([self._cut(batch, samples) for samples in shares], last)
         return self._mean(last.sums)[0]
@@ -139,15 +151,19 @@ class Run:
     @torch.no_grad()
     def predict(self, inputs: Any) -> Tensor:
         """The model's whole output on inputs that every rank holds, on every rank."""
-        inputs = on_device(inputs, self.world.device)
+        num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
+        self._in_hand(num_tokens)
+        mine = on_device(cut_tokens(self.plan, self.coord, inputs, num_tokens), self.world.device)
         with self._evaluating():
             output: Tensor = (
-                self._predict_in_stages(inputs) if self.plan.schedule is not None else self._predict(inputs)
+                self._predict_in_stages(mine, num_tokens) if self.plan.schedule is not None else self._predict(mine)
             )
         joined: list[str] = []
         for cut in reversed(self.plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbours
             output = self.axes[cut.axis].all_gather(output, cut.dim, self._output_sizes(cut.axis, joined))
             joined.append(cut.axis)
+        if self.plan.token_axes and self._samples is not None:
+            return join_tokens(self.plan, self._samples, self.axes, output)
         return output[: num_rows(inputs)]  # what gathered rows found the same samples on every rank
 
     def _predict(self, inputs: Any) -> Tensor:
@@ -156,10 +172,14 @@ class Run:
         output: Tensor = call_model(self.model, inputs)
         return output
 
-    def _predict_in_stages(self, inputs: Any) -> Any:
+    def _in_hand(self, num_tokens: int) -> None:
+        if self._samples is not None:
+            self._samples.cut_tokens(num_tokens)
+
+    def _predict_in_stages(self, inputs: Any, num_tokens: int) -> Any:
         """The output of the last chunk, on every stage."""
         assert self.plan.schedule is not None, "there are stages"
-        whole = Microbatch(inputs, None, range(num_rows(inputs)), None)
+        whole = Microbatch(inputs, None, range(num_rows(inputs)), None, num_tokens)
         end = OutputEnd()
         self._forward([whole], end)
         last = self.plan.schedule.stage_of[-1]

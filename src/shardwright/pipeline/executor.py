@@ -43,13 +43,15 @@ class Unit(NamedTuple):
 class Microbatch(NamedTuple):
     """A share of one step's samples, their places in the global batch, and how many that has.
 
-    ``num_global`` is None where every rank holds all samples.
+    ``num_global`` is None where every rank holds all samples; ``num_tokens`` is how many tokens each sample has on all
+    ranks together, where these cut sequences.
     """
 
     inputs: Any
     targets: Any
     samples: range
     num_global: int | None
+    num_tokens: int = 0
 
 
 def _nothing(*_: Any) -> None:

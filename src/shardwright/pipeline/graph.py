@@ -200,7 +200,25 @@ def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection
             with graph.inserting_before(node):
                 read = graph.get_attr(name)
             _replace(node, tensor, read)
+    for node in graph.nodes:
+        _check_writes_no_weight(model, node)
     return graph
+
+
+def _check_writes_no_weight(model: nn.Module, node: fx.Node) -> None:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    written = node.args[0] if node.args else None
+    in_place = name.endswith("_") and not name.endswith("__")
+    if not in_place or not isinstance(written, fx.Node) or written.op != "get_attr":
+        return
+    raise LayoutError(
+        explain(
+            f"the code of {type(model).__name__} writes into '{written.target}', so it cannot be cut into stages",
+            given=f"a call of {name} on '{written.target}', outside of the layers",
+            allowed="parameters and buffers that only a layer's own code writes into",
+            fix="move the call into a module of its own",
+        )
+    )
 
 
 def weights_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -190,7 +190,7 @@ class Stage:
         """All that the forms of a microbatch's values follow from, the same on every stage."""
         leaves, spec = tree_flatten(microbatch.inputs)
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        place = (number, len(self._microbatches), microbatch.num_global)
+        place = (number, len(self._microbatches), microbatch.num_global, microbatch.num_tokens)
         return (str(spec), shapes, place, self.model.training, torch.is_grad_enabled())
 
     def _coming(self, action: Action) -> tuple[Message, ...]:

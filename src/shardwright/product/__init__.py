@@ -1,6 +1,6 @@
 """Operators on cut operands, each with the collectives it needs; the strategies choose among them."""
 
-from shardwright.product.attention import attend_inside, attend_selected
+from shardwright.product.attention import attend_gathered, attend_inside, attend_selected
 from shardwright.product.batch_norm import (
     batch_norms,
     forget_batches,
@@ -47,6 +47,7 @@ __all__ = [
     "Split",
     "Spread",
     "Window",
+    "attend_gathered",
     "attend_inside",
     "attend_selected",
     "balanced_rows",

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from shardwright.comm import Axis, Pending
 from shardwright.comm.axis import done
-from shardwright.product.moves import Move, Step, gather, matrix, scatter, steps, tensor
+from shardwright.product.moves import Move, Step, gather, matrix, num_moved, rows_dim, scatter, steps, tensor
 from shardwright.product.split import Leaves, add
 
 
@@ -121,6 +121,11 @@ class Product:
     leaves: Leaves | None = None
     weight: Callable[[], Tensor] | None = None
 
+    @property
+    def dim(self) -> int:
+        """The dim whose places are the rows: of samples, or of tokens."""
+        return rows_dim((*self.take, *self.give))
+
     def __call__(self, x: Tensor, w_hk: Tensor, bias_h: Tensor | None) -> Tensor:
         """X times W, transposed as torch stores it, plus the bias.
 
@@ -141,7 +146,7 @@ class _GridLinear(Function):
         ahead = product.ahead if product.fetch and product.overlap else None
         weight = ahead.fetch(product, w_hk) if ahead is not None else _start_fetch(w_hk, product)
         ctx.take, ctx.give = steps(product.take, x.shape), steps(product.give, x.shape)
-        x_nk = matrix(x)
+        x_nk = matrix(x, product.dim)
         panels, own, pending = gather(x_nk, ctx.take)
         if not product.overlap:
             pending.wait()
@@ -153,7 +158,7 @@ class _GridLinear(Function):
             ctx.save_for_backward(whole_w_hk, *panels)
         else:
             ctx.save_for_backward(w_hk, x_nk)
-        return tensor(y_nh, x)
+        return tensor(y_nh, x.shape, product.dim, num_moved(x.shape[product.dim], product.take, product.give))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -162,7 +167,7 @@ class _GridLinear(Function):
         w_hk, *panels = ctx.saved_tensors
         kept = product.keep or not needs_x
         weight: Pending[Tensor] = done(w_hk) if kept else _start_fetch(w_hk, product)
-        dys, _, pending = gather(matrix(dy), tuple(reversed(ctx.give)))
+        dys, _, pending = gather(matrix(dy, product.dim), tuple(reversed(ctx.give)))
         pending.wait()
         again: Pending[Any] | None = None
         later = needs_w and product.leaves is not None and product.leaves.takes(ctx.owner)
@@ -186,7 +191,7 @@ class _GridLinear(Function):
                 _send_weight_gradient(dw, ctx.owner, product)
                 dw = None
         dbias = torch.cat([dy_j.sum(0) for dy_j in dys]) if needs_bias else None
-        dx = arriving.wait().view(ctx.x_shape) if arriving is not None else None
+        dx = tensor(arriving.wait(), ctx.x_shape, product.dim) if arriving is not None else None
         return dx, dw, dbias, None, None
 
 

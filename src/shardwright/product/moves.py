@@ -1,7 +1,8 @@
 """How an operand moves along an axis before or after a product: gathered, or summed and cut.
 
 A tensor is seen as a matrix of rows (its samples' tokens) and features (its last dim). Gathering rows is one message
-without a copy; features stay in panels, one for each member, so that gathering them is one too.
+without a copy; features stay in panels, one for each member, so that gathering them is one too. Where sequences are cut
+and not samples, the rows of the matrix are all samples of the first token, then of the next, so that it is one as well.
 
 N rows, K features; n, k this rank's parts
 """
@@ -25,12 +26,13 @@ class Move(NamedTuple):
     """An operand and one axis: its rows or its features lie cut along it, or it lies whole on every member.
 
     ``sizes`` gives what each member holds: samples where rows are cut (tokens are counted when it runs), features
-    where these are, nothing of a whole operand.
+    where these are, nothing of a whole operand. ``dim`` is where rows are cut: 0, or 1 for the tokens of a sequence.
     """
 
     axis: Axis
     lies: Literal["rows", "features", "whole"]
     sizes: Callable[[], tuple[int, ...]] = tuple
+    dim: int = 0
 
 
 class Step(NamedTuple):
@@ -42,7 +44,7 @@ class Step(NamedTuple):
 
 
 def steps(moves: Sequence[Move], shape: Sequence[int]) -> tuple[Step, ...]:
-    """The moves of an operand of this shape (samples, ..., features): sizes of rows count tokens.
+    """The moves of an operand of this shape (samples, ..., features): sizes of rows count all that a row's place holds.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> def sizes(axes):
@@ -50,23 +52,48 @@ def steps(moves: Sequence[Move], shape: Sequence[int]) -> tuple[Step, ...]:
     >>> run_on_threads(Mesh(tp=2), sizes)
     [(20, 10), (20, 10)]
     """
-    num_tokens = prod(shape[1:-1])
+    each = prod(_others(shape, rows_dim(moves)))
     return tuple(
-        Step(axis, lies, tuple(n * num_tokens for n in sizes()) if lies == "rows" else sizes())
-        for axis, lies, sizes in moves
+        Step(axis, lies, tuple(n * each for n in sizes()) if lies == "rows" else sizes())
+        for axis, lies, sizes, _ in moves
     )
 
 
-def matrix(x: Tensor) -> Tensor:
-    """``x`` (..., K) as a contiguous matrix (N, K)."""
+def _others(shape: Sequence[int], dim: int) -> list[int]:
+    """The dims beside that of the rows and the features."""
+    return [size for number, size in enumerate(shape[:-1]) if number != dim]
+
+
+def rows_dim(moves: Sequence[Move]) -> int:
+    """The dim whose places are the rows: that of the samples, unless these moves cut or gather tokens.
+
+    >>> rows_dim([]), rows_dim([Move(None, "whole"), Move(None, "rows", dim=1)])
+    (0, 1)
+    """
+    return max((move.dim for move in moves), default=0)
+
+
+def num_moved(count: int, taken: Sequence[Move], given: Sequence[Move] = ()) -> int:
+    """How many rows a member has, of ``count``, once these moves have gathered them and these others cut them."""
+    for _, lies, sizes, _ in taken:
+        count = sum(sizes()) if lies == "rows" else count
+    for axis, lies, sizes, _ in given:
+        count = sizes()[axis.index] if lies == "rows" else count
+    return count
+
+
+def matrix(x: Tensor, dim: int = 0) -> Tensor:
+    """``x`` (..., K) as a contiguous matrix (N, K), whose rows follow each other along ``dim``."""
+    x = x.transpose(0, dim) if dim else x
     return x.reshape(prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
-def tensor(x_NK: Tensor, like: Tensor) -> Tensor:
-    """A matrix as (samples, ..., K), with the tokens that ``like`` has."""
-    if like.dim() == 1:
+def tensor(x_NK: Tensor, shape: Sequence[int], dim: int = 0, count: int | None = None) -> Tensor:
+    """A matrix as a tensor of this shape but for its features, with ``count`` rows along ``dim``."""
+    if len(shape) == 1:
         return x_NK.view(x_NK.shape[1])
-    return x_NK.view(x_NK.shape[0] // max(1, prod(like.shape[1:-1])), *like.shape[1:-1], x_NK.shape[1])
+    x = x_NK.view(shape[dim] if count is None else count, *_others(shape, dim), x_NK.shape[1])
+    return x.transpose(0, dim) if dim else x
 
 
 def joined(panels: Sequence[Tensor]) -> Tensor:
@@ -134,27 +161,29 @@ def scatter(panels: Sequence[Tensor], moves: Sequence[Step]) -> Pending[Tensor]:
 class _Take(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, moves: tuple[Move, ...]) -> Tensor:
-        ctx.moves, ctx.shape = steps(moves, x.shape), x.shape
-        panels, _, pending = gather(matrix(x), ctx.moves)
+        ctx.moves, ctx.shape, ctx.dim = steps(moves, x.shape), x.shape, rows_dim(moves)
+        panels, _, pending = gather(matrix(x, ctx.dim), ctx.moves)
         pending.wait()
-        return tensor(joined(panels), x)
+        return tensor(joined(panels), x.shape, ctx.dim, num_moved(x.shape[ctx.dim], moves))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return scatter([matrix(dy)], tuple(reversed(ctx.moves))).wait().view(ctx.shape), None
+        dx_nk = scatter([matrix(dy, ctx.dim)], tuple(reversed(ctx.moves))).wait()
+        return tensor(dx_nk, ctx.shape, ctx.dim), None
 
 
 class _Give(Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, moves: tuple[Move, ...]) -> Tensor:
-        ctx.moves, ctx.shape = steps(moves, y.shape), y.shape
-        return tensor(scatter([matrix(y)], ctx.moves).wait(), y)
+        ctx.moves, ctx.shape, ctx.dim = steps(moves, y.shape), y.shape, rows_dim(moves)
+        y_nk = scatter([matrix(y, ctx.dim)], ctx.moves).wait()
+        return tensor(y_nk, y.shape, ctx.dim, num_moved(y.shape[ctx.dim], (), moves))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        panels, _, pending = gather(matrix(dy), tuple(reversed(ctx.moves)))
+        panels, _, pending = gather(matrix(dy, ctx.dim), tuple(reversed(ctx.moves)))
         pending.wait()
-        return joined(panels).view(ctx.shape), None
+        return tensor(joined(panels), ctx.shape, ctx.dim), None
 
 
 def take(x: Tensor, moves: Sequence[Move]) -> Tensor:

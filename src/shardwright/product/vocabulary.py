@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from shardwright.comm import Axis
 from shardwright.models.losses import check_same_shape
-from shardwright.product.moves import Move, Step, steps
+from shardwright.product.moves import Move, Step, matrix, rows_dim, steps
 from shardwright.product.moves import give as summed
 
 
@@ -60,9 +60,9 @@ def cut_embedding(
 
 def gathered_rows(values: Tensor, take: Sequence[Move]) -> Tensor:
     """Numbers for each token, of all members of each move: nothing flows back through them."""
-    for axis, lies, sizes in take:
+    for axis, lies, sizes, dim in take:
         if lies == "rows":
-            values = axis.all_gather(values, 0, sizes())
+            values = axis.all_gather(values, dim, sizes())
     return values
 
 
@@ -141,13 +141,14 @@ def cut_cross_entropy(
     """
     if not take:
         check_same_shape("logits but for their last dim", logits_v.shape[:-1], "targets", targets.shape)
-    flat = targets.reshape(-1)
+    dim = rows_dim(take)
+    flat = targets.transpose(0, dim).reshape(-1) if dim else targets.reshape(-1)
     counted = flat != ignore_index
     check_inside("target", flat.masked_fill(~counted, 0), vocabulary)
     loss_N = cast(
         Tensor,
         _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits_v.reshape(-1, logits_v.shape[-1]),
+            matrix(logits_v, dim),
             flat.masked_fill(~counted, -1),
             start,
             vocabulary,

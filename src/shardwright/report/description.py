@@ -20,10 +20,11 @@ from shardwright.parallelize.planning import (
     make_plan,
     num_rows,
 )
+from shardwright.parallelize.sequences import num_tokens_of
 from shardwright.pipeline import Action, Span, Timeline
 from shardwright.pipeline.predict import predict
 from shardwright.pipeline.samples import microbatch_samples
-from shardwright.strategy import Job, Plan, Role, Strategy, partial_axes
+from shardwright.strategy import INPUT, Job, Plan, Role, Strategy, partial_axes
 
 Description = Mapping[str, Any]
 """What ``describe`` returns."""
@@ -233,10 +234,11 @@ class _Sent:
     def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
         self.job, self.plan, self.strategies, self.inputs = job, plan, strategies, inputs
         self.num_samples = num_rows(inputs)
+        self.num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
         self.found: dict[object, dict[str, float]] = {}
 
     def of(self, coord: Coord, held: _Held) -> dict[str, Any]:
-        """The samples of the rank at ``coord``, and the bytes by strategy.
+        """The samples of the rank at ``coord``, and the bytes by strategy; of cut sequences also the tokens of each.
 
         Ranks that differ only on axes that cut the samples send the same when they hold as much and compute as many,
         and so do those whose samples they gather.
@@ -244,16 +246,16 @@ class _Sent:
         samples = local_samples(self.plan, coord, self.num_samples)
         microbatches = microbatch_samples(samples, self.plan.layout.num_microbatches)
         apart = tuple(coord[axis] for axis in self.plan.mesh.axes if self.plan.inputs.get(axis) != 0)
+        all_in_hand = in_hand(self.plan, coord, self.num_samples, self.num_tokens)
         together = tuple(
-            each.sizes((), axis)
-            for each in in_hand(self.plan, coord, self.num_samples)
-            for axis in sorted(self.plan.row_axes.difference(_OF_COPIES))
+            each.sizes((), axis) for each in all_in_hand for axis in sorted(self.plan.row_axes.difference(_OF_COPIES))
         )
         key = (apart, held.counts, tuple(map(len, microbatches)), together)
         if key not in self.found:
             traffic = expected_traffic(self.job, self.plan, self.strategies, self.inputs, coord)
             self.found[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
-        return {"samples": len(samples), "sent_bytes": self.found[key]}
+        found = {"samples": len(samples), "sent_bytes": self.found[key]}
+        return found | ({"tokens_of_each": len(all_in_hand[0].tokens(()))} if self.plan.token_axes else {})
 
 
 def _parameter(plan: Plan, name: str) -> dict[str, Any]:
@@ -296,8 +298,8 @@ def _layers(job: Job, plan: Plan) -> list[dict[str, Any]]:
     for path, _, _, name in owners(job.model):
         used.setdefault(path, []).append(name)
     modules = dict(job.model.named_modules())
-    kinds = {path: type(module).__name__ for path, module in modules.items()}
-    paths = [path for path in modules if path in used or path in plan.roles]
+    kinds = {path: type(module).__name__ for path, module in modules.items()} | {INPUT: "input"}
+    paths = [path for path in (INPUT, *modules) if path in used or path in plan.roles]
     plain = Role("copied", "", "no strategy cuts it: every rank computes it whole")
     return [
         {
@@ -308,7 +310,7 @@ def _layers(job: Job, plan: Plan) -> list[dict[str, Any]]:
             "why": role.why,
             "parameters": used.get(path, []),
         }
-        for path in [*paths, *(path for path in plan.roles if path not in modules)]
+        for path in dict.fromkeys([*paths, *(path for path in plan.roles if path not in modules)])
         for role in [plan.roles.get(path, plain)]
     ]
 

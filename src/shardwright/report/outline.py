@@ -101,7 +101,7 @@ def rank_groups(description: Description, many: int = MANY_RANKS) -> list[RankGr
     groups: dict[object, list[Rank]] = {}
     for rank in ranks:
         sent = tuple(rank.get("sent_bytes", {}).items())
-        key = (*(rank[state] for state in STATES), rank.get("samples"), sent)
+        key = (*(rank[state] for state in STATES), rank.get("samples"), rank.get("tokens_of_each"), sent)
         groups.setdefault(key, []).append(rank)
     return [RankGroup(_group_name(group, description["mesh"]), tuple(group)) for group in groups.values()]
 

@@ -120,8 +120,14 @@ def _traffic_table(description: Description) -> Table:
     table = _table("sent in a step", "samples", *(name.replace("_", " ") for name in names), numbers=True)
     for name, group in rank_groups(description):
         sent = group[0]["sent_bytes"]
-        table.add_row(name, str(group[0]["samples"]), *(format_bytes(sent[strategy]) for strategy in names))
+        table.add_row(name, _samples(group[0]), *(format_bytes(sent[strategy]) for strategy in names))
     return table
+
+
+def _samples(rank: Rank) -> str:
+    """How many samples a rank has, and of each how many tokens where sequences are cut."""
+    tokens = rank.get("tokens_of_each")
+    return str(rank["samples"]) if tokens is None else f"{rank['samples']}, {tokens} tokens of each"
 
 
 def _table(*heads: str, numbers: bool = False) -> Table:

@@ -7,9 +7,10 @@
       rank 1      | [:, 2:4]   |                          | [2:4, :] |
 
     tp4/sp: between the pairs each rank keeps its own samples; an all-gather before W1, a reduce-scatter after W2
+    tp4/seq: the same with its own tokens of every sample, also where there are fewer samples than ranks
 
-Shapes: activations between pairs are whole on every rank, or with ``sp`` the rank's own samples; inside a pair
-    features and heads are cut.
+Shapes: activations between pairs are whole on every rank, or with ``sp`` the rank's own samples, with ``seq`` its own
+    tokens; inside a pair features and heads are cut.
 Traffic: for each pair one all-reduce of its output forward and one of its input's gradient backward: 2 (p-1)/p T h
     elements each; with ``sp`` an all-gather and a reduce-scatter in place of each, which is the same.
 Source: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallel: Korthikanti et al. 2022, arXiv:2205.05198.
@@ -30,7 +31,10 @@ from shardwright.strategy import Applied, Batch, Job, Plan, Traffic
 
 @dataclass(frozen=True)
 class Tensor1D:
-    """Roles h, then k, over one axis: activations between them copied, or with ``sp`` cut by samples."""
+    """Roles h, then k, over one axis: activations between them copied, or with ``sp`` cut by samples.
+
+    With ``seq`` they are cut by tokens.
+    """
 
     name: ClassVar[str] = "tensor_1d"
     axis: ClassVar[str] = "tp"
@@ -42,7 +46,7 @@ class Tensor1D:
     def mode(self, plan: Plan) -> Mode:
         """The grid of one axis."""
         factor = plan.layout.factor("tp")
-        cut = factor is not None and factor.option("sp") is not None
+        cut = factor is not None and (factor.option("sp") is not None or factor.option("seq") is not None)
         return grid.mode(self.name, plan, {"tp": "T" if cut else "C"})
 
     def place(self, job: Job, plan: Plan) -> Plan:

@@ -11,6 +11,8 @@
 
 Shapes: between layers an activation (B, ..., H) is (B / rows, ..., H / columns) on a rank; a weight has 1 / (R C) of
     its elements. A side of 1 is left out: 1x4 cuts features alone.
+    With ``seq``, or where a batch is known to be too small, it is (B, T / rows, H / columns) instead: tokens
+    of every sample are cut, and attention gathers keys and values over the axes that still cut its tokens.
 Traffic: roles are chosen for each block so that least is sent; row t and col h, the classic choice, sends
     2 [(C-1) X + (R-1) W] / (R C) elements for each layer.
 Source: van de Geijn, Watts 1997 (SUMMA); Xu et al. 2021, arXiv:2104.05343 (Optimus).

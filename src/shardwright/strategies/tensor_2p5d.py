@@ -11,6 +11,8 @@
 
 Shapes: between layers an activation (B, ..., H) is (B / (depth rows), ..., H / columns) on a rank; a weight has
     1 / (R C) of its elements. Depth 1 is 2D.
+    With ``seq``, or where a batch is known to be too small, it is (B, T / (depth rows), H / columns) instead: tokens
+    of every sample are cut, and attention gathers keys and values over the axes that still cut its tokens.
 Traffic: of each 2D grid on its share of the samples, and 2 (D-1)/D W / (R C) elements for each weight's gradient.
 Source: Solomonik, Demmel 2011 (2.5D); Wang et al. 2021, arXiv:2105.14500 (Tesseract).
 """

@@ -13,6 +13,8 @@
 
 Shapes: between blocks an activation (B, ..., H) is (B / (depth rows), ..., H / columns) on a rank; a weight has
     1 / (depth rows columns) of its elements. A side of 1 is left out.
+    With ``seq``, or where a batch is known to be too small, it is (B, T / (depth rows), H / columns) instead: tokens
+    of every sample are cut, and attention gathers keys and values over the axes that still cut its tokens.
 Traffic: roles are chosen for each block so that least is sent; t, h and k on one axis each, k and h changing places
     from layer to layer, the classic choice, sends 2 (l-1)/l^3 (X + W + Y) elements for each layer of a cube.
 Source: Agarwal et al. 1995 (3D multiplication); Bian et al. 2021, arXiv:2105.14450.

@@ -8,6 +8,7 @@ and shares no code with what records the calls.
 from __future__ import annotations
 
 from shardwright.strategy.plan import (
+    INPUT,
     LOSS,
     NUM_TOKENS,
     OUTPUT,
@@ -25,6 +26,7 @@ from shardwright.strategy.plan import (
 from shardwright.strategy.protocol import (
     Applied,
     Strategy,
+    apply_in_turn,
     check_samples_apart,
 )
 from shardwright.strategy.traffic import (
@@ -47,6 +49,7 @@ from shardwright.strategy.units import (
 )
 
 __all__ = [
+    "INPUT",
     "LOSS",
     "NUM_TOKENS",
     "OUTPUT",
@@ -67,6 +70,7 @@ __all__ = [
     "Strategy",
     "Traffic",
     "Use",
+    "apply_in_turn",
     "blocks",
     "check_samples_apart",
     "is_shared_whole",

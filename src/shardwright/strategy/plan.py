@@ -87,10 +87,11 @@ class Job(NamedTuple):
     ``num_tokens`` are those of one microbatch of one model copy, as far as they are known when it is laid out; a
     wrong number costs speed, never the result. ``samples`` says, on a rank, whose samples are in hand. ``roles`` are
     those that a person gives to single layers, by patterns of names. ``example`` are the inputs of one microbatch of
-    one model copy, on the meta device, where they are known: what a layer costs is counted on them. ``stages`` are
-    the modules at which a person lets stages begin, by putting parts on devices. ``deferred`` takes,
-    on a rank, weight gradients that are wanted later; ``draws`` are its random numbers; ``frame`` is what a strategy
-    before this one does around the model's forward.
+    one model copy, on the meta device, where they are known: what a layer costs is counted on them. ``num_samples``
+    are those of the smallest microbatch where each is a sequence of tokens: too few to be cut, their sequences are.
+    ``stages`` are the modules at which a person lets stages begin, by putting parts on devices. ``deferred`` takes,
+    on a rank, weight gradients that are wanted later; ``draws`` are its random numbers; ``frame`` is what a
+    strategy before this one does around the model's forward.
     """
 
     model: nn.Module
@@ -99,11 +100,15 @@ class Job(NamedTuple):
     samples: Samples | None = None
     roles: Mapping[str, str] = MappingProxyType({})
     example: Any = None
+    num_samples: int | None = None
     stages: tuple[str, ...] = ()
     deferred: Deferred | None = None
     draws: Draws | None = None
     frame: Frame | None = None
 
+
+INPUT = "(input)"
+"""The name under which ``Plan.roles`` keeps how the model's input is cut, where that needs to be said."""
 
 LOSS = "(loss)"
 """The name under which ``Plan.roles`` keeps what is done at the loss."""
@@ -155,6 +160,8 @@ class Plan:
     frozen: frozenset[str] = frozenset()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     rows: Mapping[str, Rows] = field(default_factory=dict)
+    token_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The dims of a module's input with tokens, where sequences are cut and these are not dim 1 alone."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     statistics: tuple[str, ...] = ()
     """The modules that compute statistics of the batch: over all axes that cut its samples."""
@@ -208,8 +215,12 @@ class Plan:
         return replace(self, activations={**self.activations, module: (*self.activations.get(module, ()), activation)})
 
     def move_rows(self, module: str, rows: Rows) -> Plan:
-        """Notes that ``module`` sees other samples than this rank's own: random layers need to know which."""
+        """Notes that ``module`` sees other samples, or tokens, than this rank's own: random layers ask which."""
         return replace(self, rows={**self.rows, module: rows}) if rows else self
+
+    def see_tokens(self, module: str, dims: tuple[int, ...]) -> Plan:
+        """Notes in which dims ``module`` sees tokens: of all but the first of ``dims``, from a sequence's start on."""
+        return replace(self, token_dims={**self.token_dims, module: dims})
 
     def note(self, module: str, note: Any) -> Plan:
         """Keeps what a strategy found out about ``module`` for its ``apply`` and ``traffic``."""
@@ -219,6 +230,11 @@ class Plan:
     def row_axes(self) -> frozenset[str]:
         """The axes that cut the samples of the model's input."""
         return frozenset(axis for axis, dim in self.inputs.items() if dim == 0)
+
+    @property
+    def token_axes(self) -> frozenset[str]:
+        """The axes that cut the sequences of the model's input, every rank holding some tokens of each sample."""
+        return frozenset(axis for axis, dim in self.inputs.items() if dim == 1)
 
     def slices(self, coord: Coord) -> dict[str, tuple[SliceOfDim, ...]]:
         """The cut activations by module, as ``coord`` holds them; a dim that several axes cut is one slice."""

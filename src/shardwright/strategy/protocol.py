@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
@@ -60,6 +60,20 @@ class Strategy(Protocol):
     def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
         """The calls that one step makes on the rank at ``coord``."""
         ...
+
+
+def apply_in_turn(
+    strategies: Sequence[Strategy], job: Job, axes: Mapping[str, Axis], plan: Plan
+) -> tuple[Job, tuple[Applied, ...]]:
+    """What each strategy adds; each is told what those before it do around the model's forward."""
+    found = []
+    for strategy in strategies:
+        own = {name: axis.for_strategy(strategy.name) for name, axis in axes.items()}
+        applied = strategy.apply(job, own, plan)
+        if applied is not None:
+            found.append(applied)
+            job = job if applied.frame is None else job._replace(frame=applied.frame)
+    return job, tuple(found)
 
 
 def check_samples_apart(model: nn.Module, factor: str) -> None:

@@ -19,6 +19,7 @@ from typing import IO, Any
 import numpy
 import psutil
 import torch
+from torch import Tensor
 
 import shardwright
 from shardwright.checkpoint import find, load, save, steps_in
@@ -90,16 +91,14 @@ def train(
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     """What needs no ranks: the data is there, the layout fits the model, the folder is free or can be resumed."""
-    from shardwright.parallelize import example_of, make_plan
-    from shardwright.strategy import Job
+    from shardwright.parallelize import job_for, make_plan
 
     with without_values():
         model, loss, model_config = config.build()
     layout = Layout.parse(config.layout)
-    example = example_of(config.example(model_config), layout)
-    make_plan(Job(model, loss, config.num_tokens, roles=config.roles, example=example), layout)
-    for split in ("train", "eval"):
-        open_data(config.data, seq=config.seq, model=model_config, split=split)
+    data = [open_data(config.data, seq=config.seq, model=model_config, split=split) for split in ("train", "eval")]
+    inputs = inputs_of(data[0], config.batch)
+    make_plan(job_for(model, loss, layout, inputs, config.num_tokens, config.roles), layout)
     saved = bool(steps_in(out / CHECKPOINTS))
     if resume and not saved and (out / METRICS_FILE).exists():
         raise CheckpointError(
@@ -133,6 +132,18 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
                 else "give another --out, or remove it",
             )
         )
+
+
+def inputs_of(data: Dataset, batch: int) -> Tensor:
+    """Inputs with the shapes of a global batch of ``data``.
+
+    >>> from shardwright.models import GPTConfig
+    >>> from shardwright.train.data import Synthetic
+    >>> inputs_of(Synthetic(GPTConfig(), seq=8), 4).shape
+    torch.Size([4, 8])
+    """
+    inputs, _ = data.sample(0)
+    return inputs.expand(batch, *inputs.shape)
 
 
 def _make_folder(out: Path) -> None:
@@ -247,7 +258,7 @@ class _Training:
         self.order = Order(len(self.data), config.batch, config.seed)
         self.run = parallelize(
             plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
-            example=config.example(model_config),
+            example=inputs_of(self.data, config.batch),
         )  # fmt: skip
         self.optimizer = self.run.optimizer(
             torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
