@@ -162,3 +162,49 @@ def test_a_layout_says_how_many_ranks_it_wants():
 
 def rank_of(world):
     return world.rank
+
+
+class Fails(torch.nn.Linear):
+    """A layer that does something else in its second microbatch, forward or backward."""
+
+    def __init__(self, act, backward):
+        super().__init__(4, 4)
+        self.act, self.backward, self.calls = act, backward, 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = super().forward(x)
+        if self.calls == 2 and self.backward:
+            y.register_hook(lambda _: self.act())
+        elif self.calls == 2:
+            self.act()
+        return y
+
+
+def fails_in_a_stage(world, when, how, backward, schedule):
+    def act():
+        when.write_text(repr(time.time()))
+        if how == "raises":
+            raise KeyError("the milk is gone")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+    layers[1] = Fails(act, backward)
+    run = parallelize(torch.nn.Sequential(*layers), f"pp3/{schedule} mb4", world)
+    for batch in run.shard([(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))] * 100):
+        run.step(batch)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_stage_that_raises_in_the_middle_of_a_step_is_heard(failed, backward, schedule):
+    text = failed(fails_in_a_stage, "raises", backward, schedule)
+    assert text.startswith("rank 1 failed")
+    assert "the milk is gone" in text
+    assert "LostPartnerError" not in text
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_stage_that_is_killed_in_the_middle_of_a_step_is_named(failed, backward):
+    text = failed(fails_in_a_stage, "kills", backward, "1f1b")
+    assert text.startswith("rank 1 was killed by SIGKILL; the other ranks were ended")

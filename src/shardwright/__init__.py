@@ -7,6 +7,7 @@ from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.parallelize import Run, layer_alone, parallelize
+from shardwright.pipeline.costs import time_layers
 from shardwright.verify import Verdict, verify
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "parallelize",
     "run_on_threads",
     "save",
+    "time_layers",
     "verify",
     "without_values",
 ]

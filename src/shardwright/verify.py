@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +32,7 @@ from shardwright.draws import Draws, key_dropout
 from shardwright.errors import PlanError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
+from shardwright.models.devices import StaysPut
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.structure import call_model
 from shardwright.parallelize import job_for, make_plan, parallelize, place_parameters, tokens_of, twin
@@ -160,15 +162,17 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
     """The same steps by plain torch, in one process."""
     model, draws = twin(plain), Draws(seed)
     place_parameters(model, {}, {}, seed, torch.device("cpu"))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # a plain model with values of its own keeps them
+    on_several = len({p.device for p in plain.parameters()}) > 1
+    for parameter in model.parameters():  # a plain model with values of its own keeps them
+        parameter.data = parameter.data.to("cpu", copy=True) if on_several else parameter.data.clone()
     key_dropout(model, draws)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     outcome = _Outcome([], {}, {})
     for step, (inputs, targets) in enumerate(batches):
         draws.step, draws.samples = step, range(num_rows(inputs))
         optimizer.zero_grad()
-        loss_sum, count = loss(call_model(model, inputs), targets)
+        with StaysPut() if on_several else nullcontext():
+            loss_sum, count = loss(call_model(model, inputs), targets)
         mean = loss_sum / max(int(count), 1)
         mean.backward()
         outcome.losses.append(mean.item())

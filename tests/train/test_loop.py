@@ -69,12 +69,13 @@ def test_every_sample_is_trained_on_once_in_an_epoch(tmp_path, monkeypatch, line
 
 
 def test_a_convnet_learns_from_a_cifar_folder_the_same_under_any_layout(tmp_path):
+    lines = ("dp3", "tp2", "pp3/cut:conv1,fc,out mb3", "pp2/zb-h1 mb2 tp2")
     draw = np.random.default_rng(0)
     for name, num in (("data_batch_1.bin", 12), ("test_batch.bin", 4)):
         labels = np.arange(num, dtype=np.uint8) % 2
         pixels = draw.integers(0, 100, (num, 3072), dtype=np.uint8) + labels[:, None] * np.uint8(120)
         np.concatenate([labels[:, None], pixels], axis=1).tofile(tmp_path / name)
-    for line in ("single", "dp3", "tp2"):
+    for line in ("single", *lines):
         run = config(
             model="convnet", settings={"channels": (4,), "hidden": (6,)}, data=str(tmp_path), layout=line, batch=6,
             steps=12, lr=3e-3, eval_every=6, eval_batches=2,
@@ -82,7 +83,7 @@ def test_a_convnet_learns_from_a_cifar_folder_the_same_under_any_layout(tmp_path
         train(run, tmp_path / line, ranks="threads")
     expected = losses(tmp_path / "single")
     assert expected[-1] < 0.9 * expected[0]
-    for line in ("dp3", "tp2"):
+    for line in lines:
         assert losses(tmp_path / line) == pytest.approx(expected, rel=1e-5)
     rows = read_metrics(tmp_path / "tp2")
     assert [row["step"] for row in rows if "eval_loss" in row] == [6, 12]

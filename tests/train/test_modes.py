@@ -1,4 +1,4 @@
-"""Every tensor mode trains to the curve of one device, and goes on from what another mode has saved."""
+"""Tensor modes and pipelines train to the curve of one device, and go on from what another layout has saved."""
 
 import pytest
 
@@ -9,6 +9,7 @@ from shardwright.train.sampling import sample
 
 SETTINGS = {"num_layers": 2, "width": 20, "num_heads": 5, "dropout": 0.1}
 MODES = ("tp3", "tp2/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d")
+STAGES = ("pp2/1f1b mb3", "pp3/zb-h1 mb2 dp2", "pp2/zb-v mb2 tp2", "pp2/dualpipe-v mb2 tp2x2/2d")
 
 
 def config(line, steps):
@@ -29,13 +30,16 @@ def curve(tmp_path_factory):
     return losses(out)
 
 
-@pytest.mark.parametrize("line", MODES)
+@pytest.mark.parametrize("line", [*MODES, *STAGES])
 def test_a_gpt_trains_to_the_losses_of_one_device(line, curve, tmp_path):
     train(config(line, 8), tmp_path, ranks="threads")
     assert losses(tmp_path) == pytest.approx(curve, rel=1e-4)  # float32, eight steps of AdamW
 
 
-@pytest.mark.parametrize(("first", "second"), [("tp2x2/2d", "tp1x2x2/3d"), ("tp2/sp", "single")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("tp2x2/2d", "tp1x2x2/3d"), ("tp2/sp", "single"), ("pp2/zb-v mb2", "dp3"), ("tp2", "pp3 mb2 tp2")],
+)
 def test_what_one_mode_has_saved_another_goes_on_with(first, second, curve, tmp_path):
     train(config(first, 4), tmp_path, ranks="threads")
     train(config(second, 8), tmp_path, resume=True, ranks="threads")
@@ -70,7 +74,7 @@ def test_a_convnet_goes_on_under_another_layout(first, second, curve_of_pictures
     assert losses(tmp_path) == pytest.approx(curve_of_pictures, rel=1e-4)
 
 
-@pytest.mark.parametrize("line", ["tp2x2/2d", "tp3/sp"])
+@pytest.mark.parametrize("line", ["tp2x2/2d", "tp3/sp", "pp2/interleaved:v2 mb2"])
 def test_a_checkpoint_is_sampled_from_under_any_mode(line, tmp_path):
     train(config("single", 3), tmp_path, ranks="threads")
     texts = {

@@ -267,7 +267,7 @@ def show(
     text = show_text(description, width)
     if measured:
         drawn.append(measure(whole, ranks))  # type: ignore[arg-type]
-        text += timeline_text(drawn[1:], width)
+        text += "\n\n" + timeline_text(drawn[1:], width)
         description = {**description, "measured": timeline_data(drawn[1])}
     if timeline is not None:
         write_timelines(timeline, drawn, title=str(layout))

@@ -1,7 +1,8 @@
-"""What a model's code does with its weights itself, outside of its layers: nodes of a trace, not the values of then."""
+"""What a trace must show beside calls of layers: weights that code reads itself, writes, and where gradients end."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -10,15 +11,44 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+NO_GRADIENT = "no_gradient"
+"""In the ``meta`` of a trace's node: the code makes this call under ``torch.no_grad``."""
+
+
+class _Proxy(fx.Proxy):
+    """A value of a trace; unlike torch's own it may be written into."""
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, place, value), {})
+
+
+class Tracer(fx.proxy.GraphAppendingTracer):
+    """Notes with each call whether gradients are wanted there.
+
+    Raises: RuntimeError: a call under ``torch.autocast``, which a trace does not show.
+    """
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """What stands for the result of ``node`` while the code runs."""
+        return _Proxy(node, self)
+
+    def create_node(self, *args: Any, **named: Any) -> fx.Node:
+        """A node, with what its call depends on."""
+        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+            raise RuntimeError("a part of the code runs in another precision")
+        node = super().create_node(*args, **named)
+        node.meta[NO_GRADIENT] = not torch.is_grad_enabled()
+        return node
+
 
 class ShowsReads(TorchFunctionMode):
     """While it is on, a function of ``weights`` that gives tensors becomes a node; a shape or a dtype stays a value.
 
-    >>> tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
+    >>> tracer = Tracer(fx.Graph())
     >>> weight = torch.ones(2, 3)
     >>> with ShowsReads(tracer, [weight]):
-    ...     weight.shape[0], type(weight.sum()).__name__
-    (2, 'Proxy')
+    ...     weight.shape[0], isinstance(weight.sum(), fx.Proxy)
+    (2, True)
     """
 
     def __init__(self, tracer: fx.proxy.TracerBase, weights: Collection[Tensor]) -> None:

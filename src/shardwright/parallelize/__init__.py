@@ -20,7 +20,6 @@ from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import expected_traffic, hollow, job_for, make_plan, twin
 from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Deferred, Executor, Samples
-from shardwright.pipeline.cutting import stages_by_device
 from shardwright.strategy import NUM_TOKENS, Plan, Strategy, apply_in_turn, summed_axes
 
 __all__ = [
@@ -50,6 +49,7 @@ def parallelize(
     strategies: Sequence[Strategy] | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
     example: Any = None,
+    seconds: Mapping[str, float] = MappingProxyType({}),
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
@@ -60,7 +60,8 @@ def parallelize(
     go before what is found out of single layers: patterns of names, and "column", "row" or "copied". ``example`` are
     the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them, and
     modes that would leave ranks without a sample cut the sequences instead, if the model allows it. A model whose
-    parts a person has put on several devices is cut into stages there.
+    parts a person has put on several devices is cut into stages there. ``seconds``, by module and the same on every
+    rank, are what :func:`time_layers` measured: stages are balanced by them.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
         starts. Both are raised on every rank before anything is sent.
@@ -77,8 +78,7 @@ def parallelize(
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     loss = twin(loss if loss is not None else CrossEntropy())
-    parts = stages_by_device(model) if layout.factor("pp") is not None else ()
-    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(stages=parts)
+    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(seconds=seconds)
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)

@@ -21,6 +21,7 @@ from shardwright.parallelize.auto import samples_of, settle
 from shardwright.parallelize.rehearsal import crossings
 from shardwright.parallelize.sequences import cut_tokens, num_tokens_of
 from shardwright.pipeline import Samples, samples
+from shardwright.pipeline.cutting import stages_by_device
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.product import forget_batches
 from shardwright.strategies import choose
@@ -112,7 +113,8 @@ def job_for(
     torch.Size([4, 3])
     """
     example, num_samples = example_of(inputs, layout), samples_of(inputs, layout)
-    return Job(model, loss, num_tokens, roles=roles, example=example, num_samples=num_samples)
+    stages = stages_by_device(model) if layout.factor("pp") is not None else ()
+    return Job(model, loss, num_tokens, roles=roles, example=example, num_samples=num_samples, stages=stages)
 
 
 def local_samples(plan: Plan, coord: Coord, num_samples: int) -> range:

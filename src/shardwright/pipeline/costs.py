@@ -6,7 +6,10 @@ operator as many as a device could do while it moves the elements.
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from shardwright.models.structure import call_model
 from shardwright.pipeline.graph import CallSite, Chunked, bind, prepare, run, sites
 
 WORK_PER_ELEMENT = 16
 """Operations of a matrix product that a device does while it reads and writes one element."""
+FLOPS_PER_S = 50e9
+"""What one core does, about, where nobody says: only ratios matter to a cut and a drawing."""
 
 
 class Cost(NamedTuple):
@@ -59,7 +65,7 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
     """
     found: dict[CallSite, Cost] = {}
     counted = {node: site for node, site in sites(graph) if site is not None}
-    chunked = Chunked(graph, {}, 1)
+    chunked = Chunked(graph, dict.fromkeys(counted.values(), 0), 1)
     values = bind(model, graph, inputs)
 
     def counting(node: fx.Node, call: Any) -> Any:
@@ -103,23 +109,70 @@ def by_weights(model: nn.Module, graph: fx.Graph, num_tokens: int) -> dict[CallS
 
 
 def measured(costs: Mapping[CallSite, Cost], seconds: Mapping[str, float]) -> dict[CallSite, Cost]:
-    """The same costs with the seconds that were measured of single modules as their work.
+    """The same costs with the seconds that were measured of single modules as their work, in operations.
 
     A module's seconds are its own or the sum of those inside it; work of modules that were not measured is scaled
     alike.
 
     >>> costs = {CallSite("a"): Cost(10.0), CallSite("b"): Cost(20.0), CallSite("c"): Cost(30.0)}
-    >>> [cost.work for cost in measured(costs, {"a": 1.0, "b.x": 1.5, "b.y": 0.5}).values()]
+    >>> found = measured(costs, {"a": 1.0, "b.x": 1.5, "b.y": 0.5})
+    >>> [cost.work / FLOPS_PER_S for cost in found.values()]
     [1.0, 2.0, 3.0]
     """
     taken: dict[CallSite, float] = {}
     for site in costs:
         inside = [s for name, s in seconds.items() if name.startswith(f"{site.module}.")]
         if site.module in seconds or inside:
-            taken[site] = seconds.get(site.module, sum(inside))
+            taken[site] = seconds.get(site.module, sum(inside)) * FLOPS_PER_S
     known = sum(costs[site].work for site in taken)
     scale = sum(taken.values()) / known if known else 1.0
     return {site: cost._replace(work=taken.get(site, cost.work * scale)) for site, cost in costs.items()}
+
+
+def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, float]:
+    """By module, the seconds that one forward spends in it, the median of some: for the ``seconds`` of ``parallelize``.
+
+    ``model`` has values and runs here, on ``inputs`` as large as one microbatch; nothing in it is changed but what its
+    own forward changes in evaluation, which is nothing in torch's layers. Measure once and give every rank the same.
+
+    >>> sorted(time_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2)))
+    ['0', '1']
+    """
+    began: list[float] = []
+    found: dict[str, list[float]] = {}
+
+    def before(*_: Any) -> None:
+        began.append(_now_s(inputs))
+
+    def after(path: str, *_: Any) -> None:
+        spent[path] = spent.get(path, 0.0) + _now_s(inputs) - began.pop()
+
+    named = [(path, module) for path, module in model.named_modules() if path]
+    handles = [module.register_forward_pre_hook(before) for _, module in named]
+    handles += [module.register_forward_hook(partial(after, path)) for path, module in named]
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(repeats + 1):  # the first one warms up
+            spent: dict[str, float] = {}
+            with torch.no_grad():
+                call_model(model, inputs)
+            for path, seconds in spent.items():
+                found.setdefault(path, []).append(seconds)
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return {path: statistics.median(seconds[1:]) for path, seconds in found.items()}
+
+
+def _now_s(inputs: Any) -> float:
+    """The time, when all that was asked of the inputs' device is done."""
+    devices = {leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _bytes(module: Any) -> int:

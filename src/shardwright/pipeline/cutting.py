@@ -16,7 +16,8 @@ from torch import fx, nn
 from shardwright.errors import LayoutError, explain, nearest
 from shardwright.models.structure import has_choices
 from shardwright.pipeline.costs import Cost, by_example, by_weights, measured, total
-from shardwright.pipeline.graph import CallSite, Chunked, read_graph, sites, weights_by_module
+from shardwright.pipeline.graph import CallSite, Chunked, arguments_given, read_graph, sites, weights_by_module
+from shardwright.pipeline.writes import check_writes
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,16 @@ def cut(
         return _by_hand(model, num_chunks, names, example, num_tokens)
     opened: set[str] = set()
     refused: set[str] = set(closed)
+    given = arguments_given(model, example) if example is not None else ()
     while True:
-        graph = read_graph(model, opened)
+        graph = read_graph(model, opened, given)
         costs = _costs(model, graph, example, num_tokens, seconds)
         movable = _movable(graph, model)
         site = _worth_opening(model, movable, costs, num_chunks, refused)
         if site is None:
             break
         try:
-            read_graph(model, opened | {site.module})
+            read_graph(model, opened | {site.module}, given)
             opened.add(site.module)
         except LayoutError:
             refused.add(site.module)
@@ -194,6 +196,7 @@ def _stages(
     bounds = [0, *starts[1:], len(movable)]
     chunk_of = {site: chunk for chunk, (a, b) in enumerate(pairwise(bounds)) for site in movable[a:b]}
     chunked = Chunked(graph, chunk_of, len(starts), weights_by_module(model))
+    check_writes(graph, chunked.nodes, model)
     each = tuple(total([costs[site] for site in movable[a:b]]) for a, b in pairwise(bounds))
     return Stages(model, chunked, each, opened)
 
@@ -237,7 +240,7 @@ def _by_hand(
             )
         )
     opened = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts))}
-    graph = read_graph(model, opened)
+    graph = read_graph(model, opened, arguments_given(model, example) if example is not None else ())
     movable = _movable(graph, model)
     starts: list[int] = []
     for name in names:

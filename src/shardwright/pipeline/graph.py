@@ -18,10 +18,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
 from shardwright.errors import LayoutError, explain
+from shardwright.models.devices import stay_put
+from shardwright.models.reading import NO_GRADIENT
 from shardwright.models.structure import trace
+from shardwright.pipeline.writes import follow_writes, name_of, written_by
 
 Repeat = Callable[[str, int, int], None]
 """Told of a module, how often earlier chunks have called it, and how often all chunks do."""
@@ -89,6 +93,16 @@ class Chunked:
                 if chunk is not None and source is not None and source != chunk and value.op != "get_attr":
                     crossing.setdefault((source, chunk), {})[value.name] = None
         return tuple(Edge(*key, tuple(names)) for key, names in sorted(crossing.items()))
+
+    @cached_property
+    def learning(self) -> frozenset[str]:
+        """The values from which gradients may be asked: those that reach the output, as far as the code shows."""
+        found: set[fx.Node] = set()
+        for node in reversed(self.graph.nodes):
+            reached = node.op == "output" or node in found
+            if reached and not node.meta.get(NO_GRADIENT, False) and name_of(node) != "detach":
+                found.update(node.all_input_nodes)
+        return frozenset(node.name for node in found)
 
     def nodes_of(self, chunk: int) -> tuple[fx.Node, ...]:
         """The calls of one chunk, in order, with what it computes for itself and the weights that it reads."""
@@ -176,6 +190,8 @@ def sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, CallSite | None]]:
 def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection[str] = ()) -> fx.Graph:
     """The model's calls; weights that its code reads itself are ``get_attr`` nodes by their names.
 
+    Moves to devices are left out: a rank has one.
+
     Raises: LayoutError: code that depends on values, so that a trace cannot show it.
 
     >>> [node.name for node in read_graph(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
@@ -191,6 +207,7 @@ def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection
                 fix="move what depends on values into a module of its own, or use nn.Sequential",
             )
         )
+    stay_put(graph)
     names = {id(each): name for name, each in _tensors(model)}
     for node in list(graph.nodes):
         for tensor in _constants(node):
@@ -200,21 +217,20 @@ def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection
             with graph.inserting_before(node):
                 read = graph.get_attr(name)
             _replace(node, tensor, read)
+    follow_writes(graph, model)
     for node in graph.nodes:
         _check_writes_no_weight(model, node)
     return graph
 
 
 def _check_writes_no_weight(model: nn.Module, node: fx.Node) -> None:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    written = node.args[0] if node.args else None
-    in_place = name.endswith("_") and not name.endswith("__")
-    if not in_place or not isinstance(written, fx.Node) or written.op != "get_attr":
+    written = written_by(node, model)
+    if written is None or written.op != "get_attr":
         return
     raise LayoutError(
         explain(
             f"the code of {type(model).__name__} writes into '{written.target}', so it cannot be cut into stages",
-            given=f"a call of {name} on '{written.target}', outside of the layers",
+            given=f"a call of {name_of(node)} on '{written.target}', outside of the layers",
             allowed="parameters and buffers that only a layer's own code writes into",
             fix="move the call into a module of its own",
         )
@@ -280,6 +296,11 @@ def prepare(model: nn.Module, chunked: Chunked, chunk: int) -> tuple[Ready, ...]
 
 
 def _callee(model: nn.Module, node: fx.Node) -> Callable[..., Any] | None:
+    call = _plain_callee(model, node)
+    return torch.no_grad()(call) if call is not None and node.meta.get(NO_GRADIENT, False) else call
+
+
+def _plain_callee(model: nn.Module, node: fx.Node) -> Callable[..., Any] | None:
     if node.op == "call_module":
         return model.get_submodule(str(node.target))
     if node.op == "call_function":

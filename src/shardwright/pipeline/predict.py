@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwright.pipeline.actions import Schedule
-from shardwright.pipeline.costs import Cost
+from shardwright.pipeline.costs import FLOPS_PER_S, Cost
 from shardwright.pipeline.simulate import Memory, Times, simulate
 from shardwright.pipeline.timeline import Timeline
-
-FLOPS_PER_S = 50e9
-"""What one core does, about, where nobody says: only ratios matter to a drawing."""
 
 
 def times_of(costs: Sequence[Cost], flops_per_s: float = FLOPS_PER_S, transfer_s: float = 0) -> Times:

@@ -139,7 +139,7 @@ class Stage:
         for edge in chunked.edges:
             if edge.source == chunk:
                 message = Message("F", number, chunk, edge.target)
-                sent = self._give(message, [values[name] for name in edge.values])
+                sent = self._give(message, [self._to_send(values, name) for name in edge.values])
                 outgoing.append((message._replace(kind="B"), tuple(_places(sent, starts))))
         if chunk == chunked.num_chunks - 1:
             output = output if self.frame is None else self.frame.give(output)
@@ -154,7 +154,7 @@ class Stage:
         kept = self._kept[chunk, number]
         found: list[Tensor | None] = [None] * len(kept.starts)
         for message, places in kept.outgoing:
-            came = self._inbox.pop(message) if message in self._inbox else self._here.pop(message)
+            came = self._inbox.pop(message) if message in self._inbox else self._here.pop(message, [])
             for place, gradient in zip(places, came, strict=True):
                 before = found[place]
                 found[place] = gradient if before is None else before + gradient
@@ -210,6 +210,12 @@ class Stage:
             for i, tensor in zip(learns, _Entry.apply(start, came), strict=True):  # type: ignore[no-untyped-call]
                 tensors[i] = tensor
         return fill(form, tensors)
+
+    def _to_send(self, values: Mapping[str, Any], name: str) -> Any:
+        """A value as others get it: without its past, where no gradient can come back."""
+        assert self._code is not None
+        value = values[name]
+        return value if name in self._code.chunked.learning else tree_map_only(Tensor, Tensor.detach, value)
 
     def _give(self, message: Message, values: list[Any]) -> list[Tensor]:
         """Hands values on; returns the tensors among them whose gradients come back."""

@@ -127,7 +127,10 @@ def times_as_long(drawn: Sequence[Outline]) -> str:
     if len(drawn) != 2 or not all(outline.makespan_s for outline in drawn):
         return ""
     first, second = drawn
-    return f"{second.name} takes {second.makespan_s / first.makespan_s:.2f} times as long as {first.name}"
+    what, _, how = second.name.rpartition(", ")
+    of, _, other = first.name.rpartition(", ")
+    names = (how, other) if what == of else (second.name, first.name)  # the same layout, predicted and measured
+    return f"{names[0]} takes {second.makespan_s / first.makespan_s:.2f} times as long as {names[1]}"
 
 
 class TimeUnit(NamedTuple):

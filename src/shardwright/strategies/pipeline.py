@@ -129,13 +129,17 @@ def _chosen(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
             explain("'cut' needs names", given=str(factor), allowed="cut:conv1,conv2", fix="name a module each stage")
         )
     names = tuple(named.value.split(",")) if named is not None and named.value else ()
-    if named is None and job.stages:
+    by_device = named is None and bool(job.stages)
+    if by_device:
         names = job.stages
     closed = {path for path in (*plan.roles, *plan.notes) if path}
 
     def into(num_chunks: int) -> Stages:
+        if by_device and num_chunks != len(names):
+            raise _other_devices(factor, num_chunks, names)
         return cut(
-            job.model, num_chunks, names=names, example=job.example, num_tokens=job.num_tokens, closed=closed
+            job.model, num_chunks, names=names, example=job.example, num_tokens=job.num_tokens,
+            seconds=job.seconds, closed=closed,
         )  # fmt: skip
 
     auto = factor.option("auto")
@@ -161,6 +165,17 @@ def _best(
         limit_bytes,
     )
     return schedule, stages[schedule.num_chunks]
+
+
+def _other_devices(factor: Factor, num_chunks: int, names: tuple[str, ...]) -> LayoutError:
+    return LayoutError(
+        explain(
+            "the model's parts lie on several devices, and the layout has another number of stages",
+            given=f"{factor}, {num_chunks} chunks; devices change at {', '.join(names)}",
+            allowed=f"{len(names)} chunks, one for each, or stages that are named by hand",
+            fix=f"write pp{len(names)}, or cut: and the names, or leave the model on one device",
+        )
+    )
 
 
 def _limit_bytes(option: Option) -> int | None:

@@ -89,9 +89,9 @@ class Job(NamedTuple):
     those that a person gives to single layers, by patterns of names. ``example`` are the inputs of one microbatch of
     one model copy, on the meta device, where they are known: what a layer costs is counted on them. ``num_samples``
     are those of the smallest microbatch where each is a sequence of tokens: too few to be cut, their sequences are.
-    ``stages`` are the modules at which a person lets stages begin, by putting parts on devices. ``deferred`` takes,
-    on a rank, weight gradients that are wanted later; ``draws`` are its random numbers; ``frame`` is what a
-    strategy before this one does around the model's forward.
+    ``stages`` are the modules at which a person lets stages begin, by putting parts on devices; ``seconds`` are those
+    that were measured of modules' forwards. ``deferred`` takes, on a rank, weight gradients that are wanted later;
+    ``draws`` are its random numbers; ``frame`` is what a strategy before this one does around the model's forward.
     """
 
     model: nn.Module
@@ -102,6 +102,7 @@ class Job(NamedTuple):
     example: Any = None
     num_samples: int | None = None
     stages: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = MappingProxyType({})
     deferred: Deferred | None = None
     draws: Draws | None = None
     frame: Frame | None = None

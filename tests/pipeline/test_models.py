@@ -1,0 +1,482 @@
+"""Any model in stages: whatever its code does between its layers, the result is that of one device."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwright import launch, parallelize, time_layers, verify
+from shardwright.errors import LayoutError, RankFailedError
+from shardwright.layout import Layout
+from shardwright.models import CrossEntropy
+
+W = 6
+LINES = ("pp2/1f1b mb3", "pp2/zb-v mb2", "pp3/gpipe mb2", "pp2/naive mb2 dp2", "pp2/interleaved:v2 mb2")
+
+
+class Blocks(nn.Module):
+    """Four layers, called by a function of (module, inputs)."""
+
+    def __init__(self, code, **more):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(W, W) for _ in range(4))
+        self.code = code
+        for name, module in more.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.code(self, x)
+
+
+def skipping(m, x):
+    """What the first layer gives is used by every later one."""
+    first = m.layers[0](x)
+    y = first
+    for layer in m.layers[1:]:
+        y = layer(y).tanh() + first
+    return y
+
+
+def u_shaped(m, x):
+    down = [m.layers[0](x), None]
+    down[1] = m.layers[1](down[0]).relu()
+    up = m.layers[2](down[1]) + down[1]
+    return m.layers[3](up) * down[0]
+
+
+def called_again(m, x):
+    for _ in range(2):
+        for layer in m.layers:
+            x = layer(x).tanh()
+    return x
+
+
+def in_place(m, x):
+    for layer in m.layers:
+        x = layer(x)
+        x += 1
+        functional.relu_(x)
+    return x
+
+
+def overwrites_what_came(m, x):
+    """The second half begins by writing into what the first gave it."""
+    y = m.layers[1](m.layers[0](x))
+    y.mul_(2)
+    return m.layers[3](m.layers[2](y))
+
+
+def written_and_kept(m, x):
+    """A stage writes into what came, and a later one reads it under its first name."""
+    y = m.layers[0](x)
+    z = m.layers[1](x).tanh()
+    y.add_(z)
+    functional.relu(y, inplace=True)
+    z = m.layers[2](z * 2)
+    return m.layers[3](z) + y
+
+
+def written_by_a_layer(m, x):
+    y = m.layers[0](x)
+    z = m.layers[1](m.relu(y))
+    return m.layers[3](m.layers[2](z)) + y
+
+
+def into_the_inputs(m, x):
+    x.mul_(2)
+    x[:, 0] = 1
+    y = m.layers[1](m.layers[0](x))
+    return m.layers[3](m.layers[2](y)) + x
+
+
+def masked(m, x):
+    """A mask that is made in pieces, by every stage for itself."""
+    mask = torch.zeros_like(x)
+    mask[:, 1] = 1
+    mask.add_(0.5)
+    for layer in m.layers:
+        x = layer(x) * mask
+    return x
+
+
+def of_trees(m, x):
+    """Values that cross in dicts and tuples, and numbers that are no tensors."""
+    here = {"a": m.layers[0](x), "b": (m.layers[1](x), 3)}
+    sizes = x.shape[0]
+    y = m.layers[2](here["a"]) * here["b"][1] + here["b"][0]
+    return m.layers[3](y.view(sizes, W))
+
+
+def of_inputs(m, x):
+    """Every stage computes for itself what depends on the inputs alone."""
+    scale = x.abs().mean(-1, keepdim=True)
+    for layer in m.layers:
+        x = layer(x) * scale
+    return x
+
+
+def detached(m, x):
+    """The gradient ends at a cut."""
+    y = m.layers[1](m.layers[0](x)).detach()
+    return m.layers[3](m.layers[2](y))
+
+
+def without_gradients(m, x):
+    """A part of the code wants none, and the layers there learn from the rest alone."""
+    y = m.layers[1](m.layers[0](x))
+    with torch.no_grad():
+        scale = m.layers[2](m.layers[1](y)).sigmoid()
+    return m.layers[3](y * scale)
+
+
+def unused_outputs(m, x):
+    _, z = m.layers[0](x).chunk(2, -1)
+    m.layers[1](x)
+    return m.layers[3](m.layers[2](torch.cat([z, z], -1)))
+
+
+def with_integers(m, x):
+    """An index crosses, which has no gradient."""
+    y = m.layers[0](x)
+    best = y.argmax(-1, keepdim=True)
+    y = m.layers[2](m.layers[1](y))
+    return m.layers[3](y).gather(-1, best) + y
+
+
+CODES = (
+    skipping, u_shaped, called_again, in_place, overwrites_what_came, of_trees, of_inputs, detached, without_gradients,
+    unused_outputs,     with_integers, written_and_kept, written_by_a_layer, into_the_inputs, masked,
+)  # fmt: skip
+
+
+def pairs(count=2, samples=5):
+    draw = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(samples, W, generator=draw), torch.randint(W, (samples,), generator=draw)) for _ in range(count)
+    ]
+
+
+def equal(model, line, batches=None, **options):
+    verdict = verify(model, line, batches or pairs(), **options)
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.__name__)
+def test_code_between_the_layers(code, line):
+    equal(Blocks(code, relu=nn.ReLU(inplace=True)), line)
+
+
+class Tied(nn.Module):
+    """One weight that the first, the middle and the last stage use."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(W, W) for _ in range(5)))
+        self.layers[4].weight = self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def frozen(which):
+    model = Blocks(skipping)
+    for number in which:
+        model.layers[number].requires_grad_(False)
+    return model
+
+
+class Dropping(nn.Module):
+    """One dropout, called by every stage: its masks are numbered over all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(W, W) for _ in range(4))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.drop(layer(x))
+        return x
+
+
+class Shared(nn.Module):
+    """One block, with a dropout inside, that both stages call."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(W, W), nn.Dropout(0.2), nn.Linear(W, W))
+        self.ends = nn.ModuleList(nn.Linear(W, W) for _ in range(3))
+
+    def forward(self, x):
+        for end in self.ends:
+            x = end(self.block(x))
+        return x
+
+
+MODELS = {
+    "a weight tied over three stages": Tied,
+    "a frozen first stage": lambda: frozen([0, 1]),
+    "a frozen middle": lambda: frozen([1, 2]),
+    "a frozen last stage": lambda: frozen([2, 3]),
+    "one dropout for all stages": Dropping,
+    "a block for all stages": Shared,
+    "layers without weights": lambda: nn.Sequential(nn.Linear(W, W), nn.ReLU(), nn.Tanh(), nn.Identity()),
+    "a layer that copies inside": lambda: nn.Sequential(nn.Linear(W, W), nn.LayerNorm(W), nn.Bilinear(W, W, W))[:2],
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_and_random_layers_that_stages_share(name, line):
+    model = MODELS[name]()
+    if line.startswith("pp3") and sum(1 for _ in model.children()) < 3:
+        line = line.replace("pp3", "pp2")
+    if "v" in line.split()[0] and name == "a layer that copies inside":
+        line = "pp2/1f1b mb2"
+    equal(model, line)
+
+
+def test_stages_without_weights_of_their_own():
+    model = nn.Sequential(nn.Linear(W, W), nn.ReLU(), nn.Tanh(), nn.Sigmoid())
+    equal(model, "pp4/1f1b mb2")
+    equal(model, "pp4/cut:0,1,2,3 mb2")
+
+
+@pytest.mark.parametrize("line", ["pp2", "pp3/cut:0,1,3", "pp2 dp2"])
+def test_statistics_of_a_batch_are_counted_once(line):
+    model = nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.ReLU(), nn.Linear(W, W), nn.BatchNorm1d(W))
+    equal(model, line)
+
+    def work(world):
+        run = parallelize(model, line, world)
+        for batch in run.shard(pairs()):
+            run.step(batch)
+        run.evaluate(next(run.shard(pairs())))
+        return {
+            name: buffer.tolist() for name, buffer in run.model.named_buffers() if name.endswith("num_batches_tracked")
+        }
+
+    counts = {}
+    for found in launch(work, Layout.parse(line).num_ranks, ranks="threads"):
+        counts.update({name: count for name, count in found.items() if count})
+    assert counts == {"1.num_batches_tracked": 2, "4.num_batches_tracked": 2}
+
+
+# ---- what goes in
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(W, W) for _ in range(3))
+
+    def forward(self, x, scale=None, *, shift=None):
+        y = self.first(x)
+        if scale is not None:
+            y = y * scale
+        y = self.second(y)
+        if shift is not None:
+            y = y + shift
+        return self.third(y)
+
+
+def inputs_of(form, samples=5):
+    draw = torch.Generator().manual_seed(3)
+    x, scale, shift = (torch.randn(samples, W, generator=draw) for _ in range(3))
+    forms = {
+        "one": x,
+        "tuple": (x, scale),
+        "dict": {"x": x, "scale": scale},
+        "keyword only": {"x": x, "shift": shift},
+        "all": {"shift": shift, "scale": scale, "x": x},
+    }
+    return forms[form]
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb2", "pp3/zb-h1 mb3 dp2"])
+@pytest.mark.parametrize("form", ["one", "tuple", "dict", "keyword only", "all"])
+def test_inputs_are_one_value_a_tuple_or_a_dict(form, line):
+    equal(Named(), line, [(inputs_of(form), torch.arange(5) % W)])
+
+
+def test_the_form_of_the_inputs_may_change_from_step_to_step():
+    forms = ("one", "all", "dict", "one", "keyword only")
+    equal(Named(), "pp2/1f1b mb2", [(inputs_of(form), torch.arange(5) % W) for form in forms])
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb3", "pp2/zb-v mb2 dp2"])
+def test_shapes_may_change_from_step_to_step(line):
+    equal(Blocks(skipping), line, [pairs(1, samples)[0] for samples in (5, 2, 9, 5, 1)])
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved:v2", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
+def test_microbatches_may_be_unequal_and_empty(name, samples):
+    equal(Blocks(skipping), f"pp2/{name} mb4", pairs(2, samples))
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "auto"])
+def test_fewer_microbatches_than_stages(name):
+    equal(Blocks(skipping), f"pp4/{name} mb2")
+
+
+def test_the_output_may_be_more_than_a_tensor():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+
+        def forward(self, x):
+            hidden = self.a(x).relu()
+            return {"scores": self.b(hidden), "hidden": hidden}
+
+    class Loss(CrossEntropy):
+        def forward(self, output, targets):
+            loss_sum, count = super().forward(output["scores"], targets)
+            return loss_sum + output["hidden"].sum(), count
+
+    equal(Two(), "pp2/1f1b mb2", loss=Loss())
+
+
+# ---- what a person does by hand
+
+
+def test_parts_that_a_person_put_on_devices_are_the_stages():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(W, W), nn.Linear(W, W, device="meta")
+            self.c, self.norm = nn.Linear(W, W, device="meta"), nn.LayerNorm(W)
+
+        def forward(self, x):
+            x = self.b(self.a(x).relu().to("meta")).relu()
+            return self.norm(self.c(x).to("cpu", non_blocking=True))
+
+    equal(Parts(), "pp3 mb2")
+    equal(Parts(), "pp3/zb-h1 mb3 dp2")
+    found = launch(lambda world: sorted(parallelize(Parts(), "pp3 mb2", world).parameters), 3, ranks="threads")
+    parts = [{name.split(".")[0] for name in names} for names in found]
+    assert parts == [{"a"}, {"b", "c"}, {"norm"}]
+    with pytest.raises(LayoutError, match="devices change at a, b, norm"):
+        verify(Parts(), "pp2 mb2", pairs())
+    equal(Parts(), "pp2/cut:a,c mb2")
+
+
+def test_a_cut_by_hand_puts_layers_where_it_says():
+    model = nn.Sequential(*(nn.Linear(W, W) for _ in range(6)))
+    equal(model, "pp3/cut:0,1,5 mb2")
+    found = launch(lambda world: sorted(parallelize(model, "pp3/cut:0,1,5 mb2", world).parameters), 3, ranks="threads")
+    assert [sorted({name.split(".")[0] for name in names}) for names in found] == [["0"], ["1", "2", "3", "4"], ["5"]]
+
+
+# ---- what cannot be
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y) if y.sum() > 0 else y
+
+
+def in_another_precision(m, x):
+    y = m.layers[1](m.layers[0](x))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m.layers[2](y)
+    return m.layers[3](y.to(x.dtype))
+
+
+class Texts(nn.Module):
+    """A stage whose output is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+        self.say, self.read = Say(), Read()
+
+    def forward(self, x):
+        return self.b(self.read(self.say(self.a(x)), x))
+
+
+class Say(nn.Module):
+    def forward(self, x):
+        return open("/dev/null", "rb")
+
+
+class Read(nn.Module):
+    def forward(self, file, x):
+        file.close()
+        return x
+
+
+def into_a_view(m, x):
+    y = m.layers[1](m.layers[0](x))
+    y[0].mul_(2)
+    return m.layers[3](m.layers[2](y)) + y
+
+
+def into_a_view_of_a_mask(m, x):
+    mask = torch.ones_like(x)
+    mask[0].mul_(2)
+    for layer in m.layers:
+        x = layer(x) * mask
+    return x
+
+
+BAD = {
+    "a write into a view": (lambda: Blocks(into_a_view), "pp2/cut:layers.0,layers.2 mb2", "writes into a view"),
+    "a write into a view of a mask": (lambda: Blocks(into_a_view_of_a_mask), "pp2 mb2", "writes into a view"),
+    "more stages than layers": (lambda: nn.Sequential(nn.Linear(W, W), nn.ReLU()), "pp3 mb3", "1 to 2 chunks"),
+    "code that depends on values": (Branching, "pp2 mb2", "cannot be followed"),
+    "code in another precision": (lambda: Blocks(in_another_precision), "pp2 mb2", "cannot be followed"),
+    "no such name": (lambda: Blocks(skipping), "pp2/cut:layers.0,layers.9 mb2", "no module 'layers.9'"),
+    "too few names": (lambda: Blocks(skipping), "pp3/cut:layers.0,layers.2 mb2", "3 stages begin at 2 names"),
+    "names out of order": (lambda: Blocks(skipping), "pp2/cut:layers.2,layers.0 mb2", "cut:layers.0,layers.2"),
+    "two schedules": (lambda: Blocks(skipping), "pp2/gpipe/1f1b mb2", "runs one schedule"),
+    "a file that is not there": (lambda: Blocks(skipping), "pp2/file:nowhere.csv mb2", "nowhere.csv"),
+    "batch statistics of microbatches": (
+        lambda: nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W)), "pp2 mb2", "statistics over the batch"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_cut_is_said_before_anything_runs(name):
+    make, line, text = BAD[name]
+    with pytest.raises(LayoutError, match=text) as refused:
+        verify(make(), line, pairs())
+    assert all(word in str(refused.value) for word in ("given:", "allowed:", "fix:"))
+
+
+def test_a_value_that_cannot_be_sent_is_said_with_its_chunk():
+    with pytest.raises(RankFailedError, match="what chunk 0 hands on is no tree of tensors"):
+        verify(Texts(), "pp2/cut:a,read mb2", pairs())
+
+
+class Slow(nn.Linear):
+    """A layer whose operators are few and whose time is long."""
+
+    def forward(self, x):
+        time.sleep(0.01)
+        return super().forward(x)
+
+
+def test_stages_are_balanced_by_what_was_measured():
+    model = nn.Sequential(Slow(W, W), *(nn.Linear(W, W) for _ in range(5)))
+    seconds = time_layers(model, pairs()[0][0], repeats=3)
+    assert seconds["0"] > 0.01 > 5 * seconds["3"]
+
+    def parts(**options):
+        found = launch(lambda world: sorted(parallelize(model, "pp2", world, **options).parameters), 2, ranks="threads")
+        return [len({name.split(".")[0] for name in names}) for names in found]
+
+    assert parts() == [3, 3]
+    assert parts(seconds=seconds) == [1, 5]
