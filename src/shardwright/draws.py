@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -169,6 +169,22 @@ def _dropout(module: nn.Dropout, drop: Dropper, input: Tensor) -> Tensor:
     return drop(input, module.p) if module.training and module.p > 0 else input
 
 
+def drop_slice(module: nn.Dropout, input: Tensor, cut: SliceOfDim) -> Tensor:
+    """Dropout by a module that :func:`key_dropout` has seen, of a slice that is known only now.
+
+    >>> model, draws = nn.Dropout(0.5), Draws(seed=1, samples=range(2))
+    >>> key_dropout(model, draws)
+    >>> whole = model(torch.ones(2, 6))
+    >>> draws.samples = range(2)
+    >>> torch.equal(drop_slice(model, torch.ones(2, 2), SliceOfDim(1, 6, ((4, 6),))), whole[:, 4:])
+    True
+    """
+    if not module.training:
+        return input
+    drop: Dropper = module.__dict__["_dropper"]
+    return _dropout(module, replace(drop, cuts=(*drop.cuts, cut)), input)
+
+
 def attend_dropping(
     q_BNTD: Tensor,
     k_BNSD: Tensor,
@@ -288,6 +304,7 @@ def key_dropout(
             )
         if type(module) in KEYED:
             module.forward = partial(_dropout, module, drop)
+            module.__dict__["_dropper"] = drop
 
 
 class RefusesDraws(TorchFunctionMode):

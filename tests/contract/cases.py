@@ -42,10 +42,12 @@ VALUES = {
     "bucket": ("0",),
     "2.5d": ("d2", "d3", "d1"),
     "interleaved": ("v2",),
-    "cut": ("token,blocks.1",),
+    "cut": ("token,blocks.1", "conv1,conv2"),
     "file": (str(Path(__file__).parent / "two_stages.csv"),),
 }
 """The values to try of an option that needs one; any other option is written bare."""
+OF_ONE_MODEL = ("cut",)
+"""Options whose values name a model's own parts: one of the values fits a model, the others do not."""
 
 PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
 """Further values of an option, that need the sizes written out."""
@@ -159,6 +161,35 @@ class Case:
         return self.name
 
 
+@dataclass(frozen=True, eq=False)
+class Pictures(Case):
+    """A model made by a function, on random pictures; ``targets`` is the shape of a sample's, none for one class."""
+
+    config: object = None
+    loss: nn.Module = field(default_factory=CrossEntropy)
+    make: Callable[[], nn.Module] = nn.Identity
+    shape: tuple[int, ...] = (4, 6, 7)
+    targets: tuple[int, ...] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return self.make().double()
+
+    @property
+    def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        found = []
+        for num in NUM_SAMPLES:
+            inputs = torch.randn(num, *self.shape, generator=generator, dtype=torch.float64)
+            if self.targets is None:
+                targets = torch.randint(5, (num,), generator=generator)
+            else:
+                targets = torch.randn(num, *self.targets, generator=generator, dtype=torch.float64)
+            found.append((inputs, targets))
+        return found
+
+
 def _some(targets: torch.Tensor) -> torch.Tensor:
     """All of the first two samples, and of the others every third target."""
     ignored = torch.arange(targets.numel()).view(targets.shape) % 3 == 0
@@ -220,7 +251,9 @@ FROZEN = Case(
 )
 
 CASES = (MLP, DEEP, ATTENTION, FUSED, CONVNET, GPT2, GPT2_APART, LLAMA_GROUPED, LLAMA_ONE_KV, FROZEN)
-PAIR_CASES = (DEEP, GPT2, LLAMA_ONE_KV)
+PAIR_CASES = (DEEP, GPT2, LLAMA_ONE_KV, CONVNET)
+OPTION_CASES = (GPT2, CONVNET)
+"""With these every option is tried: one or the other fits any strategy."""
 
 
 def line_of(case: Case, *factors: str) -> str:

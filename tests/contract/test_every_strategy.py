@@ -11,6 +11,7 @@ from contract.cases import (
     DEEP,
     GPT2,
     LLAMA_ONE_KV,
+    OPTION_CASES,
     SIZES,
     check_divides,
     check_equal,
@@ -51,7 +52,7 @@ LAID_OUT_WHOLLY = ("data_parallel", "tensor_1d")
 
 def lines_of(strategy, size, case):
     """The plainest line for the case; with every option where all axes are there and the case has several blocks."""
-    every = case in (DEEP, GPT2) and size == whole_size(strategy)
+    every = case in (DEEP, *OPTION_CASES) and size == whole_size(strategy)
     factors = spellings(strategy, size) if every else [spelling(strategy, size)]
     factors = [factor for factor in factors if case.has_sequences or "/seq" not in factor]
     return [line_of(case, factor) for factor in factors]
@@ -83,8 +84,9 @@ def test_loss_gradients_and_two_steps_are_those_of_one_device(strategy, size, ca
 def test_the_number_of_microbatches_changes_nothing(strategy, size):
     for num_microbatches in (1, 2, 4):
         line = f"{spelling(strategy, size)} mb{num_microbatches}"
-        if lays_out(line, GPT2):
-            check_equal(line, GPT2)
+        fitting = [case for case in OPTION_CASES if lays_out(line, case)]
+        assert fitting, line
+        check_equal(line, fitting[0])
 
 
 @EVERY
@@ -261,7 +263,9 @@ def test_a_model_that_is_hard_to_lay_out_is_refused_everywhere_or_comes_out_righ
 @EVERY
 def test_a_world_of_another_size_is_refused_on_every_rank(strategy):
     for size, num_ranks in [(2, 3), (4, 2), (3, 1)]:
-        check_refused(spelling(strategy, size), DEEP.model, num_ranks=num_ranks)
+        line = spelling(strategy, size)
+        model = next(case for case in (DEEP, *OPTION_CASES) if lays_out(line, case)).model
+        assert "does not fit the ranks" in check_refused(line, model, num_ranks=num_ranks)
 
 
 @EVERY
@@ -294,6 +298,7 @@ REFUSED = {
         "tp9",
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
     ),
+    "pictures cut in space without a convolution": ("tp2/spatial", lambda: DEEP.model),
     "tp7 of 2 heads of 3 elements": ("tp7", heads(2, 3)),
     "tp5 of 2 heads of 2 pairs": ("tp5", heads(2, 4, rotary=True)),
     "tp10 of a llama with 3 heads of 3 pairs": ("tp10", lambda: LLAMA_ONE_KV.model),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 from torch import nn
@@ -12,8 +9,8 @@ from torch.nn import functional
 
 from contract.cases import (
     CONVNET,
-    NUM_SAMPLES,
     Case,
+    Pictures,
     check_divides,
     check_equal,
     check_names,
@@ -24,36 +21,9 @@ from contract.cases import (
 from shardwright import Layout, launch, load, parallelize, save
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.errors import LayoutError
-from shardwright.models import CrossEntropy
 from shardwright.models.convolution_chains import find_convolution_chains
 from shardwright.parallelize import make_plan
 from shardwright.strategy import Job
-
-
-@dataclass(frozen=True, eq=False)
-class Pictures(Case):
-    """A model made by a function, on random pictures."""
-
-    config: object = None
-    loss: nn.Module = field(default_factory=CrossEntropy)
-    make: Callable[[], nn.Module] = nn.Identity
-    shape: tuple[int, ...] = (4, 6, 7)
-
-    @property
-    def model(self) -> nn.Module:
-        with torch.device("meta"):
-            return self.make().double()
-
-    @property
-    def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        generator = torch.Generator().manual_seed(0)
-        return [
-            (
-                torch.randn(num, *self.shape, generator=generator, dtype=torch.float64),
-                torch.randint(5, (num,), generator=generator),
-            )
-            for num in NUM_SAMPLES
-        ]
 
 
 class Block(nn.Module):

@@ -46,6 +46,34 @@ def test_what_one_mode_has_saved_another_goes_on_with(first, second, curve, tmp_
     assert losses(tmp_path) == pytest.approx(curve, rel=1e-4)
 
 
+def config_of_pictures(line, steps):
+    """LeNet on pictures of 32 rows, in an uneven batch."""
+    return TrainConfig(
+        model="convnet", data="synthetic", batch=5, steps=steps, warmup=2, lr=3e-3, layout=line, eval_every=4,
+        eval_batches=2, schedule="constant",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def curve_of_pictures(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pictures")
+    train(config_of_pictures("single", 8), out, ranks="threads")
+    return losses(out)
+
+
+@pytest.mark.parametrize("line", ["tp3/spatial", "dp2 tp2/spatial", "pp2/1f1b mb2 tp2/spatial"])
+def test_a_convnet_cut_in_space_trains_to_the_losses_of_one_device(line, curve_of_pictures, tmp_path):
+    train(config_of_pictures(line, 8), tmp_path, ranks="threads")
+    assert losses(tmp_path) == pytest.approx(curve_of_pictures, rel=1e-4)
+
+
+@pytest.mark.parametrize(("first", "second"), [("tp3/spatial", "tp2"), ("dp2", "pp2 tp2/spatial")])
+def test_a_convnet_goes_on_under_another_layout(first, second, curve_of_pictures, tmp_path):
+    train(config_of_pictures(first, 4), tmp_path, ranks="threads")
+    train(config_of_pictures(second, 8), tmp_path, resume=True, ranks="threads")
+    assert losses(tmp_path) == pytest.approx(curve_of_pictures, rel=1e-4)
+
+
 @pytest.mark.parametrize("line", ["tp2x2/2d", "tp3/sp", "pp2/interleaved:v2 mb2"])
 def test_a_checkpoint_is_sampled_from_under_any_mode(line, tmp_path):
     train(config("single", 3), tmp_path, ranks="threads")

@@ -385,8 +385,16 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     >>> call_model(nn.Identity(), (torch.ones(1),))
     tensor([1.])
     """
+    args, named = given_to(inputs)
+    return model(*args, **named)
+
+
+def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch's inputs as a model is given them: in order, and by name.
+
+    >>> given_to(1), given_to([1, 2]), given_to({"x": 3})
+    (((1,), {}), ((1, 2), {}), ((), {'x': 3}))
+    """
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
+        return (), dict(inputs)
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}

@@ -21,7 +21,7 @@ from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import expected_traffic, hollow, job_for, make_plan, twin
 from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Deferred, Executor, Samples
-from shardwright.strategy import NUM_TOKENS, Plan, Strategy, summed_axes
+from shardwright.strategy import NUM_TOKENS, Plan, Strategy, apply_in_turn, summed_axes
 
 __all__ = [
     "LayerAlone",
@@ -94,8 +94,7 @@ def parallelize(
     axes = _axes(plan, world)
     rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
     key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
-    each = [s.apply(job, {a: axis.for_strategy(s.name) for a, axis in axes.items()}, plan) for s in chosen]
-    applied = [one for one in each if one is not None]
+    _, applied = apply_in_turn(chosen, job, axes, plan)
     late = frozenset[str]().union(*(one.late for one in applied))
 
     def joined(names: tuple[str, ...]) -> Axis:

@@ -179,31 +179,25 @@ def expected_traffic(
     num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
     on_meta = cut_tokens(plan, coord, on_meta, num_tokens)
     shares = microbatch_samples(local_samples(plan, coord, num_global), plan.layout.num_microbatches)
-    visits = tuple(_on_stage(observe(whole, rows(on_meta, s.start, s.stop)), plan, coord) for s in shares)
+    everywhere = tuple(observe(whole, rows(on_meta, s.start, s.stop)) for s in shares)
+    visits = tuple(_on_stage(each, plan, coord) for each in everywhere)
     element_bytes = next(whole.parameters()).element_size()
     mine = [rows(on_meta, share.start, share.stop) for share in shares]
     apart = job._replace(model=hollow(job.model), loss=hollow(job.loss))
     crossing = crossings(apart, plan, strategies, mine, num_global, coord, num_tokens)
-    batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global, num_tokens), crossing)
+    batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global, num_tokens), crossing, everywhere)
     return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in strategies}
 
 
 def _on_stage(visits: Visits, plan: Plan, coord: Coord) -> Visits:
-    """The calls that this rank's chunks make, of all that the model makes."""
+    """The calls that this rank's chunks make, of all that the model makes; what several make is there several times."""
     if plan.stages is None or plan.schedule is None:
         return visits
-    chunks = set(plan.schedule.chunks_of(coord["pp"]))
-    sites: dict[str, list[bool]] = {}
-    for node, chunk in plan.stages.chunked.nodes.items():
-        if node.op == "call_module":
-            sites.setdefault(str(node.target), []).append(chunk is None or chunk in chunks)
+    chunked, chunks = plan.stages.chunked, plan.schedule.chunks_of(coord["pp"])
     found: dict[str, tuple[Visit, ...]] = {}
     for path, calls in visits.items():
-        caller = next((p for p in sites if f"{path}.".startswith(f"{p}.")), None)
-        if caller is not None:
-            mine = sites[caller]
-            each = len(calls) // len(mine)  # calls of a module inside, for each call of the one around it
-            found[path] = tuple(call for i, call in enumerate(calls) if mine[min(i // max(each, 1), len(mine) - 1)])
+        times = chunked.times(path, len(calls), chunks)
+        found[path] = tuple(call for call, n in zip(calls, times, strict=True) for _ in range(n))
     return found
 
 

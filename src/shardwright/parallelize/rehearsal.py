@@ -20,7 +20,8 @@ from shardwright.mesh import Coord
 from shardwright.models.structure import owners
 from shardwright.pipeline import Deferred, Samples
 from shardwright.pipeline.graph import bind, prepare, run
-from shardwright.strategy import Crossing, Job, Plan, Strategy
+from shardwright.pipeline.stage import framed
+from shardwright.strategy import Crossing, Job, Plan, Strategy, apply_in_turn
 
 Crossings = Mapping[str, tuple[Crossing, ...]]
 
@@ -53,9 +54,7 @@ def crossings(
     samples = Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes)
     samples.cut_tokens(num_tokens)
     job = job._replace(samples=samples, draws=Draws(), deferred=Deferred())
-    for strategy in strategies:
-        if strategy.phase == "operators":
-            strategy.apply(job, axes, plan)
+    job, _ = apply_in_turn([each for each in strategies if each.phase == "operators"], job, axes, plan)
     job.model.eval()
     chunked = plan.stages.chunked
     chunks = [prepare(job.model, chunked, chunk) for chunk in range(chunked.num_chunks)]
@@ -65,12 +64,16 @@ def crossings(
         samples.begin(num_global, number, len(microbatches))
         crossed: dict[str, Any] = {}
         for ready in chunks:
-            values = {**bind(plan.stages.model, chunked.graph, inputs), **crossed}
-            with torch.enable_grad():
-                run(ready, values)
+            with torch.enable_grad(), framed(job.frame, inputs) as given:
+                values = {**bind(plan.stages.model, chunked.graph, given), **crossed}
+                run(ready, values, chunked.before(_ignore if job.frame is None else job.frame.repeat))
             crossed.update({name: value for name, value in values.items() if name in wanted})
         found.append({name: tuple(_crossing(leaf) for leaf in _tensors(crossed[name])) for name in wanted})
     return tuple(found)
+
+
+def _ignore(path: str, times: int, total: int) -> None:
+    return None
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -5,6 +5,7 @@ from shardwright.pipeline.deferred import Deferred
 from shardwright.pipeline.executor import (
     Events,
     Executor,
+    Frame,
     Last,
     LossEnd,
     Microbatch,
@@ -20,6 +21,7 @@ __all__ = [
     "Deferred",
     "Events",
     "Executor",
+    "Frame",
     "Last",
     "LossEnd",
     "Microbatch",

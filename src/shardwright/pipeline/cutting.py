@@ -56,14 +56,15 @@ def cut(
     ``example``, a microbatch's inputs on the meta device, or guessed from the weights and ``num_tokens``; ``seconds``
     are those measured of single modules. Modules in ``closed`` are not looked into.
 
-    Raises: LayoutError: fewer calls than chunks, names that the model does not call or in another order,
-        code that cannot be followed.
+    Raises: LayoutError: fewer calls than chunks, names that the model does not call or in another order, or inside
+        a closed module; code that cannot be followed.
 
     >>> stages = cut(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 64)), 2)
     >>> [stages.chunked.calls_of(chunk) for chunk in range(2)]
     [('0', '1'), ('2',)]
     """
     if names:
+        _check_open(names, closed)
         return _by_hand(model, num_chunks, names, example, num_tokens)
     opened: set[str] = set()
     refused: set[str] = set(closed)
@@ -198,6 +199,20 @@ def _stages(
     check_writes(graph, chunked.nodes, model)
     each = tuple(total([costs[site] for site in movable[a:b]]) for a, b in pairwise(bounds))
     return Stages(model, chunked, each, opened)
+
+
+def _check_open(names: Sequence[str], closed: Collection[str]) -> None:
+    for name in names:
+        around = next((path for path in sorted(closed) if name.startswith(f"{path}.")), None)
+        if around is not None:
+            raise LayoutError(
+                explain(
+                    f"no stage can begin at '{name}'",
+                    given=f"cut:{','.join(names)}, under a layout that treats '{around}' as one layer",
+                    allowed=f"'{around}', and names outside of it",
+                    fix="write cut:" + ",".join(around if each == name else each for each in names),
+                )
+            )
 
 
 def _by_hand(

@@ -15,7 +15,7 @@ way for weights is put in place there. Once a step come ``after_sync``, when the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -105,6 +105,22 @@ class Work(Protocol):
 
     def chunks_with(self, parameter: str) -> frozenset[int]:
         """This rank's chunks that use a parameter."""
+        ...
+
+
+class Frame(Protocol):
+    """What a strategy does around a model's forward, for a pipeline, which runs the modules inside one by one."""
+
+    def within(self, inputs: Any) -> AbstractContextManager[Any]:
+        """A forward, or one chunk's part of it; gives a microbatch's inputs as the modules inside take them."""
+        ...
+
+    def give(self, output: Any) -> Any:
+        """The model's output as its callers take it, from what the modules inside made."""
+        ...
+
+    def repeat(self, path: str, times: int, total: int) -> None:
+        """Earlier chunks have called a module so often, of ``total`` calls in this forward."""
         ...
 
 

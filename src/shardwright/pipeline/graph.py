@@ -27,6 +27,9 @@ from shardwright.models.reading import NO_GRADIENT
 from shardwright.models.structure import trace
 from shardwright.pipeline.writes import follow_writes, name_of, written_by
 
+Repeat = Callable[[str, int, int], None]
+"""Told of a module, how often earlier chunks have called it, and how often all chunks do."""
+
 
 class CallSite(NamedTuple):
     """One call of a module: its name, and the how-manieth call of it this is."""
@@ -116,9 +119,49 @@ class Chunked:
     def _numbers(self) -> Mapping[fx.Node, int]:
         return {node: site.number for node, site in sites(self.graph) if site is not None}
 
-    def calls_before(self, node: fx.Node) -> int:
-        """How often the module that ``node`` calls was called before, by whatever chunk."""
-        return self._numbers[node]
+    @cached_property
+    def _totals(self) -> Mapping[str, int]:
+        return {path: len(makers) for path, makers in self._made.items()}
+
+    def before(self, repeat: Repeat) -> Callable[[fx.Node], None]:
+        """For one run of one chunk: tells ``repeat`` of the calls that chunks before it made of a module it calls."""
+        called: Counter[str] = Counter()
+
+        def look(node: fx.Node) -> None:
+            path, number = str(node.target), self._numbers[node]
+            if number > called[path]:
+                repeat(path, number, self._totals[path])
+                called[path] = number
+            called[path] += 1
+
+        return look
+
+    @cached_property
+    def _made(self) -> Mapping[str, Sequence[frozenset[int]]]:
+        """By module that the code calls, for each call the chunks that make it."""
+        makers: dict[fx.Node, set[int]] = {node: set() for node, site in sites(self.graph) if site is not None}
+        for chunk in range(self.num_chunks):
+            for node in makers.keys() & set(self.nodes_of(chunk)):
+                makers[node].add(chunk)
+        found: dict[str, list[frozenset[int]]] = {}
+        for node, chunks in makers.items():
+            found.setdefault(str(node.target), []).append(frozenset(chunks))
+        return found
+
+    def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
+        """How many of ``chunks`` make each of the calls that the model makes of a module, or of one inside it.
+
+        >>> model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
+        >>> chunked = Chunked(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2)
+        >>> chunked.times("0", 1, [0]), chunked.times("0", 1, [1])
+        ((1,), (0,))
+        """
+        caller = next((path for path in self._made if f"{module}.".startswith(f"{path}.")), None)
+        if caller is None:
+            return (0,) * num_calls
+        makers = self._made[caller]
+        each = max(num_calls // len(makers), 1)  # calls of a module inside, for each call of the one around it
+        return tuple(len(makers[min(call // each, len(makers) - 1)] & set(chunks)) for call in range(num_calls))
 
     def calls_of(self, chunk: int) -> tuple[str, ...]:
         """The modules that one chunk calls, each once."""
@@ -337,6 +380,6 @@ def arguments_given(model: nn.Module, inputs: Any) -> tuple[str, ...]:
 
 
 __all__ = [
-    "CallSite", "Chunked", "Edge", "Ready", "arguments_given", "bind", "prepare", "read_graph", "run", "sites",
-    "weights_by_module",
+    "CallSite", "Chunked", "Edge", "Ready", "Repeat", "arguments_given", "bind", "prepare", "read_graph", "run",
+    "sites", "weights_by_module",
 ]  # fmt: skip

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwright.comm import once
 from shardwright.pipeline.actions import Action, Schedule
 from shardwright.pipeline.cutting import Stages
-from shardwright.pipeline.executor import Last, Microbatch
-from shardwright.pipeline.graph import Chunked, Ready, arguments_given, bind, prepare, run
+from shardwright.pipeline.executor import Frame, Last, Microbatch
+from shardwright.pipeline.graph import Chunked, Ready, Repeat, arguments_given, bind, prepare, run
 from shardwright.pipeline.mail import Mail, fill, form_of
 from shardwright.pipeline.transfers import Message, arrivals, coming, receiver
 
@@ -71,13 +71,15 @@ class Stage:
     """This rank's chunks, run as the executor asks.
 
     ``repeat`` is told, before a module is called that earlier chunks call too, how often they do: random layers count.
+    ``frame`` is what lies around the model's forward, where a strategy has put something there.
     """
 
     model: nn.Module
     stages: Stages
     stage_of: tuple[int, ...]
     mail: Mail
-    repeat: Callable[[str, int], None]
+    repeat: Repeat
+    frame: Frame | None = None
     _codes: dict[tuple[str, ...], Code] = field(default_factory=dict)
     _code: Code | None = None
     _schedule: Schedule | None = None
@@ -97,6 +99,9 @@ class Stage:
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: Last) -> None:
         """A list of actions comes."""
+        for microbatch in microbatches:  # what is refused is refused by every stage, before one waits for another
+            with framed(self.frame, microbatch.inputs):
+                pass
         given = arguments_given(self.stages.model, microbatches[0].inputs)
         if given not in self._codes:
             self._codes[given] = self._read(given)
@@ -117,17 +122,20 @@ class Stage:
 
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
         """Runs a microbatch through a chunk and sends on what others need."""
+        with framed(self.frame, self._microbatches[number].inputs) as inputs:
+            return self._run(chunk, number, inputs)
+
+    def _run(self, chunk: int, number: int, inputs: Any) -> Sequence[Tensor]:
         assert self._code is not None
         assert self._last is not None
         chunked, microbatch = self._code.chunked, self._microbatches[number]
-        values = bind(self.stages.model, chunked.graph, microbatch.inputs)
+        values = bind(self.stages.model, chunked.graph, inputs)
         incoming: list[Incoming] = []
         for edge in chunked.edges:
             if edge.target == chunk:
                 message = Message("F", number, edge.source, chunk)
                 values.update(zip(edge.values, self._take_in(message, incoming), strict=True))
-        called: Counter[str] = Counter()
-        output = run(self._code.ready[chunk], values, lambda node: self._before(node, called))
+        output = run(self._code.ready[chunk], values, chunked.before(self.repeat))
         starts: list[Tensor] = []
         outgoing = []
         for edge in chunked.edges:
@@ -136,6 +144,7 @@ class Stage:
                 sent = self._give(message, [self._to_send(values, name) for name in edge.values])
                 outgoing.append((message._replace(kind="B"), tuple(_places(sent, starts))))
         if chunk == chunked.num_chunks - 1:
+            output = output if self.frame is None else self.frame.give(output)
             start = self._last.give(number, microbatch, output)
             starts += [start] if torch.is_grad_enabled() else []
         if torch.is_grad_enabled():
@@ -221,15 +230,10 @@ class Stage:
             self.mail.send(message, form, tensors, key, to)
         return [tensor for tensor in tensors if tensor.requires_grad]
 
-    def _before(self, node: fx.Node, called: Counter[str]) -> None:
-        """A module that chunks before call too goes on counting its calls where they stopped."""
-        assert self._code is not None
-        path = str(node.target)
-        before = self._code.chunked.calls_before(node)
-        if before > called[path]:
-            self.repeat(path, before)
-            called[path] = before
-        called[path] += 1
+
+def framed(frame: Frame | None, inputs: Any) -> AbstractContextManager[Any]:
+    """A forward on these inputs, which it gives as the modules inside take them."""
+    return nullcontext(inputs) if frame is None else frame.within(inputs)
 
 
 def _places(tensors: Sequence[Tensor], starts: list[Tensor]) -> list[int]:

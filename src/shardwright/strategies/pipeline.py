@@ -95,8 +95,14 @@ class Pipeline:
         assert stages is not None, "placed"
         if any(action.kind == "W" for actions in schedule.actions for action in actions) and job.deferred is not None:
             split_backward(job.model, job.deferred)
-        repeat = job.draws.repeat if job.draws is not None else lambda path, times: None
-        return Applied(work=Stage(job.model, stages, schedule.stage_of, Mail(axes["pp"]), repeat))
+
+        def repeat(path: str, times: int, total: int) -> None:
+            if job.draws is not None:
+                job.draws.repeat(path, times)
+            if job.frame is not None:
+                job.frame.repeat(path, times, total)
+
+        return Applied(work=Stage(job.model, stages, schedule.stage_of, Mail(axes["pp"]), repeat, job.frame))
 
     def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
         """Each microbatch's values and their gradients, over every edge of this stage; shared gradients."""

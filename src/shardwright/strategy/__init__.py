@@ -26,6 +26,7 @@ from shardwright.strategy.plan import (
 from shardwright.strategy.protocol import (
     Applied,
     Strategy,
+    apply_in_turn,
     check_samples_apart,
 )
 from shardwright.strategy.traffic import (
@@ -69,6 +70,7 @@ __all__ = [
     "Strategy",
     "Traffic",
     "Use",
+    "apply_in_turn",
     "blocks",
     "check_samples_apart",
     "is_shared_whole",

@@ -15,7 +15,7 @@ from shardwright.draws import Draws, SliceOfDim
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.structure import owners
-from shardwright.pipeline import Deferred, Rows, Samples, Schedule
+from shardwright.pipeline import Deferred, Frame, Rows, Samples, Schedule
 from shardwright.pipeline.cutting import Stages
 from shardwright.pipeline.executor import Unit
 from shardwright.product.batch_norm import batch_norms, uses_batch
@@ -90,8 +90,8 @@ class Job(NamedTuple):
     one model copy, on the meta device, where they are known: what a layer costs is counted on them. ``num_samples``
     are those of the smallest microbatch where each is a sequence of tokens: too few to be cut, their sequences are.
     ``stages`` are the modules at which a person lets stages begin, by putting parts on devices; ``seconds`` are those
-    that were measured of modules' forwards. ``deferred`` takes,
-    on a rank, weight gradients that are wanted later; ``draws`` are its random numbers.
+    that were measured of modules' forwards. ``deferred`` takes, on a rank, weight gradients that are wanted later;
+    ``draws`` are its random numbers; ``frame`` is what a strategy before this one does around the model's forward.
     """
 
     model: nn.Module
@@ -105,6 +105,7 @@ class Job(NamedTuple):
     seconds: Mapping[str, float] = MappingProxyType({})
     deferred: Deferred | None = None
     draws: Draws | None = None
+    frame: Frame | None = None
 
 
 INPUT = "(input)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
@@ -12,7 +12,7 @@ from shardwright.comm import Axis
 from shardwright.errors import LayoutError, explain
 from shardwright.mesh import Coord
 from shardwright.models.structure import BATCH_NORMS
-from shardwright.pipeline import Events, Work
+from shardwright.pipeline import Events, Frame, Work
 from shardwright.strategy.plan import Job, Plan
 from shardwright.strategy.traffic import Batch, Traffic
 
@@ -23,13 +23,15 @@ class Applied:
 
     ``events`` are fired by the executor. ``parameters`` take the place of the model's for the optimizer, where a
     parameter rests in another form than it computes in; they carry the gradients too. ``work`` is this rank's part of
-    the model, where it is not the whole. ``late`` are parameters whose gradients do not come from autograd: they are
-    in place when ``after_backward`` has returned.
+    the model, where it is not the whole. ``frame`` is what is done around the model's forward, for stages, which run
+    the modules inside; without stages it is done by hooks. ``late`` are parameters whose gradients do not come from
+    autograd: they are in place when ``after_backward`` has returned.
     """
 
     events: Events = field(default_factory=Events)
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     work: Work | None = None
+    frame: Frame | None = None
     late: frozenset[str] = frozenset()
 
 
@@ -59,6 +61,20 @@ class Strategy(Protocol):
     def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
         """The calls that one step makes on the rank at ``coord``."""
         ...
+
+
+def apply_in_turn(
+    strategies: Sequence[Strategy], job: Job, axes: Mapping[str, Axis], plan: Plan
+) -> tuple[Job, tuple[Applied, ...]]:
+    """What each strategy adds; each is told what those before it do around the model's forward."""
+    found = []
+    for strategy in strategies:
+        own = {name: axis.for_strategy(strategy.name) for name, axis in axes.items()}
+        applied = strategy.apply(job, own, plan)
+        if applied is not None:
+            found.append(applied)
+            job = job if applied.frame is None else job._replace(frame=applied.frame)
+    return job, tuple(found)
 
 
 def check_samples_apart(model: nn.Module, factor: str) -> None:

@@ -94,13 +94,15 @@ class Crossing(NamedTuple):
 class Batch(NamedTuple):
     """What one rank's step sees: the calls of every module, for each microbatch; and what crosses between chunks.
 
-    ``crossing`` holds, by a value's name in the model's code, its tensors.
+    ``crossing`` holds, by a value's name in the model's code, its tensors. ``everywhere`` are the calls that all stages
+    make, where ``visits`` are this rank's.
     """
 
     visits: tuple[Visits, ...]
     gradient_bytes: int
     samples: tuple[Samples, ...] = ()
     crossing: tuple[Mapping[str, tuple[Crossing, ...]], ...] = ()
+    everywhere: tuple[Visits, ...] = ()
 
 
 Sharers = tuple[tuple[str, ...], tuple[int, ...], str]

@@ -16,7 +16,18 @@ from shardwright import Mesh, launch, run_on_threads
 from shardwright.comm import total_bytes
 from shardwright.errors import LayoutError, RankFailedError
 from shardwright.mesh import balanced
-from shardwright.product import Window, halo_convolution, halo_pool, output_sizes
+from shardwright.product import (
+    Enlarged,
+    Spread,
+    Window,
+    halo_convolution,
+    halo_enlarge,
+    halo_pool,
+    halo_transposed_convolution,
+    output_sizes,
+    reading_of,
+    shared_group_norm,
+)
 
 TOLERANCE = 1e-12
 
@@ -171,6 +182,88 @@ def test_layer_after_layer_the_sizes_are_those_that_are_said():
     assert (torch.cat([each for _, each in found], 2) - dx).abs().max() < TOLERANCE
 
 
+SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(sum)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=SIZES,
+    mode=st.sampled_from(["reflect", "replicate", "circular"]),
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 4),
+)
+def test_any_border_equals_one_device(sizes, mode, kernel, stride, padding):
+    size = sum(sizes)
+    assume(padding < size or (mode == "circular" and padding == size) or mode == "replicate")
+    assume(Window(kernel, stride, padding).num_outputs(size) > 0)
+    weights = [drawn(4, 3, kernel, 3), drawn(4)]
+
+    def whole(x, weight, bias):
+        return functional.conv2d(functional.pad(x, (1, 1, padding, padding), mode), weight, bias, (stride, 1))
+
+    def share(x, weight, bias, axis):
+        around = {"stride": (stride, 1), "padding": (padding, 1), "padding_mode": mode}
+        return halo_convolution(x, weight, bias, axis, sizes, **around)
+
+    check(drawn(2, 3, size, 4), whole, share, tuple(sizes), 2, weights)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=SIZES,
+    kernel=st.integers(1, 4),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    more=st.integers(0, 2),
+    groups=st.sampled_from([1, 2]),
+)
+def test_any_transposed_convolution_equals_one_device(sizes, kernel, stride, padding, dilation, more, groups):
+    assume(more < max(stride, dilation))
+    assume(Spread(kernel, stride, padding, dilation, more).num_outputs(sum(sizes)) > 0)
+    given_settings = {
+        "stride": (stride, 2), "padding": (padding, 1), "output_padding": (more, 1), "dilation": (dilation, 1),
+        "groups": groups,
+    }  # fmt: skip
+    check(
+        drawn(2, 4, sum(sizes), 3),
+        partial(functional.conv_transpose2d, **given_settings),
+        lambda x, w, b, axis: halo_transposed_convolution(x, w, b, axis, sizes, **given_settings),
+        tuple(sizes),
+        2,
+        [drawn(4, 3, kernel, 3), drawn(3 * groups)],
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=SIZES, factor=st.integers(1, 4), mode=st.sampled_from(["nearest", "nearest-exact", "bilinear", "bicubic"]))
+def test_any_enlargement_equals_one_device(sizes, factor, mode):
+    enlarge = torch.nn.Upsample(scale_factor=(factor, 2), mode=mode)
+    margin = {"bilinear": 1, "bicubic": 2}.get(mode, 0)
+    check(
+        drawn(2, 3, sum(sizes), 4),
+        enlarge,
+        lambda x, axis: halo_enlarge(x, enlarge, axis, sizes, factor=factor, margin=margin),
+        tuple(sizes),
+        2,
+    )
+
+
+@pytest.mark.parametrize("sizes", [(6,), (4, 2), (1, 0, 5), (2, 2, 2)])
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+def test_groups_are_normalised_by_all_of_their_pixels(sizes, num_groups):
+    x = drawn(3, 4, 6, 5) + 1000  # squares subtracted from squares would show
+    check(
+        x,
+        lambda x, w, b: functional.group_norm(x, num_groups, w, b),
+        lambda x, w, b, axis: shared_group_norm(x, num_groups, w, b, eps=1e-5, axes=[axis]),
+        sizes,
+        2,
+        [drawn(4), drawn(4)],
+    )
+
+
 # ---- pools
 
 
@@ -187,6 +280,16 @@ def test_a_pool_whose_windows_overlap_equals_one_device():
     check(
         drawn(2, 3, 11, 5), pool, lambda x, axis: halo_pool(x, pool, axis, sizes, kernel=3, stride=2), sizes, dim=2
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [7, 8, 9, 10])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 2), (2, 3), (2, 5)])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_last_window_may_hang_over_the_end_but_not_begin_there(size, kernel, stride, padding):
+    sizes = balanced_sizes(size, 3)
+    pool, here = (torch.nn.MaxPool2d(kernel, stride, (rows, 1), ceil_mode=True) for rows in (padding, 0))
+    settings = {"kernel": kernel, "stride": stride, "padding": padding, "ceil": True, "fill": -torch.inf}
+    check(drawn(2, 3, size, 5), pool, lambda x, axis: halo_pool(x, here, axis, sizes, **settings), sizes, dim=2)
 
 
 # ---- what is sent
@@ -224,6 +327,25 @@ def test_a_window_of_one_row_and_pools_along_the_cuts_send_nothing():
 
 
 @given(
+    sizes=SIZES,
+    resize=st.one_of(
+        st.builds(Window, st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), ceil=st.booleans()),
+        st.builds(Spread, st.integers(1, 4), st.integers(1, 3), st.integers(0, 1)),
+        st.builds(Enlarged, st.integers(1, 4), st.integers(0, 2)),
+    ),
+)
+def test_what_one_member_gives_another_reads(sizes, resize):
+    assume(resize.num_outputs(sum(sizes)) > 0)
+    reading = reading_of(tuple(sizes), resize)
+    for member in range(len(sizes)):
+        rows = [row for a, b in reading.needed[member] for row in range(a, b)]
+        assert [row for _, (a, b) in reading.pieces(member) for row in range(a, b)] == rows
+        assert sum(reading.num_given(holder, member) for holder in range(len(sizes))) == len(rows)
+        for holder, (a, b) in reading.pieces(member):
+            assert reading.held[holder][0] <= a < b <= reading.held[holder][1]
+
+
+@given(
     sizes=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(sum),
     kernel=st.integers(1, 5),
     stride=st.integers(1, 4),
@@ -237,7 +359,7 @@ def test_outputs_are_shared_out_once_and_read_rows_in_order(sizes, kernel, strid
     assert max(outputs) - min(outputs) <= 1
     ends = list(accumulate(outputs, initial=0))
     for a, b in pairwise(ends):
-        first, stop = window.rows((a, b))
+        first, stop = window.span((a, b))
         assert stop - first == ((b - a - 1) * stride + window.reach if b > a else 0)
 
 
