@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwright.comm import Axis, sum_gradient, whole_to_cut
+from shardwright.comm import Axis, once, sum_gradient, whole_to_cut
 from shardwright.draws import SliceOfDim, drop_slice
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.grid.map_operators import compute
@@ -185,6 +185,7 @@ class _Silent(Function):
         return parameter.view_as(parameter)
 
     @staticmethod
+    @once
     def backward(ctx: Any, gradient: Tensor) -> None:
         return None
 
