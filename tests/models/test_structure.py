@@ -51,7 +51,7 @@ def only(chains):
     ],
 )
 def test_two_layers_with_only_elementwise_work_between_are_a_chain(body):
-    assert only(find_chains(Written(body)))[::2] == (("up",), "down")
+    assert only(find_chains(Written(body)))[:3:2] == (("up",), "down")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class _Chain:
             self._linear(chain.last)
         else:
             self._convolution(chain.last, leaves=True)
-        return self.plan
+        return self.plan.at_home(chain.homes)
 
     def _module(self, path: str) -> Any:
         return self.job.model.get_submodule(path)

@@ -62,6 +62,8 @@ class Flow:
 
     places: dict[str, Place] = field(default_factory=dict)
     output_size: int = 0
+    callers: dict[str, set[str]] = field(default_factory=dict)
+    """By module, those whose code calls it."""
 
 
 class _UnknownError(Exception):
@@ -82,6 +84,7 @@ class _Walk:
     head: str | None
     places: dict[str, Place] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
+    callers: dict[str, set[str]] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
 
     def note(self, path: str, place: Place) -> None:
@@ -183,6 +186,7 @@ class _Walk:
                 in_order = list(node.args) == list(node.all_input_nodes) and not node.kwargs
                 if not in_order and any(value.cut for value in given):
                     raise _UnknownError
+                self.callers.setdefault(child, set()).add(path)
                 env[node] = self.visit(child, module.get_submodule(str(node.target)), given, may_cut)
             elif node.op == "output":
                 if any(value.cut for value in given) and node.args[0] is not node.all_input_nodes[0]:
@@ -249,7 +253,7 @@ def follow(model: nn.Module, parts: int, chains: Sequence[Chain], kept_whole: fr
             whole |= {str(conflict)}  # called in two ways: then in the plain one
             continue
         break
-    flow = Flow(walk.places)
+    flow = Flow(walk.places, callers=walk.callers)
     if result.cut:
         place = walk.places.get(result.producer)
         if place is not None and walk.used.get(id(result), 0) == 0:

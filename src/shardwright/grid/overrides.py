@@ -19,6 +19,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shardwright.errors import LayoutError, explain, nearest
+from shardwright.models.callers import called_elsewhere, chain_homes
 from shardwright.models.known import known_chains
 from shardwright.models.structure import (
     ELEMENTWISE_MODULES,
@@ -64,7 +65,7 @@ class Overrides:
 
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.Softmax(-1), nn.Linear(8, 2))
         >>> Overrides.of(model, {"0": "column", "2": "row"}).chains
-        (Chain(columns=('0',), between=(), row='2', entry=None),)
+        (Chain(columns=('0',), between=(), row='2', entry=None, owner=None),)
         """
         said = _said(model, roles)
         still = frozenset(chain.row for chain, samples_first in known_chains(model) if not samples_first)
@@ -72,12 +73,17 @@ class Overrides:
 
     def all_chains(self, model: nn.Module) -> Iterator[Chain]:
         """The pairs asked for, then those known and those found in what is left; a layer is in one at most."""
-        known = (chain for chain, _ in known_chains(model))
+        known = [chain for chain, _ in known_chains(model)]
+        seen = find_chains(model)
+        homes = {layer: home for chain in seen for layer, home in chain_homes(model, chain).items()}
+        elsewhere = called_elsewhere(model, homes)
         taken = {*self.copied, *self.said}
         twice = registered_twice(model)
         yield from self.chains
-        for chain in (*known, *find_chains(model)):
+        for chain in (*known, *seen):
             layers = {*chain.columns, chain.row}
+            if elsewhere.intersection((*layers, *chain.between)):
+                continue  # somebody looks inside
             if not taken & layers and not any(id(model.get_submodule(layer)) in twice for layer in layers):
                 taken |= layers
                 yield chain

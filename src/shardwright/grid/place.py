@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
 from torch import nn
@@ -11,11 +12,12 @@ from shardwright.grid.convolution import place_convolutions
 from shardwright.grid.features import Features
 from shardwright.grid.flow import Place
 from shardwright.grid.heads import place_attentions
-from shardwright.grid.mode import EntryNote, GateNote, LinearNote, Mode, NormNote
+from shardwright.grid.mode import EntryNote, GateNote, HeadsNote, LinearNote, Mode, NormNote
 from shardwright.grid.multihead import MultiheadNote, place_multiheads
 from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Layer, States
 from shardwright.grid.tables import place_head_and_tables
+from shardwright.models.callers import Home, chain_homes
 from shardwright.models.convolution_chains import CONVOLUTIONS
 from shardwright.models.structure import Chain, is_exactly, owners
 from shardwright.strategy import OUTPUT, Job, Plan, Shard, check_samples_apart
@@ -86,7 +88,25 @@ def _place_everything(placing: Placing) -> Plan:
     place_head_and_tables(placing)
     if placing.flow.output_size:
         placing.plan = placing.plan.note(OUTPUT, GateNote((placing.stream_of(placing.flow.output_size),)))
+    placing.plan = placing.plan.at_home(dict(_homes(placing)))
     return placing.overrides.explained(placing.plan, placing.mode.name)
+
+
+def _homes(placing: Placing) -> Iterator[tuple[str, Home]]:
+    """Where the calls come from of all that takes or gives a part."""
+    for path, place in placing.flow.places.items():
+        if place.takes_cut or place.gives_cut or place.kind == "gate":
+            yield path, Home("", frozenset(placing.flow.callers.get(path, ())))
+    for path, note in placing.plan.notes.items():
+        layers = {HeadsNote: ("qkv", "q", "k", "v", "o", "attention_dropout"), MultiheadNote: ("out_proj",)}
+        for own in layers.get(type(note), ()):
+            if own in dict(placing.model.get_submodule(path).named_children()):
+                yield f"{path}.{own}".lstrip("."), Home.of(path)
+    for chain in placing.chains.values():
+        if chain.row in placing.plan.notes:
+            yield from chain_homes(placing.model, chain).items()
+    if placing.head is not None:
+        yield placing.head, Home.of("")
 
 
 def _place_chain(placing: Placing, chain: Chain, place: Place) -> None:

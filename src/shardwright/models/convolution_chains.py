@@ -18,8 +18,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from shardwright.models.callers import Home, called_elsewhere
 from shardwright.models.structure import (
     BATCH_NORMS,
+    CONTAINERS,
     has_choices,
     is_elementwise,
     is_exactly,
@@ -56,6 +58,8 @@ class ConvolutionChain(NamedTuple):
     last: str
     units: int
     channels: dict[str, int]
+    homes: dict[str, Home]
+    """Where the calls of these layers come from."""
 
 
 def find_convolution_chains(model: nn.Module, taken: Collection[str] = ()) -> tuple[ConvolutionChain, ...]:
@@ -79,7 +83,8 @@ def find_convolution_chains(model: nn.Module, taken: Collection[str] = ()) -> tu
         if graph is not None:
             traced.append(path)
             found += _Search(model, module, path, graph, used).chains()
-    return tuple(found)
+    elsewhere = called_elsewhere(model, {layer: home for chain in found for layer, home in chain.homes.items()})
+    return tuple(chain for chain in found if not elsewhere.intersection(chain.homes))
 
 
 def _is_convolution(module: nn.Module | None) -> bool:
@@ -161,7 +166,14 @@ class _Search:
         channels = {self._name(node): node.meta["channels"] for node in (*part.firsts, *part.middles, *between)}
         channels[self._name(last)] = part.channels
         names = [tuple(self._name(n) for n in dict.fromkeys(ns)) for ns in (part.firsts, part.middles, between)]
-        return ConvolutionChain(names[0], names[1], names[2], self._name(last), part.units, channels)
+        homes = dict(self._home(node) for node in (*part.firsts, *part.middles, *between, last))
+        return ConvolutionChain(names[0], names[1], names[2], self._name(last), part.units, channels, homes)
+
+    def _home(self, node: fx.Node) -> tuple[str, Home]:
+        """Whose code calls a layer: of those running the innermost that is no mere container."""
+        running = [path for path in node.meta["within"] if type(self.root.get_submodule(path)) not in CONTAINERS]
+        caller = f"{self.path}.{running[-1]}".lstrip(".") if running else self.path
+        return self._name(node), Home(self.path, frozenset([caller]))
 
     def _part(self, node: fx.Node) -> _Part:
         """What lies before ``node`` and with it, back to the first convolutions."""

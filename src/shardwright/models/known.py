@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from shardwright.models.structure import ELEMENTWISE_FUNCTIONS, ELEMENTWISE_MODULES, Chain, is_exactly
+from shardwright.models.structure import ELEMENTWISE_FUNCTIONS, Chain, is_elementwise_module, is_exactly
 
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -18,20 +18,22 @@ def known_chains(model: nn.Module) -> Iterator[tuple[Chain, bool]]:
 
     >>> layer = nn.TransformerDecoderLayer(8, 2, 16)
     >>> list(known_chains(layer))
-    [(Chain(columns=('linear1',), between=('dropout',), row='linear2', entry=None), False)]
+    [(Chain(columns=('linear1',), between=('dropout',), row='linear2', entry=None, owner=''), False)]
     """
     for path, layer in model.named_modules():
         if not any(is_exactly(layer, kind) for kind in LAYERS):
             continue
         activation: Any = layer.activation
-        elementwise = isinstance(activation, ELEMENTWISE_MODULES) or activation in ELEMENTWISE_FUNCTIONS
+        module = activation if isinstance(activation, nn.Module) else None
+        elementwise = activation in ELEMENTWISE_FUNCTIONS if module is None else is_elementwise_module(module)
         inside = {name: getattr(layer, name) for name in ("linear1", "dropout", "linear2", "self_attn")}
         kinds = {"linear1": nn.Linear, "dropout": nn.Dropout, "linear2": nn.Linear}
         if not elementwise or not all(is_exactly(inside[name], kind) for name, kind in kinds.items()):
             continue
         prefix = f"{path}." if path else ""
-        between = ("activation",) * isinstance(activation, nn.Module) + ("dropout",)
-        chain = Chain((f"{prefix}linear1",), tuple(prefix + name for name in between), f"{prefix}linear2", None)
+        between = ("activation",) * (module is not None) + ("dropout",)
+        between = tuple(prefix + name for name in between)
+        chain = Chain((f"{prefix}linear1",), between, f"{prefix}linear2", None, path)
         yield chain, bool(inside["self_attn"].batch_first)
 
 

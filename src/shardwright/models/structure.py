@@ -37,6 +37,8 @@ ELEMENTWISE_FUNCTIONS = frozenset(
 MAKERS = frozenset(("arange", "empty", "eye", "full", "linspace", "ones", "zeros"))
 """What makes a tensor of numbers alone: nothing in a call says that a trace is under way."""
 ELEMENTWISE_METHODS = frozenset(["relu", "tanh", "sigmoid", "mul", "square", "contiguous", "clone"])
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""What has no code of its own worth a name: whoever calls it calls what is in it."""
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
@@ -95,6 +97,8 @@ class Chain(NamedTuple):
     row: str
     entry: str | None
     """The module whose only input the columns share, when there are several."""
+    owner: str | None = None
+    """The module in whose forward the chain was seen; none where a person answers for it."""
 
 
 def trace(
@@ -109,9 +113,11 @@ def trace(
 
     The children stay calls, but for plain sequences and those named in ``opened``, whose own children do; ``deep``
     looks into all modules that are not torch's own. Arguments that may be left out are, but for those in ``given``.
-    Code that reads a layer's weight from outside cannot be traced, unless ``shows_weights``. torch's own tracer
-    replaces ``nn.Module.__call__`` for the whole process while it works; this one changes a copy of the module and
-    nothing else, so that other threads may run models meanwhile.
+    ``node.meta["within"]`` says which of those looked into were running, the outermost first. Code that reads a
+    layer's weight from outside cannot be traced, unless ``shows_weights``.
+
+    torch's own tracer replaces ``nn.Module.__call__`` for the whole process while it works; this one changes a copy of
+    the module and nothing else, so that other threads may run models meanwhile.
 
     >>> [node.op for node in trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
@@ -120,8 +126,12 @@ def trace(
     tracer = fx.proxy.GraphAppendingTracer(graph)
     memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, memo)
-    for path, child in _leaves(copied, deep=deep, opened=opened):
-        child.forward = partial(_call, tracer, path)
+    running: list[str] = []
+    for path, child, opens in _inside(copied, deep=deep, opened=opened):
+        if opens:
+            child.forward = partial(_enter, running, path, child.forward)
+            continue
+        child.forward = partial(_call, tracer, running, path)
         for layer in child.modules():
             if not shows_weights and (deep or isinstance(layer, nn.Linear | nn.Embedding)):
                 layer._parameters = {}  # who looks at a weight from outside would not see it cut
@@ -166,8 +176,17 @@ def _making(module: nn.Module, tracer: fx.proxy.TracerBase) -> Callable[..., Any
     return MethodType(with_names(function, torch=_Making(tracer)), module)
 
 
-def _call(tracer: fx.proxy.TracerBase, path: str, *args: Any, **named: Any) -> fx.Proxy:
-    return tracer.create_proxy("call_module", path, args, named)
+def _call(tracer: fx.proxy.TracerBase, running: list[str], path: str, *args: Any, **named: Any) -> fx.Proxy:
+    proxy = tracer.create_proxy("call_module", path, args, named)
+    proxy.node.meta["within"] = tuple(running)
+    return proxy
+
+
+def _enter(running: list[str], path: str, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    running.append(path)
+    result = forward(*args, **named)
+    running.pop()
+    return result
 
 
 def _called_by_name(module: nn.Module, tracer: fx.proxy.TracerBase, inputs: Mapping[str, fx.Proxy]) -> Any:
@@ -177,16 +196,21 @@ def _called_by_name(module: nn.Module, tracer: fx.proxy.TracerBase, inputs: Mapp
     return _making(module, tracer)(*bound.args, **bound.kwargs)
 
 
-def _leaves(
+def _inside(
     module: nn.Module, prefix: str = "", *, deep: bool = False, opened: Collection[str] = ()
-) -> Iterator[tuple[str, nn.Module]]:
-    """The children, by path; of plain sequences, ``opened`` and, ``deep``, all but torch's own, theirs instead."""
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The modules inside, by path, and whether they are looked into: plain containers, ``opened``, if ``deep`` more."""
     for name, child in module.named_children():
-        opens = type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict) or f"{prefix}{name}" in opened
-        if opens or (deep and not type(child).__module__.startswith("torch.nn.")):
-            yield from _leaves(child, f"{prefix}{name}.", deep=deep, opened=opened)
-        else:
-            yield f"{prefix}{name}", child
+        opens = type(child) in CONTAINERS or f"{prefix}{name}" in opened
+        opens = opens or (deep and not type(child).__module__.startswith("torch.nn."))
+        yield f"{prefix}{name}", child, opens
+        if opens:
+            yield from _inside(child, f"{prefix}{name}.", deep=deep, opened=opened)
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    """The children, those of plain containers in their place."""
+    return (child for _, child, opens in _inside(module) if not opens)
 
 
 def find_chains(model: nn.Module) -> tuple[Chain, ...]:
@@ -194,13 +218,13 @@ def find_chains(model: nn.Module) -> tuple[Chain, ...]:
 
     >>> gelu = nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2))
     >>> find_chains(nn.Sequential(gelu, gelu))
-    (Chain(columns=('0.0',), between=('0.1',), row='0.2', entry=None),)
+    (Chain(columns=('0.0',), between=('0.1',), row='0.2', entry=None, owner='0'),)
     """
     found: list[Chain] = []
     taken: set[str] = set()
     shared = registered_twice(model)
     for path, module in model.named_modules():
-        if not any(is_exactly(child, nn.Linear) for _, child in _leaves(module)) or has_choices(module):
+        if not any(is_exactly(child, nn.Linear) for child in _leaves(module)) or has_choices(module):
             continue
         graph = trace(module)
         for node in graph.nodes if graph is not None else ():
@@ -274,7 +298,7 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
         tuple(f"{path}.{node.target}".lstrip(".") for node in nodes if node.op == "call_module")
         for nodes in (reversed(columns), reversed(between), [row])
     ]
-    return Chain(names[0], names[1], names[2][0], path if shared else None)
+    return Chain(names[0], names[1], names[2][0], path if shared else None, path)
 
 
 def find_head(model: nn.Module) -> str | None:

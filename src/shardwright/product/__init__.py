@@ -4,7 +4,7 @@ from shardwright.product.attention import attend_inside, attend_selected
 from shardwright.product.batch_norm import batch_norms, forget_batches, share_statistics, shared_batch_norm
 from shardwright.product.convolution import CutConvolution, Window, halo_convolution, halo_pool, output_sizes
 from shardwright.product.grid import Ahead, Fetch, Later, Product, weight_of
-from shardwright.product.guard import Forwarding, guard
+from shardwright.product.guard import Forwarding, Running, guard
 from shardwright.product.heads import head_rows, head_slices, kv_heads, query_heads
 from shardwright.product.moves import Move, give, take
 from shardwright.product.norms import Split, cut_layer_norm, cut_rms_norm
@@ -18,6 +18,7 @@ __all__ = [
     "Later",
     "Move",
     "Product",
+    "Running",
     "Split",
     "Window",
     "attend_inside",
