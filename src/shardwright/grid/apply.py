@@ -214,13 +214,15 @@ class _Applying:
         module.forward = partial(_norm_forward, module, note.features.size, splits)
 
     def _table(self, path: str, module: nn.Module, note: TableNote) -> None:
+        assert isinstance(module, nn.Embedding)
         start = note.vocabulary.held(self.coord)[0][0]
         take_moves, give_moves = self.moves(note.gathers), self.moves(note.sums)
 
         def forward(input: Tensor) -> Tensor:
-            return cut_embedding(input, weight_of(module), start, note.vocabulary.size, take_moves, give_moves)
+            size, padding = note.vocabulary.size, module.padding_idx
+            return cut_embedding(input, weight_of(module), start, size, take_moves, give_moves, padding)
 
-        module.forward = forward
+        module.forward = forward  # type: ignore[method-assign]
 
     def _loss(self, note: LossNote) -> None:
         loss = self.job.loss

@@ -160,7 +160,7 @@ class _Walk:
         return self.new(cut=may_cut, size=size, producer=path)
 
     def _table(self, path: str, table: nn.Embedding, x: Value, may_cut: bool) -> Value:
-        if not is_plain(table):
+        if not_to_cut(table):
             return self.new()
         cut = may_cut and table.embedding_dim >= self.parts
         self.note(path, Place("table", False, cut, table.embedding_dim, x.is_input))
@@ -213,14 +213,17 @@ class _Walk:
         raise _UnknownError
 
 
-def is_plain(table: nn.Embedding) -> bool:
-    """Whether a table looks rows up and does nothing else to them or to their gradients.
+def not_to_cut(table: nn.Embedding) -> str:
+    """What a table does to rows or gradients that a part of it could not; nothing where it may be cut.
 
-    >>> is_plain(nn.Embedding(9, 3)), is_plain(nn.Embedding(9, 3, padding_idx=2))
-    (True, False)
+    >>> not_to_cut(nn.Embedding(9, 3, padding_idx=2)), not_to_cut(nn.Embedding(9, 3, max_norm=1.0))
+    ('', 'max_norm changes whole rows')
     """
-    plain = table.padding_idx is None and table.max_norm is None and not table.sparse
-    return plain and not table.scale_grad_by_freq
+    if table.max_norm is not None:
+        return "max_norm changes whole rows"
+    if table.scale_grad_by_freq:
+        return "scale_grad_by_freq counts all tokens of a row"
+    return "its gradients are sparse" if table.sparse else ""
 
 
 def _trained_constant(constants: Sequence[object]) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from shardwright.boxes import Range, Ranges
 from shardwright.errors import LayoutError, explain
 from shardwright.grid.features import Features, merged, nested
-from shardwright.grid.flow import Flow, follow
+from shardwright.grid.flow import Flow, follow, not_to_cut
 from shardwright.grid.mode import LinearNote, Mode
 from shardwright.grid.overrides import overrides_of
 from shardwright.grid.roles import Layer, States, Step, sent_elements
@@ -207,8 +207,12 @@ class Placing:
         return {other for other, names in self.names.items() if mine & set(names.values())}
 
     def tables(self) -> set[str]:
-        """The embeddings of the model."""
-        return {path for path, module in self.model.named_modules() if is_exactly(module, nn.Embedding)}
+        """The embeddings of the model, but for those that do what a part of them could not."""
+        return {
+            path
+            for path, module in self.model.named_modules()
+            if isinstance(module, nn.Embedding) and is_exactly(module, nn.Embedding) and not not_to_cut(module)
+        }
 
     def may_cut_table(self, path: str) -> bool:
         """Whether all who use the table's rows can live with a part of them."""

@@ -22,7 +22,7 @@ from shardwright.pipeline import Samples, samples
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.product import forget_batches
 from shardwright.strategies import choose
-from shardwright.strategy import Batch, Job, Plan, Strategy, Traffic
+from shardwright.strategy import Batch, Job, Plan, Strategy, Traffic, check_table
 
 
 def hollow(model: nn.Module) -> nn.Module:
@@ -67,6 +67,7 @@ def make_plan(
     whole = job._replace(model=hollow(job.model))
     if layout.num_microbatches > 1:
         for name, module in whole.model.named_modules():
+            check_table(name, module, f"mb{layout.num_microbatches}", ["scale_grad_by_freq"])
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 raise LayoutError(
                     explain(

@@ -26,6 +26,7 @@ from shardwright.strategy.protocol import (
     Applied,
     Strategy,
     check_samples_apart,
+    check_table,
 )
 from shardwright.strategy.traffic import (
     Batch,
@@ -69,6 +70,7 @@ __all__ = [
     "Use",
     "blocks",
     "check_samples_apart",
+    "check_table",
     "is_shared_whole",
     "partial_axes",
     "statistics_traffic",
