@@ -47,7 +47,7 @@ class Value(NamedTuple):
 class Place:
     """What is done at one module: how its input comes and its output goes."""
 
-    kind: Literal["linear", "chain", "attention", "norm", "table", "elementwise", "gate"]
+    kind: Literal["linear", "chain", "attention", "norm", "table", "elementwise", "gate", "inside"]
     takes_cut: bool = False
     gives_cut: bool = False
     size: int = 0
@@ -82,13 +82,19 @@ class _Walk:
     columns: Mapping[str, str]
     kept_whole: frozenset[str]
     head: str | None
+    never_cut: frozenset[str]
+    names: Mapping[nn.Module, str]
     places: dict[str, Place] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
     callers: dict[str, set[str]] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
 
     def note(self, path: str, place: Place) -> None:
-        if self.places.setdefault(path, place) != place:
+        known = self.places.get(path, place)
+        if known.kind != "table" and known.from_input != place.from_input:  # a gradient flows back for one of them
+            known, place = replace(known, from_input=False), replace(place, from_input=False)
+        self.places[path] = known
+        if known != place:
             raise _ConflictError(path)
 
     def new(self, **known: object) -> Value:
@@ -98,6 +104,8 @@ class _Walk:
 
     def visit(self, path: str, module: nn.Module, args: Sequence[Value], may_cut: bool) -> Value:
         x = args[0] if args else Value()
+        if path in self.never_cut and any(value.cut for value in args):
+            raise _UnknownError
         if path in self.kept_whole and path:
             return self._gate(path, args)
         if isinstance(module, nn.MultiheadAttention) and any(value.cut for value in args):
@@ -109,7 +117,9 @@ class _Walk:
         if graph is not None:
             before = dict(self.places)
             try:
-                return self._run(path, module, graph, args, may_cut)
+                result = self._run(path, module, graph, args, may_cut)
+                self.note(path, Place("inside", takes_cut=any(value.cut for value in args)))
+                return result
             except _UnknownError:
                 self.places = before
         self._gate(path, args)
@@ -139,10 +149,10 @@ class _Walk:
         if is_exactly(module, nn.Embedding):
             return self._table(path, module, x, may_cut)  # type: ignore[arg-type]
         if any(is_exactly(module, kind) for kind in NORMS) and len(module.normalized_shape) == 1:  # type: ignore
-            self.note(path, Place("norm", x.cut, x.cut, x.size))
+            self.note(path, Place("norm", x.cut, x.cut, x.size * x.cut))
             return self.new(cut=x.cut, size=x.size)
         if is_elementwise_module(module):
-            self.note(path, Place("elementwise", x.cut, x.cut, x.size))
+            self.note(path, Place("elementwise", x.cut, x.cut, x.size * x.cut))
             return self.new(cut=x.cut, size=x.size)
         cut = any(value.cut for value in args)
         return self._gate(path, args) if cut and not _has_children(module) else None
@@ -154,9 +164,9 @@ class _Walk:
     def _layer(self, path: str, kind: Literal["linear", "attention"], x: Value, size: int, may_cut: bool) -> Value:
         if size < self.parts:
             return self._gate(path, [x])
-        if kind == "linear" and not (may_cut or x.cut):
-            return self.new()
         self.note(path, Place(kind, x.cut, may_cut, size, x.is_input))
+        if not (may_cut or x.cut):
+            return self.new()
         return self.new(cut=may_cut, size=size, producer=path)
 
     def _table(self, path: str, table: nn.Embedding, x: Value, may_cut: bool) -> Value:
@@ -167,8 +177,8 @@ class _Walk:
         return self.new(cut=cut, size=table.embedding_dim)
 
     def _gate(self, path: str, args: Sequence[Value]) -> Value:
-        if any(value.cut for value in args):
-            self.note(path, Place("gate", sizes=tuple(value.size if value.cut else 0 for value in args)))
+        cut = any(value.cut for value in args)
+        self.note(path, Place("gate", sizes=tuple(value.size if value.cut else 0 for value in args) if cut else ()))
         return self.new()
 
     def _run(self, path: str, module: nn.Module, graph: fx.Graph, args: Sequence[Value], may_cut: bool) -> Value:
@@ -182,12 +192,13 @@ class _Walk:
             if node.op == "placeholder":
                 env[node] = next(inputs, Value())
             elif node.op == "call_module":
-                child = f"{path}.{node.target}".lstrip(".")
+                called = module.get_submodule(str(node.target))
+                child = self.names[called]
                 in_order = list(node.args) == list(node.all_input_nodes) and not node.kwargs
                 if not in_order and any(value.cut for value in given):
                     raise _UnknownError
                 self.callers.setdefault(child, set()).add(path)
-                env[node] = self.visit(child, module.get_submodule(str(node.target)), given, may_cut)
+                env[node] = self.visit(child, called, given, may_cut)
             elif node.op == "output":
                 if any(value.cut for value in given) and node.args[0] is not node.all_input_nodes[0]:
                     raise _UnknownError
@@ -226,6 +237,12 @@ def not_to_cut(table: nn.Embedding) -> str:
     return "its gradients are sparse" if table.sparse else ""
 
 
+def _does_something(place: Place) -> bool:
+    """Whether a module is not just called as it stands, on whole values."""
+    does = place.kind not in ("linear", "gate", "inside") or place.gives_cut or any(place.sizes)
+    return does or (place.kind == "linear" and place.takes_cut)
+
+
 def _trained_constant(constants: Sequence[object]) -> bool:
     return any(isinstance(c, Tensor) and c.requires_grad for c in constants)
 
@@ -245,21 +262,25 @@ def follow(model: nn.Module, parts: int, chains: Sequence[Chain], kept_whole: fr
     3 chain False True
     4 norm True True
     """
-    whole = kept_whole
+    whole, never_cut = kept_whole, frozenset[str]()
+    names = {module: path for path, module in model.named_modules()}
     while True:
         by_row = {chain.row: chain for chain in chains if not whole.intersection((*chain.columns, chain.row))}
         columns = {column: chain.row for chain in by_row.values() for column in chain.columns}
-        walk = _Walk(model, parts, by_row, columns, whole, head)
+        walk = _Walk(model, parts, by_row, columns, whole, head, never_cut, names)
         try:
             result = walk.visit("", model, [Value(is_input=True)] * 8, may_cut=parts > 1)
         except _ConflictError as conflict:
-            whole |= {str(conflict)}  # called in two ways: then in the plain one
+            path = str(conflict)  # called in two ways: then in the plain one, and if that is two, never on a part
+            never_cut |= whole & {path}
+            whole |= {path}
             continue
         break
-    flow = Flow(walk.places, callers=walk.callers)
+    flow = Flow({path: place for path, place in walk.places.items() if _does_something(place)}, callers=walk.callers)
     if result.cut:
         place = walk.places.get(result.producer)
-        if place is not None and walk.used.get(id(result), 0) == 0:
+        once = sum(value.producer == result.producer for value in walk.values) == 1
+        if place is not None and once and walk.used.get(id(result), 0) == 0:
             flow.places[result.producer] = replace(place, gives_cut=False)
             if place.kind == "linear" and not place.takes_cut:
                 del flow.places[result.producer]  # whole in and whole out: nothing cuts it

@@ -72,7 +72,10 @@ def find_convolution_chains(model: nn.Module, taken: Collection[str] = ()) -> tu
     """
     used = set(taken)
     twice = registered_twice(model)
-    used |= {path for path, module in model.named_modules(remove_duplicate=False) if id(module) in twice}
+    names = {path for path, _ in model.named_modules()}
+    used |= {
+        path for path, module in model.named_modules(remove_duplicate=False) if id(module) in twice or path not in names
+    }
     found: list[ConvolutionChain] = []
     traced: list[str] = []
     for path, module in model.named_modules():

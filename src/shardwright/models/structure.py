@@ -89,6 +89,11 @@ def registered_twice(model: nn.Module) -> set[int]:
     return {key for key, count in places.items() if count > 1}
 
 
+def _is_twice(module: nn.Module | None, model: nn.Module) -> bool:
+    """Whether a module has two names, its own or one of a module around it."""
+    return sum(each is module for _, each in model.named_modules(remove_duplicate=False)) > 1
+
+
 class Chain(NamedTuple):
     """``Linear -> elementwise -> Linear``: the first layers, all that lies between, and the last layer."""
 
@@ -127,7 +132,11 @@ def trace(
     memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, memo)
     running: list[str] = []
+    patched = set[nn.Module]()
     for path, child, opens in _inside(copied, deep=deep, opened=opened):
+        if child in patched:
+            continue  # its first name is its name
+        patched.add(child)
         if opens:
             child.forward = partial(_enter, running, path, child.forward)
             continue
@@ -222,7 +231,7 @@ def find_chains(model: nn.Module) -> tuple[Chain, ...]:
     """
     found: list[Chain] = []
     taken: set[str] = set()
-    shared = registered_twice(model)
+    shared, names = registered_twice(model), {path for path, _ in model.named_modules()}
     for path, module in model.named_modules():
         if not any(is_exactly(child, nn.Linear) for child in _leaves(module)) or has_choices(module):
             continue
@@ -230,7 +239,7 @@ def find_chains(model: nn.Module) -> tuple[Chain, ...]:
         for node in graph.nodes if graph is not None else ():
             chain = _chain_to(node, module, path)
             layers = (*chain.columns, *chain.between, chain.row) if chain is not None else ()
-            if any(id(model.get_submodule(layer)) in shared for layer in layers):
+            if not names.issuperset(layers) or any(id(model.get_submodule(layer)) in shared for layer in layers):
                 continue  # somebody else may call it, on whole features
             if chain is not None and not taken.intersection((*chain.columns, chain.row)):
                 found.append(chain)
@@ -315,7 +324,8 @@ def find_head(model: nn.Module) -> str | None:
         return None
     last = output.all_input_nodes[0]
     single_use = len(last.users) == 1 and [n.target for n in graph.nodes].count(last.target) == 1
-    return str(last.target) if is_exactly(module_of(last, model), nn.Linear) and single_use else None
+    head = module_of(last, model)
+    return str(last.target) if is_exactly(head, nn.Linear) and single_use and not _is_twice(head, model) else None
 
 
 @dataclass(frozen=True)
