@@ -139,8 +139,8 @@ class _Walk:
         if path == self.head:
             self.note(path, Place("linear", x.cut, False, x.size, x.is_input))
             return self.new()
-        if is_exactly(module, Attention):
-            return self._layer(path, "attention", x, module.o.out_features, may_cut)  # type: ignore
+        if isinstance(module, Attention) and is_exactly(module, Attention):  # another than those kept whole
+            return self._layer(path, "attention", x, module.o.out_features, may_cut)
         if is_exactly(module, nn.Linear):
             width: int = min(module.in_features, module.out_features)  # type: ignore[type-var, assignment]
             if width < self.parts:

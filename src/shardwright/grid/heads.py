@@ -13,19 +13,22 @@ from shardwright.grid.mode import EntryNote, HeadsNote
 from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Layer
 from shardwright.models.attention import Attention
-from shardwright.models.structure import is_exactly
+from shardwright.models.known import is_plain_attention
 from shardwright.product.heads import head_rows, head_slices, kv_heads, query_heads
 
 
 def place_attentions(placing: Placing) -> None:
-    """Cuts every ``Attention`` whose parameters are its own."""
+    """Cuts every ``Attention`` that is as it was built and whose parameters are its own; ``show`` says why not."""
     for path, module in placing.model.named_modules():
-        if not is_exactly(module, Attention):
+        if not isinstance(module, Attention):
             continue
-        assert isinstance(module, Attention)
-        layers = [f"{path}.{own}".lstrip(".") for own in (("qkv", "o") if module.fused else ("q", "k", "v", "o"))]
-        if not any(name in placing.shared for layer in layers for name in placing.names[layer].values()):
+        if path in placing.attentions:
             _place_attention(placing, path, module, placing.flow.places.get(path, Place("attention")))
+            continue
+        why = "its parameters are used elsewhere too" if is_plain_attention(module) else "changed since it was built"
+        for layer in placing.names:
+            if layer.startswith(f"{path}." if path else ""):
+                placing.plan = placing.plan.role(layer, placing.mode.name, "copied", f"attention '{path}': {why}")
 
 
 def _place_attention(placing: Placing, path: str, attention: Attention, place: Place) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,6 +18,8 @@ from shardwright.grid.mode import LinearNote, Mode
 from shardwright.grid.overrides import overrides_of
 from shardwright.grid.roles import Layer, States, Step, sent_elements
 from shardwright.models import CrossEntropy
+from shardwright.models.attention import Attention
+from shardwright.models.known import attention_layers, is_plain_attention
 from shardwright.models.structure import Chain, find_head, is_exactly, owners, registered_twice
 from shardwright.strategy import Activation, Job, Partial, Plan, Replicate, Shard
 from shardwright.units import format_bytes, format_count
@@ -56,6 +58,7 @@ class Placing:
         for path, _, own, name in owners(self.model):
             self.names.setdefault(path, {})[own] = name
         self.chains = {chain.row: chain for chain in self.overrides.all_chains(self.model) if self._is_free(chain)}
+        self.attentions = frozenset(self._attentions())
         self.stream = prod(size for _, size in self.mode.feature_axes)
         self.head = self._find_head()
         self.flow = self._follow()
@@ -68,6 +71,14 @@ class Placing:
         rows_cut = any(axis.stream == "T" and axis.stored for axis in self.mode.axes)
         places = [self.flow.places.get(path) for path in self.users(head) - {head}]
         return not rows_cut or all(found is not None and found.from_input for found in places)
+
+    def _attentions(self) -> Iterator[str]:
+        """The attentions of ours that may be cut: as they were built, their layers their own."""
+        for path, module in self.model.named_modules():
+            if isinstance(module, Attention) and is_plain_attention(module):
+                layers = [f"{path}.{own}".lstrip(".") for own in attention_layers(module)]
+                if not any(name in self.shared for layer in layers for name in self.names[layer].values()):
+                    yield path
 
     def _is_free(self, chain: Chain) -> bool:
         layers = (*chain.columns, chain.row)
@@ -85,6 +96,7 @@ class Placing:
             for path, module in self.model.named_modules()
             if is_exactly(module, nn.Embedding) and not self.may_cut_table(path)
         }
+        kept |= {path for path, module in self.model.named_modules() if isinstance(module, Attention)} - self.attentions
         kept |= tables | set(self.overrides.copied)
         return follow(self.model, self.stream, list(self.chains.values()), kept, self.head)
 

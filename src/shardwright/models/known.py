@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from shardwright.models.attention import Attention, Rotary
 from shardwright.models.structure import ELEMENTWISE_FUNCTIONS, Chain, is_elementwise_module, is_exactly
 
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -50,3 +51,44 @@ def is_known_attention(module: nn.Module) -> bool:
         and module.bias_k is None
         and not module.add_zero_attn
     )
+
+
+def attention_layers(attention: Attention) -> tuple[str, ...]:
+    """The names of the layers that make queries, keys, values and the output.
+
+    >>> attention_layers(Attention(8, 2))
+    ('q', 'k', 'v', 'o')
+    """
+    return ("qkv", "o") if attention.fused else ("q", "k", "v", "o")
+
+
+def is_plain_attention(module: nn.Module) -> bool:
+    """Whether an attention of ours computes what its sizes say: no part is another's, replaced or listened to.
+
+    >>> attention = Attention(8, 2)
+    >>> plain = is_plain_attention(attention)
+    >>> attention.attend = lambda q, k, v: v
+    >>> plain, is_plain_attention(attention)
+    (True, False)
+    """
+    if not isinstance(module, Attention) or not is_exactly(module, Attention):
+        return False
+    if not {"attend", "project"}.isdisjoint(vars(module)):
+        return False
+    kinds: dict[str, type[nn.Module]] = dict.fromkeys(attention_layers(module), nn.Linear)
+    kinds |= {"attention_dropout": nn.Dropout} | ({"rotary": Rotary} if module.rotary is not None else {})
+    children = dict(module.named_children())
+    if children.keys() != kinds.keys() or not all(is_exactly(children[name], kind) for name, kind in kinds.items()):
+        return False
+    q_width, kv_width = module.num_heads * module.head_dim, module.num_kv_heads * module.head_dim
+    made = [children[name].out_features for name in attention_layers(module)[:-1]]
+    as_built = [q_width + 2 * kv_width] if module.fused else [q_width, kv_width, kv_width]
+    whole_heads = module.rotary is None or module.rotary.pairs == tuple(range(module.head_dim // 2))
+    listened = any(_is_listened_to(child) for child in children.values())
+    return made == as_built and module.o.in_features == q_width and whole_heads and not listened
+
+
+def _is_listened_to(module: nn.Module) -> bool:
+    """Whether a hook sees what the module takes or gives."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
