@@ -134,7 +134,9 @@ class _Walk:
             self._open_chain(self.columns[path], x, may_cut)
             return self.new(chain=self.columns[path])
         if path in self.chains:
-            place = self.places[path]
+            place = self.places.get(path)
+            if place is None:
+                raise _ConflictError(path)  # before its columns
             return self.new(cut=place.gives_cut, size=place.size, producer=path)
         if path == self.head:
             self.note(path, Place("linear", x.cut, False, x.size, x.is_input))
