@@ -26,6 +26,7 @@ def place_attentions(placing: Placing) -> None:
             _place_attention(placing, path, module, placing.flow.places.get(path, Place("attention")))
             continue
         why = "its parameters are used elsewhere too" if is_plain_attention(module) else "changed since it was built"
+        why = placing.narrow.get(path, why)
         for layer in placing.names:
             if layer.startswith(f"{path}." if path else ""):
                 placing.plan = placing.plan.role(layer, placing.mode.name, "copied", f"attention '{path}': {why}")
@@ -45,7 +46,8 @@ def _place_attention(placing: Placing, path: str, attention: Attention, place: P
         middle = Boundary(attention.num_heads, sums=False, most_alone=most_alone)
         return placing.mode.choose(layers, (Boundary(0, start), middle, Boundary(out, stop)), placing.job.num_tokens)
 
-    choice = chosen() or chosen(q_width)  # heads whole, if they can be; over one axis they may be cut inside
+    turned = 2 if attention.rotary is not None else 1
+    choice = chosen() or chosen(q_width // turned)  # heads whole, if they can be; over one axis they may be cut inside
     if choice is None and len(placing.mode.axes) == 1:
         head_slices(attention, placing.mode.axes[0].size)  # says how many ranks it can use
     if choice is None:

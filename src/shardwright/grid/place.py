@@ -7,7 +7,7 @@ from math import prod
 
 from torch import nn
 
-from shardwright.errors import LayoutError, explain
+from shardwright.errors import GridError
 from shardwright.grid.convolution import place_convolutions
 from shardwright.grid.features import Features
 from shardwright.grid.flow import Place
@@ -22,6 +22,9 @@ from shardwright.models.convolution_chains import CONVOLUTIONS
 from shardwright.models.structure import Chain, is_exactly, owners
 from shardwright.strategy import OUTPUT, Job, Plan, Shard, check_samples_apart
 
+NAMED = 8
+"""How many layers an error names one by one."""
+
 
 def sent(plan: Plan) -> float:
     """The elements that one rank sends in a step for all linear layers, as far as roles decide it."""
@@ -35,13 +38,25 @@ def place(job: Job, plan: Plan, mode: Mode) -> Plan:
             check_samples_apart(job.model, str(plan.layout.factor("tp")))
             plan = plan.cut_inputs(axis.name, dim=0)
     if mode.axes:
-        plan = _place_everything(Placing(job, mode, plan))
+        plan = _place_but_for_the_narrow(job, mode, plan)
         if not plan.notes:
             raise _nothing_to_cut(job.model, mode)
     for path, module, _, _ in owners(job.model):
         if path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
     return plan
+
+
+def _place_but_for_the_narrow(job: Job, mode: Mode, plan: Plan) -> Plan:
+    """Where everything lies; layers that are smaller than the grid stay whole, and ``show`` says why."""
+    narrow: dict[str, str] = {}
+    while True:
+        try:
+            return _place_everything(Placing(job, mode, plan, narrow))
+        except GridError as error:
+            if error.path is None or error.path in narrow:
+                raise
+            narrow[error.path] = f"too small: {error.given}; every rank computes it whole"
 
 
 def place_alone(job: Job, plan: Plan, mode: Mode) -> Plan:
@@ -88,6 +103,9 @@ def _place_everything(placing: Placing) -> Plan:
     place_head_and_tables(placing)
     if placing.flow.output_size:
         placing.plan = placing.plan.note(OUTPUT, GateNote((placing.stream_of(placing.flow.output_size),)))
+    for path, why in placing.narrow.items():
+        if path in placing.names:
+            placing.plan = placing.plan.role(path, placing.mode.name, "copied", why)
     placing.plan = placing.plan.at_home(dict(_homes(placing)))
     return placing.overrides.explained(placing.plan, placing.mode.name)
 
@@ -181,17 +199,16 @@ def _place_norm(placing: Placing, path: str, place: Place) -> None:
     placing.plan = placing.plan.role(path, placing.mode.name, "norm", f"{place.size} features, statistics combined")
 
 
-def _nothing_to_cut(model: nn.Module, mode: Mode) -> LayoutError:
+def _nothing_to_cut(model: nn.Module, mode: Mode) -> GridError:
     total = prod(axis.size for axis in mode.axes)
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS))]
-    sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(m.weight.shape)}" for path, m in layers)
+    sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(m.weight.shape)}" for path, m in layers[:NAMED])
+    sizes += f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
     over = " ".join(f"{axis.name}={axis.size}" for axis in mode.axes)
-    return LayoutError(
-        explain(
-            f"no layer of the model can be cut over {over}",
-            given=f"{type(model).__name__} with " + (sizes or "no Linear layers"),
-            allowed="Linear -> elementwise -> Linear, Conv -> norm, pool or elementwise -> Conv, attention, or an "
-            "embedding or head with many rows, each of at least as many features or channels as ranks cut them",
-            fix=f"write dp{total}",
-        )
+    return GridError(
+        f"no layer of the model can be cut over {over}",
+        given=f"{type(model).__name__} with " + (sizes or "no Linear layers"),
+        allowed="Linear -> elementwise -> Linear, Conv -> norm, pool or elementwise -> Conv, attention, or an "
+        "embedding or head with many rows, each of at least as many features or channels as ranks cut them",
+        fix=f"write dp{total}",
     )

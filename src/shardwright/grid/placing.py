@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from torch import nn
 
 from shardwright.boxes import Range, Ranges
-from shardwright.errors import LayoutError, explain
+from shardwright.errors import GridError
 from shardwright.grid.features import Features, merged, nested
 from shardwright.grid.flow import Flow, follow, not_to_cut
 from shardwright.grid.mode import LinearNote, Mode
@@ -49,6 +49,8 @@ class Placing:
     job: Job
     mode: Mode
     plan: Plan
+    narrow: Mapping[str, str] = field(default_factory=dict)
+    """Layers that turned out to be smaller than the grid, and why: they stay whole."""
 
     def __post_init__(self) -> None:
         self.model = self.job.model
@@ -75,13 +77,15 @@ class Placing:
     def _attentions(self) -> Iterator[str]:
         """The attentions of ours that may be cut: as they were built, their layers their own."""
         for path, module in self.model.named_modules():
-            if isinstance(module, Attention) and is_plain_attention(module):
+            if isinstance(module, Attention) and is_plain_attention(module) and path not in self.narrow:
                 layers = [f"{path}.{own}".lstrip(".") for own in attention_layers(module)]
                 if not any(name in self.shared for layer in layers for name in self.names[layer].values()):
                     yield path
 
     def _is_free(self, chain: Chain) -> bool:
         layers = (*chain.columns, chain.row)
+        if chain.row in self.narrow:
+            return False
         return not any(name in self.shared for layer in layers for name in self.names[layer].values())
 
     def _follow(self) -> Flow:
@@ -97,7 +101,7 @@ class Placing:
             if is_exactly(module, nn.Embedding) and not self.may_cut_table(path)
         }
         kept |= {path for path, module in self.model.named_modules() if isinstance(module, Attention)} - self.attentions
-        kept |= tables | set(self.overrides.copied)
+        kept |= set(self.narrow) | tables | set(self.overrides.copied)
         return follow(self.model, self.stream, list(self.chains.values()), kept, self.head)
 
     def stream_of(self, size: int) -> Features | None:
@@ -194,7 +198,7 @@ class Placing:
 
     def _find_head(self) -> str | None:
         head = find_head(self.model) if type(self.job.loss) is CrossEntropy else None
-        if head is None or not self.mode.axes or self.overrides.speak_of(self.users(head)):
+        if head is None or head in self.narrow or not self.mode.axes or self.overrides.speak_of(self.users(head)):
             return None
         layer = self.model.get_submodule(head)
         assert isinstance(layer, nn.Linear)
@@ -238,16 +242,15 @@ class Placing:
         """The grid in words."""
         return " ".join(f"{axis.name}={axis.size}" for axis in self.mode.axes)
 
-    def too_small(self, path: str, what: str) -> LayoutError:
+    def too_small(self, path: str, what: str) -> GridError:
         """What to raise for a layer that is smaller than the grid."""
         total = prod(axis.size for axis in self.mode.axes)
-        return LayoutError(
-            explain(
-                f"'{path or 'the model'}' cannot be cut in this mode",
-                given=f"{what}, over {self.sizes()}",
-                allowed="grids whose sides are no larger than the layer's dimensions",
-                fix=f"write a smaller grid, or move ranks to 'dp': dp{total}",
-            )
+        return GridError(
+            f"'{path or 'the model'}' cannot be cut in this mode",
+            given=f"{what}, over {self.sizes()}",
+            allowed="grids whose sides are no larger than the layer's dimensions",
+            fix=f"write a smaller grid, or dp{total}",
+            path=path,
         )
 
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.errors import LayoutError, explain
+from shardwright.errors import GridError, LayoutError, explain
 from shardwright.grid.overrides import overrides_of
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.models.structure import Visit, Visits, observe
+from shardwright.parallelize.advice import advised
 from shardwright.parallelize.auto import settle
 from shardwright.parallelize.rehearsal import crossings
 from shardwright.pipeline import Samples, samples
@@ -80,7 +81,10 @@ def make_plan(
     overrides_of(whole)  # names that the model does not have are refused under any layout
     plan = Plan.of(whole, layout)
     for strategy in strategies:
-        plan = strategy.place(whole, plan)
+        try:
+            plan = strategy.place(whole, plan)
+        except GridError as error:
+            raise advised(error, whole, layout) from None
     return plan, strategies
 
 
