@@ -133,23 +133,7 @@ class Placing:
                         self.cut(name, axis.name, 0, y.along(axis.name))
             if roles[axis.name] == "k":
                 self.cut(names["weight"], axis.name, 1, x.along(axis.name))
-        fetches: list[str] = []
-        if not y.overlaps:
-            coords = self.plan.mesh.coords([axis.name for axis in axes if roles[axis.name] == "h"])
-            others = [n for n in y.names if roles[n] != "h"]
-            held: dict[tuple[int, ...], Sequence[Range]] = {
-                tuple(at.values()): y.held({**dict.fromkeys(y.names, 0), **at}, over=others) for at in coords
-            }
-            for axis in axes:
-                if roles[axis.name] == "t" and axis.stored:
-                    ranges = nested(held, axis.size)
-                    self.cut(names["weight"], axis.name, 0, ranges)
-                    held = {
-                        (*key, i): merged(_common(ranges[i], each))
-                        for key, each in held.items()
-                        for i in range(axis.size)
-                    }
-                    fetches.append(axis.name)
+        fetches = [] if y.overlaps else self._store_apart(names["weight"], y, roles)
         x_spec: dict[str, Any] = {}
         dy_spec: dict[str, Any] = {}
         for axis in axes:
@@ -169,6 +153,24 @@ class Placing:
         )
         note = LinearNote(step, x, y, axes, enters, tuple(reversed(fetches)), elements)
         self.plan = self.plan.note(path, note)
+
+    def _store_apart(self, name: str, y: Features, roles: Mapping[str, str]) -> list[str]:
+        """Cuts a weight's rows over the axes that only store it so; those are what it is fetched over, in order."""
+        fetches: list[str] = []
+        coords = self.plan.mesh.coords([axis for axis, role in roles.items() if role == "h"])
+        others = [n for n in y.names if roles[n] != "h"]
+        held: dict[tuple[int, ...], Sequence[Range]] = {
+            tuple(at.values()): y.held({**dict.fromkeys(y.names, 0), **at}, over=others) for at in coords
+        }
+        for axis in self.mode.axes:
+            if roles[axis.name] == "t" and axis.stored:
+                ranges = nested(held, axis.size)
+                self.cut(name, axis.name, 0, ranges)
+                held = {
+                    (*key, i): merged(_common(ranges[i], each)) for key, each in held.items() for i in range(axis.size)
+                }
+                fetches.append(axis.name)
+        return fetches
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> None:
         """Cuts a parameter over an axis; one that shares it may have done so already."""
