@@ -102,7 +102,8 @@ def _place(placing: Placing, path: str, module: nn.MultiheadAttention) -> str:
     """Cuts one attention; returns why it cannot."""
     choice = _choose(placing, module)
     if choice is None:
-        return f"{module.num_heads} heads cannot be cut over {placing.sizes()}"
+        fewer = "fewer than ranks cut them; inside a head only shardwright's own Attention is cut"
+        return f"{module.num_heads} heads cannot be cut over {placing.sizes()}: {fewer}; every rank computes it whole"
     before, after = choice.steps
     axes = placing.mode.axes_in(before.after, "F")
     heads = Features.balanced(module.num_heads, axes)
