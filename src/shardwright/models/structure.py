@@ -89,11 +89,6 @@ def registered_twice(model: nn.Module) -> set[int]:
     return {key for key, count in places.items() if count > 1}
 
 
-def _is_twice(module: nn.Module | None, model: nn.Module) -> bool:
-    """Whether a module has two names, its own or one of a module around it."""
-    return sum(each is module for _, each in model.named_modules(remove_duplicate=False)) > 1
-
-
 class Chain(NamedTuple):
     """``Linear -> elementwise -> Linear``: the first layers, all that lies between, and the last layer."""
 
@@ -325,7 +320,8 @@ def find_head(model: nn.Module) -> str | None:
     last = output.all_input_nodes[0]
     single_use = len(last.users) == 1 and [n.target for n in graph.nodes].count(last.target) == 1
     head = module_of(last, model)
-    return str(last.target) if is_exactly(head, nn.Linear) and single_use and not _is_twice(head, model) else None
+    once = single_use and sum(each is head for _, each in model.named_modules(remove_duplicate=False)) == 1
+    return str(last.target) if is_exactly(head, nn.Linear) and once else None
 
 
 @dataclass(frozen=True)
