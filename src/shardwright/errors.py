@@ -10,6 +10,17 @@ class LayoutError(ValueError):
     """A layout that cannot be: a wrong line, or sizes that do not fit the model or the ranks."""
 
 
+class GridError(LayoutError):
+    """A grid that a model's layers do not fit; ``path`` is the layer that is too small, where there is one.
+
+    ``what``, ``given`` and ``allowed`` are the text's, so that whoever knows the whole layout can say what fits.
+    """
+
+    def __init__(self, what: str, *, given: str, allowed: str, fix: str, path: str | None = None) -> None:
+        super().__init__(explain(what, given=given, allowed=allowed, fix=fix))
+        self.what, self.given, self.allowed, self.fix, self.path = what, given, allowed, fix, path
+
+
 class PlanError(ValueError):
     """A model, loss or optimizer that cannot run as asked."""
 

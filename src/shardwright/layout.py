@@ -16,11 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from math import isqrt, prod
+from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
 from shardwright.errors import LayoutError, explain, nearest
 from shardwright.mesh import Mesh
+from shardwright.shapes import NUM_SIDES, default_shape
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """What the operators compute in."""
@@ -34,7 +35,6 @@ _AXES = {  # the axes of the mesh by how many numbers the size has, and how the 
     "cp": (("cp",), "one number: cp4"),
     "tp": (("tp", "row col", "depth row col"), "tp4 tp2x4/2d tp8/2d tp2x2x2/2.5d tp8/2.5d:d2 tp8/3d"),
 }
-_GRIDS = {"2d": 2, "2.5d": 3, "3d": 3}  # how many numbers a grid has
 _PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}  # the algorithm that a mode is known by
 _ITEMS = "single, or ppN dpN cpN tpN /options, mbN bf16 fp16 recompute:full|selective|PATTERN; N from 1"
 _SIZED = re.compile(r"(pp|dp|cp|tp)([0-9]+(?:x[0-9]+){0,2})((?:/.*)?)")
@@ -291,17 +291,19 @@ def _settle(axis: str, sizes: tuple[int, ...], options: tuple[Option, ...]) -> _
 
 def _settle_grid(sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Settled:
     """The explicit grid of a ``tp`` factor; the depth moves from the option into the sizes."""
-    modes = [option for option in options if option.name in _GRIDS]
+    modes = [option for option in options if option.name in NUM_SIDES]
     if not modes and len(sizes) == 1:
         return sizes, options
     mode = modes[0] if modes else Option("2d" if len(sizes) == 2 else "3d")
     pins = mode.value in _PINS[mode.name]
-    kept = Option(mode.name, mode.value if pins else None)
-    settled = (kept, *(option for option in options if option.name not in _GRIDS))
-    num_numbers, deep = _GRIDS[mode.name], mode.name == "2.5d"
+    kept = Option(mode.name, "".join(get_close_matches(mode.value or "", _PINS[mode.name], n=1)) or None)
+    settled = (kept, *(option for option in options if option.name not in NUM_SIDES))
+    num_numbers, deep = NUM_SIDES[mode.name], mode.name == "2.5d"
     written = re.fullmatch("d([1-9][0-9]{0,6})", mode.value or "")
     depth = int(written[1]) if written else 2
-    grid = sizes if len(sizes) == num_numbers else _grid(mode.name, prod(sizes), depth)
+    grid = sizes if len(sizes) == num_numbers else default_shape(mode.name, prod(sizes), depth)
+    if not modes and any(option.name == "auto" for option in options):
+        raise _ItemError("'auto' chooses the grid itself", "tp4/auto", _show("tp", [prod(sizes)], options))
     for wrong, what in (
         (not modes, "two or three numbers need a grid mode"),
         (len(modes) > 1, "a grid has one mode"),
@@ -317,19 +319,6 @@ def _settle_grid(sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Settle
 
 def _values(mode: str) -> str:
     return " or ".join(f"{mode}:{value}" for value in (*_PINS[mode], *(["d2"] if mode == "2.5d" else [])))
-
-
-def _grid(mode: str, num_ranks: int, depth: int = 1) -> tuple[int, ...]:
-    """The grid a mode makes of so many ranks; of depths that divide them, the one nearest to ``depth``."""
-    low = [size for size in range(1, isqrt(num_ranks) + 1) if num_ranks % size == 0]
-    if mode == "2d":
-        return low[-1], num_ranks // low[-1]
-    if mode == "2.5d":
-        divisors = sorted({*low, *(num_ranks // size for size in low)})
-        depth = min(divisors, key=lambda divisor: abs(divisor - depth))
-        return (depth, *_grid("2d", num_ranks // depth))
-    cubes = [(size, *_grid("2d", num_ranks // size)) for size in low if size**3 <= num_ranks]
-    return tuple(sorted(min(cubes, key=sum)))
 
 
 def _number(digits: str) -> int:

@@ -37,7 +37,7 @@ from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.devices import StaysOn
 from shardwright.models.losses import CrossEntropy
-from shardwright.models.structure import call_model
+from shardwright.models.visits import call_model
 from shardwright.parallelize import (
     check_model,
     check_trains,

@@ -7,6 +7,10 @@ from torch.nn import functional
 
 from shardwright import verify, without_values
 from shardwright.errors import PlanError, RankFailedError
+from shardwright.layout import Layout
+from shardwright.models import CrossEntropy
+from shardwright.parallelize import make_plan
+from shardwright.strategy import Job
 
 BATCH = (torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3, 4]))
 TOKENS = (torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[2, 3, 4], [5, 6, 7]]))
@@ -92,6 +96,96 @@ def test_an_unusual_model_equals_one_device(kind, line):
     with without_values():
         model = kind()
     verdict = verify(model, line, [BATCH, BATCH])
+    assert verdict.equal, str(verdict)
+
+
+class Coder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def encode(self, x):
+        return torch.relu(self.up(x))
+
+    def forward(self, x):
+        return self.down(self.encode(x))
+
+
+class Insistent(Coder):
+    def __call__(self, x):
+        return self.down(self.up(x).softmax(-1))
+
+
+class LooksInside(nn.Module):
+    """What lies between the layers of a pair is seen from outside; another pair is cut all the same."""
+
+    coder: type[nn.Module] = Coder
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.pair, self.last = self.coder(), Coder(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.last(self.pair(self.look(x)))
+
+
+class Normalises(LooksInside):
+    def look(self, x):
+        return self.inner.down(functional.normalize(self.inner.encode(x), dim=-1))
+
+
+class CallsItAndLooks(LooksInside):
+    def look(self, x):
+        return self.inner(x) + self.inner.encode(x).sum(-1, keepdim=True)
+
+
+class TakesFeatures(LooksInside):
+    def coder(self):
+        return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6))
+
+    def look(self, x):
+        taken = []
+        for layer in self.inner:
+            x = layer(x)
+            taken.append(x.mean(-1, keepdim=True))
+        return x * taken[1]
+
+
+class CallsInItsOwnWay(LooksInside):
+    coder = Insistent
+
+    def look(self, x):
+        return self.inner(x)
+
+
+class AsksAndLooks(Normalises):
+    def forward(self, x):
+        return super().forward(x) if float(x.detach().sum()) < 1e9 else x
+
+
+LOOKING = [Normalises, CallsItAndLooks, TakesFeatures, CallsInItsOwnWay]
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2/sp", "tp2x2/2d", "tp2x2x2/3d", "pp2 tp2 mb2"])
+@pytest.mark.parametrize("kind", LOOKING, ids=lambda kind: kind.__name__)
+def test_a_pair_that_others_look_into_stays_whole(kind, line):
+    with without_values():
+        model = kind()
+    plan, _ = make_plan(Job(model, CrossEntropy()), Layout.parse(line))
+    cut = {name for name, lies in plan.compute.items() if set(lies.axes) - {"pp"}}
+    assert "pair.up.weight" in cut
+    assert line not in ("tp2", "tp2/sp") or not [name for name in cut if name.startswith("inner.")]
+    verdict = verify(model, line, [BATCH, BATCH])
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2x2/2d"])
+def test_one_that_is_looked_into_by_code_that_cannot_be_followed_is_refused_and_what_that_says_helps(line):
+    with without_values():
+        model = AsksAndLooks()
+    with pytest.raises((PlanError, RankFailedError), match=r"'inner.up' is cut(.|\n)*--role inner.up=copied"):
+        verify(model, line, [BATCH])
+    verdict = verify(model, line, [BATCH], roles={"inner.up": "copied"})
     assert verdict.equal, str(verdict)
 
 

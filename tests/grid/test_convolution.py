@@ -139,12 +139,20 @@ def flattened():
     )  # fmt: skip
 
 
+def normed_by_groups():
+    return nn.Sequential(
+        nn.Conv2d(4, 12, 3, padding=1), nn.GroupNorm(3, 12), nn.ReLU(), nn.Conv2d(12, 8, 3),
+        nn.Conv2d(8, 6, 1), nn.GroupNorm(6, 6, affine=False), nn.SiLU(), nn.Conv2d(6, 4, 1), *head(4),
+    )  # fmt: skip
+
+
 def gated():
     return nn.Sequential(Gated(), *head(4))
 
 
 RESNET = Pictures("resnet", make=resnet)
 JOINED = Pictures("joined groups", make=joined)
+GROUP_NORMS = Pictures("norms of groups", make=normed_by_groups)
 FLATTENED = Pictures("flattened", make=flattened)
 CASES = (
     RESNET,
@@ -156,6 +164,7 @@ CASES = (
     Pictures("conv3d", make=volumes, shape=(2, 4, 5, 6)),
     FLATTENED,
     Pictures("gated", make=gated),
+    GROUP_NORMS,
 )
 LINES = ("dp3", "tp2", "tp3", "dp2 tp2", "dp2 tp2x2/2d")
 
@@ -225,6 +234,17 @@ def test_groups_are_dealt_whole():
     assert plan.compute["2.weight"].local_shape({"tp": 0}) == (4, 3, 3, 3)
 
 
+def test_a_group_norm_is_dealt_in_whole_groups_and_says_why_where_it_cannot_be():
+    plan = placed(GROUP_NORMS, "tp2")
+    assert [plan.compute["1.weight"].local_shape({"tp": i}) for i in range(2)] == [(8,), (4,)]
+    assert plan.compute["0.weight"].local_shape({"tp": 0}) == (8, 4, 3, 3)
+    assert plan.roles["1"].name == "channels"
+    plan = placed(GROUP_NORMS, "tp4")
+    assert not plan.compute["0.weight"].axes
+    assert plan.compute["4.weight"].axes  # six groups are enough
+    assert plan.roles["1"].why == "3 groups cannot be dealt over tp=4, nor the channels around it"
+
+
 def test_a_layer_after_a_flatten_is_cut_by_the_pixels_of_the_channels():
     plan = placed(FLATTENED, "tp3")
     assert [plan.compute["6.weight"].local_shape({"tp": i}) for i in range(3)] == [(6, 12), (6, 8), (6, 8)]
@@ -249,7 +269,7 @@ def test_a_chain_sends_one_sum_forward_and_one_backward():
 @pytest.mark.parametrize(
     "between",
     [
-        lambda c: nn.GroupNorm(2, c),
+        lambda c: nn.GroupNorm(1, c),
         lambda c: nn.Softmax(dim=1),
         lambda c: nn.PReLU(c),
         lambda c: nn.Flatten(2),

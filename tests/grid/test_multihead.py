@@ -400,7 +400,7 @@ WHOLE = {
     WithLearnedKeys: "bias_k, bias_v or zero attention",
     WithZeroKeys: "bias_k, bias_v or zero attention",
     OfAnotherKind: "not torch's own forward",
-    FewHeads: "2 heads cannot be cut over tp=3",
+    FewHeads: "2 heads cannot be cut over tp=3: fewer than ranks cut them; inside a head only",
     UsedTwice: "used elsewhere too",
 }
 

@@ -188,6 +188,14 @@ def test_of_several_patterns_the_last_one_counts_and_a_name_goes_before_what_it_
 WRONG = {
     "an unknown role": ({"head": "colum"}, "no such role for 'head'", "write head = column"),
     "a name that is not there": ({"layer.0.mlp.up": "copied"}, "no module of the model is called", "layers.0.mlp.up"),
+    "a name like no other": ({"nothere": "copied"}, "no module of the model", "write one of token, layers, layers.0,"),
+    "a number for a name": ({3: "copied"}, "roles are a table of names and roles", "given:   3"),
+    "a list": (["first"], "roles are a table of names and roles", "given:   ['first']"),
+    "a row before its column": (
+        {"first": "row", "second": "column"},
+        "'first' does not take what 'second' gives",
+        "write first = column and second = row",
+    ),
     "a pattern of nothing": ({"blocks.*": "copied"}, "no module of the model is called 'blocks.*'", "fix:"),
     "a row alone": ({"second": "row"}, "'second' makes no pair", "beside it nothing"),
     "a column alone": ({"first": "column"}, "'first' makes no pair", "beside it nothing"),

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from shardwright.models.known import known_chains
-from shardwright.models.structure import find_chains, find_head, observe, trace
+from shardwright.models.structure import find_chains, find_head, trace
+from shardwright.models.visits import observe
 
 
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])

@@ -14,7 +14,7 @@ from shardwright.draws import Draws, key_dropout
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MLPConfig, build_mlp
-from shardwright.models.structure import call_model
+from shardwright.models.visits import call_model
 from shardwright.parallelize import make_plan, parallelize, place_parameters, twin
 from shardwright.parallelize.planning import local_samples, microbatch_samples
 from shardwright.parallelize.run import is_elementwise

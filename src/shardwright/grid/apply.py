@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from shardwright.grid.mode import (
 from shardwright.grid.multihead import MultiheadNote, apply_multihead, leave_fast_path
 from shardwright.grid.placing import own_names
 from shardwright.models.attention import Attention
+from shardwright.models.callers import plain_containers
 from shardwright.models.gpt import Positions
 from shardwright.models.losses import CrossEntropy
 from shardwright.pipeline import Events, Samples
@@ -39,6 +40,7 @@ from shardwright.product import (
     Later,
     Move,
     Product,
+    Running,
     Split,
     attend_gathered,
     attend_inside,
@@ -96,6 +98,7 @@ class _Applying:
             if isinstance(module, Positions):
                 self._positions(module)
         used = {use.module for use in self.plan.uses}
+        theirs = [(p, m) for p, m in self.job.model.named_modules() if not type(m).__module__.startswith("torch.nn.")]
         for path, note in self.plan.notes.items():
             if path == LOSS:
                 self._loss(note)
@@ -126,6 +129,19 @@ class _Applying:
                 apply_convolution(module, note, self.axes)
             if isinstance(note, LinearNote | NormNote | TableNote | ConvolutionNote | ChannelsNote | MultiheadNote):
                 guard(module, path, forwarding, readable=("in_proj_bias",))
+        self._keep_home(theirs)
+
+    def _keep_home(self, theirs: Sequence[tuple[str, nn.Module]]) -> None:
+        """Lets no code call what is cut but that which was followed; ``theirs`` are the modules that torch has not."""
+        model, homes, stages = self.job.model, self.plan.homes, self.plan.stages
+        containers = plain_containers(model)
+        apart = {"", *stages.opened, *containers} if stages is not None else ()
+        running = Running(containers, apart)
+        named = {path for home in homes.values() for path in (home.owner, *home.callers)}
+        for path, module in {**dict(theirs), **{path: model.get_submodule(path) for path in named}}.items():
+            running.follow(module, path)
+        for path, home in homes.items():
+            running.keep(model.get_submodule(path), path, home)
 
     def moves(self, gatherings: Sequence[Gathering]) -> tuple[Move, ...]:
         """The messages with what their sizes are found by."""
@@ -174,13 +190,16 @@ class _Applying:
     def _entry(self, module: nn.Module, note: EntryNote) -> None:
         moves = self.moves(note.takes())
 
-        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            if args:
-                return (take(args[0], moves), *args[1:]), named
-            name, x = next(iter(named.items()))
-            return args, {**named, name: take(x, moves)}
+        forward: Callable[..., Any] = module.forward
 
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        @wraps(forward)
+        def entered(*args: Any, **named: Any) -> Any:
+            if args:
+                return forward(take(args[0], moves), *args[1:], **named)
+            name, x = next(iter(named.items()))
+            return forward(**{**named, name: take(x, moves)})
+
+        module.forward = entered
 
     def _heads(self, path: str, attention: nn.Module, note: HeadsNote) -> None:
         assert isinstance(attention, Attention)
@@ -227,13 +246,15 @@ class _Applying:
         module.forward = partial(_norm_forward, module, note.features.size, splits)
 
     def _table(self, path: str, module: nn.Module, note: TableNote) -> None:
+        assert isinstance(module, nn.Embedding)
         start = note.vocabulary.held(self.coord)[0][0]
         take_moves, give_moves = self.moves(note.gathers), self.moves(note.sums)
 
         def forward(input: Tensor) -> Tensor:
-            return cut_embedding(input, weight_of(module), start, note.vocabulary.size, take_moves, give_moves)
+            size, padding = note.vocabulary.size, module.padding_idx
+            return cut_embedding(input, weight_of(module), start, size, take_moves, give_moves, padding)
 
-        module.forward = forward
+        module.forward = forward  # type: ignore[method-assign]
 
     def _loss(self, note: LossNote) -> None:
         loss = self.job.loss

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from shardwright.comm import Axis
 from shardwright.grid.features import Features, width
@@ -24,7 +26,8 @@ from shardwright.grid.mode import LinearNote, Mode
 from shardwright.grid.roles import Layer, RoleName, State, Step, sent_elements
 from shardwright.mesh import Coord
 from shardwright.models.convolution_chains import ConvolutionChain, find_convolution_chains
-from shardwright.models.structure import Visit, owners
+from shardwright.models.structure import owners
+from shardwright.models.visits import Visit
 from shardwright.product import CutConvolution, batch_norms, share_statistics
 from shardwright.strategy import Activation, Job, Plan, Replicate, Shard, Traffic
 
@@ -59,7 +62,7 @@ class ConvolutionNote:
 
 @dataclass(frozen=True)
 class ChannelsNote:
-    """A BatchNorm of some channels: whoever holds one keeps its statistics."""
+    """A BatchNorm of some channels, or a GroupNorm of some groups: whoever holds one keeps its statistics."""
 
     features: Features
 
@@ -78,8 +81,14 @@ def place_convolutions(job: Job, mode: Mode, plan: Plan, shared: Collection[str]
         taken |= {path for path, module in job.model.named_modules() if isinstance(module, nn.Linear)}
     axes = tuple((axis.name, axis.size) for axis in mode.axes if axis.stream != "T")
     if axes:
-        for chain in find_convolution_chains(job.model, taken | ({head} if head is not None else set())):
+        parts, heads = prod(size for _, size in axes), {head} if head is not None else set()
+        for chain in find_convolution_chains(job.model, taken | heads, parts):
             plan = _Chain(job, mode, plan, chain, axes).placed()
+        sizes = " ".join(f"{name}={size}" for name, size in axes)
+        for path, norm in job.model.named_modules():
+            if isinstance(norm, nn.GroupNorm) and path not in plan.roles and norm.num_groups < parts:
+                why = f"{norm.num_groups} groups cannot be dealt over {sizes}, nor the channels around it"
+                plan = plan.role(path, mode.name, "copied", why)
     return plan
 
 
@@ -109,7 +118,7 @@ class _Chain:
             self._linear(chain.last)
         else:
             self._convolution(chain.last, leaves=True)
-        return self.plan
+        return self.plan.at_home(chain.homes)
 
     def _module(self, path: str) -> Any:
         return self.job.model.get_submodule(path)
@@ -152,10 +161,10 @@ class _Chain:
         for axis in features.names:
             activation = Activation(axis, 1, features.size, features.along(axis))
             self.plan = self.plan.cut_activation(path, activation)
-        if path not in dict(batch_norms(self.job.model)):
+        if not isinstance(module, nn.GroupNorm) and path not in dict(batch_norms(self.job.model)):
             return
         for own in ("weight", "bias", "running_mean", "running_var"):
-            if getattr(module, own) is not None:
+            if getattr(module, own, None) is not None:
                 self.cut(path, own, 0, features)
         spec = {axis: Shard(-1) for axis in features.names}
         self.plan = self.plan.use(path, x=spec, dy=spec).note(path, ChannelsNote(features))
@@ -188,7 +197,12 @@ def apply_statistics(model: nn.Module, axes: Mapping[str, Axis], mode: Mode) -> 
 
 
 def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: Mapping[str, Axis]) -> None:
-    """Gives a convolution or a BatchNorm the forward of its note."""
+    """Gives a convolution or a norm of channels the forward of its note."""
+    if isinstance(note, ChannelsNote) and isinstance(module, nn.GroupNorm):
+        held = note.features.held({name: axes[name].index for name in note.features.names})
+        module.num_groups, module.num_channels = width(held) * module.num_groups // note.features.size, width(held)
+        module.forward = partial(_group_norm, module)  # type: ignore[method-assign]
+        return
     if isinstance(note, ChannelsNote):
         share_statistics([module], [], always=True)
         return
@@ -208,6 +222,11 @@ def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: M
         return run(module._conv_forward, input, module._parameters["weight"], module._parameters["bias"])
 
     module.forward = forward
+
+
+def _group_norm(module: nn.GroupNorm, input: Tensor) -> Tensor:
+    own = module._parameters
+    return functional.group_norm(input, module.num_groups, own["weight"], own["bias"], module.eps)
 
 
 # ---- prices

@@ -48,7 +48,7 @@ class Value(NamedTuple):
 class Place:
     """What is done at one module: how its input comes and its output goes."""
 
-    kind: Literal["linear", "chain", "attention", "norm", "table", "elementwise", "gate"]
+    kind: Literal["linear", "chain", "attention", "norm", "table", "elementwise", "gate", "inside"]
     takes_cut: bool = False
     gives_cut: bool = False
     size: int = 0
@@ -63,6 +63,8 @@ class Flow:
 
     places: dict[str, Place] = field(default_factory=dict)
     output_size: int = 0
+    callers: dict[str, set[str]] = field(default_factory=dict)
+    """By module, those whose code calls it."""
 
 
 class _UnknownError(Exception):
@@ -81,12 +83,19 @@ class _Walk:
     columns: Mapping[str, str]
     kept_whole: frozenset[str]
     head: str | None
+    never_cut: frozenset[str]
+    names: Mapping[nn.Module, str]
     places: dict[str, Place] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
+    callers: dict[str, set[str]] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
 
     def note(self, path: str, place: Place) -> None:
-        if self.places.setdefault(path, place) != place:
+        known = self.places.get(path, place)
+        if known.kind != "table" and known.from_input != place.from_input:  # a gradient flows back for one of them
+            known, place = replace(known, from_input=False), replace(place, from_input=False)
+        self.places[path] = known
+        if known != place:
             raise _ConflictError(path)
 
     def new(self, **known: object) -> Value:
@@ -96,6 +105,8 @@ class _Walk:
 
     def visit(self, path: str, module: nn.Module, args: Sequence[Value], may_cut: bool) -> Value:
         x = args[0] if args else Value()
+        if path in self.never_cut and any(value.cut for value in args):
+            raise _UnknownError
         if path in self.kept_whole and path:
             return self._gate(path, args)
         if isinstance(module, nn.MultiheadAttention) and any(value.cut for value in args):
@@ -107,7 +118,9 @@ class _Walk:
         if graph is not None and not (path and has_hooks(module)):
             before = dict(self.places)
             try:
-                return self._run(path, module, graph, args, may_cut)
+                result = self._run(path, module, graph, args, may_cut)
+                self.note(path, Place("inside", takes_cut=any(value.cut for value in args)))
+                return result
             except _UnknownError:
                 self.places = before
         self._gate(path, args)
@@ -122,13 +135,15 @@ class _Walk:
             self._open_chain(self.columns[path], x, may_cut)
             return self.new(chain=self.columns[path])
         if path in self.chains:
-            place = self.places[path]
+            place = self.places.get(path)
+            if place is None:
+                raise _ConflictError(path)  # before its columns
             return self.new(cut=place.gives_cut, size=place.size, producer=path)
         if path == self.head:
             self.note(path, Place("linear", x.cut, False, x.size, x.is_input))
             return self.new()
-        if is_exactly(module, Attention) and not has_hooks(module, inside=True):
-            return self._layer(path, "attention", x, module.o.out_features, may_cut)  # type: ignore
+        if isinstance(module, Attention) and is_exactly(module, Attention):  # another than those kept whole
+            return self._layer(path, "attention", x, module.o.out_features, may_cut)
         if is_exactly(module, nn.Linear):
             width: int = min(module.in_features, module.out_features)  # type: ignore[type-var, assignment]
             if width < self.parts:
@@ -137,10 +152,10 @@ class _Walk:
         if is_exactly(module, nn.Embedding):
             return self._table(path, module, x, may_cut)  # type: ignore[arg-type]
         if any(is_exactly(module, kind) for kind in NORMS) and len(module.normalized_shape) == 1:  # type: ignore
-            self.note(path, Place("norm", x.cut, x.cut, x.size))
+            self.note(path, Place("norm", x.cut, x.cut, x.size * x.cut))
             return self.new(cut=x.cut, size=x.size)
         if is_elementwise_module(module):
-            self.note(path, Place("elementwise", x.cut, x.cut, x.size))
+            self.note(path, Place("elementwise", x.cut, x.cut, x.size * x.cut))
             return self.new(cut=x.cut, size=x.size)
         cut = any(value.cut for value in args)
         return self._gate(path, args) if cut and not _has_children(module) else None
@@ -152,21 +167,21 @@ class _Walk:
     def _layer(self, path: str, kind: Literal["linear", "attention"], x: Value, size: int, may_cut: bool) -> Value:
         if size < self.parts:
             return self._gate(path, [x])
-        if kind == "linear" and not (may_cut or x.cut):
-            return self.new()
         self.note(path, Place(kind, x.cut, may_cut, size, x.is_input))
+        if not (may_cut or x.cut):
+            return self.new()
         return self.new(cut=may_cut, size=size, producer=path)
 
     def _table(self, path: str, table: nn.Embedding, x: Value, may_cut: bool) -> Value:
-        if not is_plain(table):
+        if not_to_cut(table):
             return self.new()
         cut = may_cut and table.embedding_dim >= self.parts
         self.note(path, Place("table", False, cut, table.embedding_dim, x.is_input))
         return self.new(cut=cut, size=table.embedding_dim)
 
     def _gate(self, path: str, args: Sequence[Value]) -> Value:
-        if any(value.cut for value in args):
-            self.note(path, Place("gate", sizes=tuple(value.size if value.cut else 0 for value in args)))
+        cut = any(value.cut for value in args)
+        self.note(path, Place("gate", sizes=tuple(value.size if value.cut else 0 for value in args) if cut else ()))
         return self.new()
 
     def _run(self, path: str, module: nn.Module, graph: fx.Graph, args: Sequence[Value], may_cut: bool) -> Value:
@@ -180,11 +195,13 @@ class _Walk:
             if node.op == "placeholder":
                 env[node] = next(inputs, Value())
             elif node.op == "call_module":
-                child = f"{path}.{node.target}".lstrip(".")
+                called = module.get_submodule(str(node.target))
+                child = self.names[called]
                 in_order = list(node.args) == list(node.all_input_nodes) and not node.kwargs
                 if not in_order and any(value.cut for value in given):
                     raise _UnknownError
-                env[node] = self.visit(child, module.get_submodule(str(node.target)), given, may_cut)
+                self.callers.setdefault(child, set()).add(path)
+                env[node] = self.visit(child, called, given, may_cut)
             elif node.op == "output":
                 if any(value.cut for value in given) and node.args[0] is not node.all_input_nodes[0]:
                     raise _UnknownError
@@ -210,14 +227,23 @@ class _Walk:
         raise _UnknownError
 
 
-def is_plain(table: nn.Embedding) -> bool:
-    """Whether a table looks rows up and does nothing else to them or to their gradients.
+def not_to_cut(table: nn.Embedding) -> str:
+    """What a table does to rows or gradients that a part of it could not; nothing where it may be cut.
 
-    >>> is_plain(nn.Embedding(9, 3)), is_plain(nn.Embedding(9, 3, padding_idx=2))
-    (True, False)
+    >>> not_to_cut(nn.Embedding(9, 3, padding_idx=2)), not_to_cut(nn.Embedding(9, 3, max_norm=1.0))
+    ('', 'max_norm changes whole rows')
     """
-    plain = table.padding_idx is None and table.max_norm is None and not table.sparse
-    return plain and not table.scale_grad_by_freq
+    if table.max_norm is not None:
+        return "max_norm changes whole rows"
+    if table.scale_grad_by_freq:
+        return "scale_grad_by_freq counts all tokens of a row"
+    return "its gradients are sparse" if table.sparse else ""
+
+
+def _does_something(place: Place) -> bool:
+    """Whether a module is not just called as it stands, on whole values."""
+    does = place.kind not in ("linear", "gate", "inside") or place.gives_cut or any(place.sizes)
+    return does or (place.kind == "linear" and place.takes_cut)
 
 
 def _trained_constant(constants: Sequence[object]) -> bool:
@@ -239,21 +265,25 @@ def follow(model: nn.Module, parts: int, chains: Sequence[Chain], kept_whole: fr
     3 chain False True
     4 norm True True
     """
-    whole = kept_whole
+    whole, never_cut = kept_whole, frozenset[str]()
+    names = {module: path for path, module in model.named_modules()}
     while True:
         by_row = {chain.row: chain for chain in chains if not whole.intersection((*chain.columns, chain.row))}
         columns = {column: chain.row for chain in by_row.values() for column in chain.columns}
-        walk = _Walk(model, parts, by_row, columns, whole, head)
+        walk = _Walk(model, parts, by_row, columns, whole, head, never_cut, names)
         try:
             result = walk.visit("", model, [Value(is_input=True)] * 8, may_cut=parts > 1)
         except _ConflictError as conflict:
-            whole |= {str(conflict)}  # called in two ways: then in the plain one
+            path = str(conflict)  # called in two ways: then in the plain one, and if that is two, never on a part
+            never_cut |= whole & {path}
+            whole |= {path}
             continue
         break
-    flow = Flow(walk.places)
+    flow = Flow({path: place for path, place in walk.places.items() if _does_something(place)}, callers=walk.callers)
     if result.cut:
         place = walk.places.get(result.producer)
-        if place is not None and walk.used.get(id(result), 0) == 0:
+        once = sum(value.producer == result.producer for value in walk.values) == 1
+        if place is not None and once and walk.used.get(id(result), 0) == 0:
             flow.places[result.producer] = replace(place, gives_cut=False)
             if place.kind == "linear" and not place.takes_cut:
                 del flow.places[result.producer]  # whole in and whole out: nothing cuts it

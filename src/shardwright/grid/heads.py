@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from shardwright.boxes import Ranges, concat
+from shardwright.errors import LayoutError, explain
 from shardwright.grid.features import Features
 from shardwright.grid.flow import Place
 from shardwright.grid.mode import EntryNote, HeadsNote
@@ -15,30 +16,49 @@ from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Layer
 from shardwright.grid.sequence import tokens_note
 from shardwright.models.attention import Attention
-from shardwright.models.structure import has_hooks, is_exactly
+from shardwright.models.known import is_plain_attention
 from shardwright.product.heads import head_rows, head_slices, kv_heads, query_heads
 
 _GATHERED = "keys and values of all tokens gathered"
 
 
 def place_attentions(placing: Placing) -> None:
-    """Cuts every ``Attention`` whose parameters are its own."""
+    """Cuts every ``Attention`` that is as it was built and whose parameters are its own; ``show`` says why not."""
     for path, module in placing.model.named_modules():
-        if not is_exactly(module, Attention) or has_hooks(module, inside=True):
+        if not isinstance(module, Attention):
             continue
-        assert isinstance(module, Attention)
         if placing.mode.dim == 1:
             _see_tokens(placing, path)
-        layers = [f"{path}.{own}".lstrip(".") for own in (("qkv", "o") if module.fused else ("q", "k", "v", "o"))]
-        if not any(name in placing.shared for layer in layers for name in placing.names[layer].values()):
+        if path in placing.attentions:
             _place_attention(placing, path, module, placing.flow.places.get(path, Place("attention")))
-        elif placing.mode.dim == 1:
+            continue
+        plain = is_plain_attention(module)
+        if placing.mode.dim == 1:
+            if not plain:
+                raise _changed(path)
             _place_tokens(placing, path, module)
+            continue
+        why = "its parameters are used elsewhere too" if plain else "changed since it was built"
+        why = placing.narrow.get(path, why)
+        for layer in placing.names:
+            if layer.startswith(f"{path}." if path else ""):
+                placing.plan = placing.plan.role(layer, placing.mode.name, "copied", f"attention '{path}': {why}")
 
 
 def _see_tokens(placing: Placing, path: str) -> None:
     """The weights that an attention drops are queries by keys."""
     placing.plan = placing.plan.see_tokens(f"{path}.attention_dropout".lstrip("."), (2, 3))
+
+
+def _changed(path: str) -> LayoutError:
+    return LayoutError(
+        explain(
+            f"attention '{path}' was changed since it was built, and sees some tokens of a sequence only",
+            given="a layout that cuts sequences",
+            allowed="attentions as they were built, for which keys and values of all tokens are gathered",
+            fix="leave out /seq, or leave the attention as it was",
+        )
+    )
 
 
 def _place_tokens(placing: Placing, path: str, attention: Attention) -> None:
@@ -65,7 +85,8 @@ def _place_attention(placing: Placing, path: str, attention: Attention, place: P
         middle = Boundary(attention.num_heads, sums=False, most_alone=most_alone, joined=joined)
         return placing.mode.choose(layers, (Boundary(0, start), middle, Boundary(out, stop)), placing.job.num_tokens)
 
-    choice = chosen() or chosen(q_width)  # heads whole, if they can be; over one axis they may be cut inside
+    turned = 2 if attention.rotary is not None else 1
+    choice = chosen() or chosen(q_width // turned)  # heads whole, if they can be; over one axis they may be cut inside
     if choice is None and len(placing.mode.axes) == 1:
         head_slices(attention, placing.mode.axes[0].size)  # says how many ranks it can use
     if choice is None:

@@ -25,7 +25,8 @@ from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Choice, GridAxis, Layer, Step
 from shardwright.mesh import Coord
 from shardwright.models.known import is_known_attention
-from shardwright.models.structure import Visit, is_exactly
+from shardwright.models.structure import is_exactly
+from shardwright.models.visits import Visit
 from shardwright.pipeline import Rows, Samples
 from shardwright.product import Fetch, Move
 from shardwright.product.multihead import SomeHeads, multihead
@@ -103,7 +104,8 @@ def _place(placing: Placing, path: str, module: nn.MultiheadAttention) -> str:
     """Cuts one attention; returns why it cannot."""
     choice = _choose(placing, module)
     if choice is None:
-        return f"{module.num_heads} heads cannot be cut over {placing.sizes()}"
+        fewer = "fewer than ranks cut them; inside a head only shardwright's own Attention is cut"
+        return f"{module.num_heads} heads cannot be cut over {placing.sizes()}: {fewer}; every rank computes it whole"
     before, after = choice.steps
     axes = placing.mode.axes_in(before.after, "F")
     heads = Features.balanced(module.num_heads, axes)

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torch import nn
 
 from shardwright.errors import LayoutError, explain, nearest
+from shardwright.models.callers import called_elsewhere, chain_homes
 from shardwright.models.known import known_chains
 from shardwright.models.structure import (
-    ELEMENTWISE_MODULES,
     Chain,
     find_chains,
+    is_elementwise_module,
     is_exactly,
     owners,
     registered_twice,
@@ -64,7 +66,7 @@ class Overrides:
 
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.Softmax(-1), nn.Linear(8, 2))
         >>> Overrides.of(model, {"0": "column", "2": "row"}).chains
-        (Chain(columns=('0',), between=(), row='2', entry=None),)
+        (Chain(columns=('0',), between=(), row='2', entry=None, owner=None),)
         """
         said = _said(model, roles)
         still = frozenset(chain.row for chain, samples_first in known_chains(model) if not samples_first)
@@ -72,12 +74,17 @@ class Overrides:
 
     def all_chains(self, model: nn.Module) -> Iterator[Chain]:
         """The pairs asked for, then those known and those found in what is left; a layer is in one at most."""
-        known = (chain for chain, _ in known_chains(model))
+        known = [chain for chain, _ in known_chains(model)]
+        seen = find_chains(model)
+        homes = {layer: home for chain in seen for layer, home in chain_homes(model, chain).items()}
+        elsewhere = called_elsewhere(model, homes)
         taken = {*self.copied, *self.said}
         twice = registered_twice(model)
         yield from self.chains
-        for chain in (*known, *find_chains(model)):
+        for chain in (*known, *seen):
             layers = {*chain.columns, chain.row}
+            if elsewhere.intersection((*layers, *chain.between)):
+                continue  # somebody looks inside
             if not taken & layers and not any(id(model.get_submodule(layer)) in twice for layer in layers):
                 taken |= layers
                 yield chain
@@ -118,7 +125,11 @@ def overrides_of(job: Job) -> Overrides:
 def _said(model: nn.Module, roles: Mapping[str, str]) -> dict[str, Said]:
     names = [name for name, _ in model.named_modules() if name]
     said: dict[str, Said] = {}
+    if not isinstance(roles, Mapping):
+        raise _no_name(roles)
     for pattern, role in roles.items():
+        if not isinstance(pattern, str):
+            raise _no_name(pattern)
         if role not in ROLES:
             raise LayoutError(
                 explain(
@@ -135,11 +146,28 @@ def _said(model: nn.Module, roles: Mapping[str, str]) -> dict[str, Said]:
                     f"no module of the model is called '{pattern}'",
                     given=f"{pattern} = {role}",
                     allowed="the names of modules, or patterns of them: * for anything, dots too",
-                    fix=f"write {nearest(pattern, names)}" if names else f"leave out {pattern}: nothing is inside",
+                    fix=_meant(pattern, names) if names else f"leave out {pattern}: nothing is inside",
                 )
             )
         said.update(dict.fromkeys(matched, Said(role, pattern)))
     return said
+
+
+def _no_name(given: object) -> LayoutError:
+    return LayoutError(
+        explain(
+            "roles are a table of names and roles",
+            given=repr(given),
+            allowed="names of modules, or patterns of them, each with " + ", ".join(ROLES),
+            fix='write {"layers.*.up": "column", "layers.*.down": "row"}',
+        )
+    )
+
+
+def _meant(pattern: str, names: list[str]) -> str:
+    """What to write for a name that there is not: the one like it, or those there are."""
+    like = get_close_matches(pattern, names, n=1)
+    return f"write {like[0]}" if like else f"write one of {', '.join(names[:8])}{', ...' * (len(names) > 8)}"
 
 
 def _copied(model: nn.Module, said: Mapping[str, Said]) -> Iterator[tuple[str, Said]]:
@@ -158,7 +186,7 @@ def _pairs(model: nn.Module, said: Mapping[str, Said]) -> Iterator[Chain]:
         module = model.get_submodule(path)
         if role == "copied":
             continue
-        if not is_exactly(module, nn.Linear) and not (role == "column" and isinstance(module, ELEMENTWISE_MODULES)):
+        if not is_exactly(module, nn.Linear) and not (role == "column" and is_elementwise_module(module)):
             raise _no_layer(path, said[path], module)
         by_parent.setdefault(path.rpartition(".")[0], []).append(path)
     for paths in by_parent.values():
@@ -185,26 +213,40 @@ def _pairs_of(model: nn.Module, said: Mapping[str, Said], paths: list[str]) -> I
     if between and len(rows) != 1:
         raise _no_pair(between[0], said[between[0]], layers, rows)
     for row, mine in found.items():
-        seen = _between(model, row, mine)
+        seen = _between(model, said, row, mine)
         yield Chain(tuple(mine), tuple(dict.fromkeys((*between, *seen))), row, None)
 
 
-def _between(model: nn.Module, row: str, columns: list[str]) -> Iterator[str]:
-    """What treats each element alone on the way from the columns to the row, where a trace shows a way."""
+def _between(model: nn.Module, said: Mapping[str, Said], row: str, columns: list[str]) -> Iterator[str]:
+    """What treats each element alone on the way from the columns to the row, where a trace shows a way.
+
+    Raises: LayoutError: it shows that the row does not take what a column gives.
+    """
     parent = row.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
     graph = trace(model.get_submodule(parent))
     waiting = [node for node in graph.nodes if f"{prefix}{node.target}" == row] if graph is not None else []
-    seen = set(waiting)
+    seen, missed = set(waiting), set(columns) if waiting else set()
     while waiting:
         for node in waiting.pop().all_input_nodes:
             path = f"{prefix}{node.target}"
             if node in seen or path in columns:
+                missed.discard(path)
                 continue
             seen.add(node)
             waiting.append(node)
-            if node.op == "call_module" and isinstance(model.get_submodule(path), ELEMENTWISE_MODULES):
+            if node.op == "call_module" and is_elementwise_module(model.get_submodule(path)):
                 yield path
+    if missed:
+        column = min(missed)
+        raise LayoutError(
+            explain(
+                f"'{row}' does not take what '{column}' gives",
+                given=f"{said[row]}; {said[column]}",
+                allowed="a column before its row, with nothing between but what treats each element alone",
+                fix=f"write {said[row].pattern} = column and {said[column].pattern} = row, if that is their order",
+            )
+        )
 
 
 def _no_layer(path: str, said: Said, module: nn.Module) -> LayoutError:

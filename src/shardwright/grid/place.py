@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from math import prod
 
 from torch import nn
 
-from shardwright.errors import LayoutError, explain
+from shardwright.errors import GridError, LayoutError
 from shardwright.grid.convolution import place_convolutions
 from shardwright.grid.features import Features
 from shardwright.grid.flow import Place
@@ -18,9 +19,13 @@ from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Layer, States
 from shardwright.grid.sequence import cut_rows, is_asked, with_rows
 from shardwright.grid.tables import place_head_and_tables
+from shardwright.models.callers import Home, chain_homes
 from shardwright.models.convolution_chains import CONVOLUTIONS
 from shardwright.models.structure import Chain, is_exactly, owners
 from shardwright.strategy import INPUT, OUTPUT, Job, Plan, Shard, check_samples_apart
+
+NAMED = 8
+"""How many layers an error names one by one."""
 
 
 def sent(plan: Plan) -> float:
@@ -47,13 +52,25 @@ def _placed(job: Job, plan: Plan, mode: Mode) -> Plan:
         names = " ".join(axis.name for axis in mode.row_axes)
         plan = plan.role(INPUT, mode.name, "tokens", f"each sample's tokens cut over {names}, not the samples")
     if mode.axes:
-        plan = _place_everything(Placing(job, mode, plan))
+        plan = _place_but_for_the_narrow(job, mode, plan)
         if all(isinstance(note, TokensNote) for note in plan.notes.values()):
             raise _nothing_to_cut(job.model, mode)
     for path, module, _, _ in owners(job.model):
         if path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
     return plan
+
+
+def _place_but_for_the_narrow(job: Job, mode: Mode, plan: Plan) -> Plan:
+    """Where everything lies; layers that are smaller than the grid stay whole, and ``show`` says why."""
+    narrow: dict[str, str] = {}
+    while True:
+        try:
+            return _place_everything(Placing(job, mode, plan, narrow))
+        except GridError as error:
+            if error.path is None or error.path in narrow:
+                raise
+            narrow[error.path] = f"too small: {error.given}; every rank computes it whole"
 
 
 def place_alone(job: Job, plan: Plan, mode: Mode) -> Plan:
@@ -98,7 +115,28 @@ def _place_everything(placing: Placing) -> Plan:
     place_head_and_tables(placing)
     if placing.flow.output_size:
         placing.plan = placing.plan.note(OUTPUT, GateNote((placing.stream_of(placing.flow.output_size),)))
+    for path, why in placing.narrow.items():
+        if path in placing.names:
+            placing.plan = placing.plan.role(path, placing.mode.name, "copied", why)
+    placing.plan = placing.plan.at_home(dict(_homes(placing)))
     return placing.overrides.explained(placing.plan, placing.mode.name)
+
+
+def _homes(placing: Placing) -> Iterator[tuple[str, Home]]:
+    """Where the calls come from of all that takes or gives a part."""
+    for path, place in placing.flow.places.items():
+        if place.takes_cut or place.gives_cut or place.kind == "gate":
+            yield path, Home("", frozenset(placing.flow.callers.get(path, ())))
+    for path, note in placing.plan.notes.items():
+        layers = {HeadsNote: ("qkv", "q", "k", "v", "o", "attention_dropout"), MultiheadNote: ("out_proj",)}
+        for own in layers.get(type(note), ()):
+            if own in dict(placing.model.get_submodule(path).named_children()):
+                yield f"{path}.{own}".lstrip("."), Home.of(path)
+    for chain in placing.chains.values():
+        if chain.row in placing.plan.notes:
+            yield from chain_homes(placing.model, chain).items()
+    if placing.head is not None:
+        yield placing.head, Home.of("")
 
 
 def _place_chain(placing: Placing, chain: Chain, place: Place) -> None:
@@ -173,17 +211,16 @@ def _place_norm(placing: Placing, path: str, place: Place) -> None:
     placing.plan = placing.plan.role(path, placing.mode.name, "norm", f"{place.size} features, statistics combined")
 
 
-def _nothing_to_cut(model: nn.Module, mode: Mode) -> LayoutError:
+def _nothing_to_cut(model: nn.Module, mode: Mode) -> GridError:
     total = prod(axis.size for axis in mode.axes)
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS))]
-    sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(m.weight.shape)}" for path, m in layers)
+    sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(m.weight.shape)}" for path, m in layers[:NAMED])
+    sizes += f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
     over = " ".join(f"{axis.name}={axis.size}" for axis in mode.axes)
-    return LayoutError(
-        explain(
-            f"no layer of the model can be cut over {over}",
-            given=f"{type(model).__name__} with " + (sizes or "no Linear layers"),
-            allowed="Linear -> elementwise -> Linear, Conv -> norm, pool or elementwise -> Conv, attention, or an "
-            "embedding or head with many rows, each of at least as many features or channels as ranks cut them",
-            fix=f"write dp{total}",
-        )
+    return GridError(
+        f"no layer of the model can be cut over {over}",
+        given=f"{type(model).__name__} with " + (sizes or "no Linear layers"),
+        allowed="Linear -> elementwise -> Linear, Conv -> norm, pool or elementwise -> Conv, attention, or an "
+        "embedding or head with many rows, each of at least as many features or channels as ranks cut them",
+        fix=f"write dp{total}",
     )

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from torch import nn
 
 from shardwright.boxes import Range, Ranges
-from shardwright.errors import LayoutError, explain
+from shardwright.errors import GridError
 from shardwright.grid.features import Features, common, merged, nested
-from shardwright.grid.flow import Flow, follow
+from shardwright.grid.flow import Flow, follow, not_to_cut
 from shardwright.grid.mode import LinearNote, Mode
 from shardwright.grid.overrides import overrides_of
 from shardwright.grid.roles import Layer, States, Step, sent_elements
 from shardwright.models import CrossEntropy
+from shardwright.models.attention import Attention
+from shardwright.models.known import attention_layers, is_plain_attention
 from shardwright.models.structure import Chain, find_head, is_exactly, owners, registered_twice
 from shardwright.strategy import Activation, Job, Partial, Plan, Replicate, Shard
 from shardwright.units import format_bytes, format_count
@@ -47,6 +49,8 @@ class Placing:
     job: Job
     mode: Mode
     plan: Plan
+    narrow: Mapping[str, str] = field(default_factory=dict)
+    """Layers that turned out to be smaller than the grid, and why: they stay whole."""
 
     def __post_init__(self) -> None:
         self.model = self.job.model
@@ -56,6 +60,7 @@ class Placing:
         for path, _, own, name in owners(self.model):
             self.names.setdefault(path, {})[own] = name
         self.chains = {chain.row: chain for chain in self.overrides.all_chains(self.model) if self._is_free(chain)}
+        self.attentions = frozenset(self._attentions())
         self.stream = prod(size for _, size in self.mode.feature_axes)
         self.head = self._find_head()
         self.flow = self._follow()
@@ -69,8 +74,18 @@ class Placing:
         places = [self.flow.places.get(path) for path in self.users(head) - {head}]
         return not rows_cut or all(found is not None and found.from_input for found in places)
 
+    def _attentions(self) -> Iterator[str]:
+        """The attentions of ours that may be cut: as they were built, their layers their own."""
+        for path, module in self.model.named_modules():
+            if isinstance(module, Attention) and is_plain_attention(module) and path not in self.narrow:
+                layers = [f"{path}.{own}".lstrip(".") for own in attention_layers(module)]
+                if not any(name in self.shared for layer in layers for name in self.names[layer].values()):
+                    yield path
+
     def _is_free(self, chain: Chain) -> bool:
         layers = (*chain.columns, chain.row)
+        if chain.row in self.narrow:
+            return False
         return not any(name in self.shared for layer in layers for name in self.names[layer].values())
 
     def _follow(self) -> Flow:
@@ -85,7 +100,8 @@ class Placing:
             for path, module in self.model.named_modules()
             if is_exactly(module, nn.Embedding) and not self.may_cut_table(path)
         }
-        kept |= tables | set(self.overrides.copied)
+        kept |= {path for path, module in self.model.named_modules() if isinstance(module, Attention)} - self.attentions
+        kept |= set(self.narrow) | tables | set(self.overrides.copied)
         return follow(self.model, self.stream, list(self.chains.values()), kept, self.head)
 
     def stream_of(self, size: int) -> Features | None:
@@ -117,23 +133,7 @@ class Placing:
                         self.cut(name, axis.name, 0, y.along(axis.name))
             if roles[axis.name] == "k":
                 self.cut(names["weight"], axis.name, 1, x.along(axis.name))
-        fetches: list[str] = []
-        if not y.overlaps:
-            coords = self.plan.mesh.coords([axis.name for axis in axes if roles[axis.name] == "h"])
-            others = [n for n in y.names if roles[n] != "h"]
-            held: dict[tuple[int, ...], Sequence[Range]] = {
-                tuple(at.values()): y.held({**dict.fromkeys(y.names, 0), **at}, over=others) for at in coords
-            }
-            for axis in axes:
-                if roles[axis.name] == "t" and axis.stored:
-                    ranges = nested(held, axis.size)
-                    self.cut(names["weight"], axis.name, 0, ranges)
-                    held = {
-                        (*key, i): merged(common(ranges[i], each))
-                        for key, each in held.items()
-                        for i in range(axis.size)
-                    }
-                    fetches.append(axis.name)
+        fetches = [] if y.overlaps else self._store_apart(names["weight"], y, roles)
         x_spec: dict[str, Any] = {}
         dy_spec: dict[str, Any] = {}
         for axis in axes:
@@ -153,6 +153,24 @@ class Placing:
         )
         note = LinearNote(step, x, y, axes, enters, tuple(reversed(fetches)), elements)
         self.plan = self.plan.note(path, note)
+
+    def _store_apart(self, name: str, y: Features, roles: Mapping[str, str]) -> list[str]:
+        """Cuts a weight's rows over the axes that only store it so; those are what it is fetched over, in order."""
+        fetches: list[str] = []
+        coords = self.plan.mesh.coords([axis for axis, role in roles.items() if role == "h"])
+        others = [n for n in y.names if roles[n] != "h"]
+        held: dict[tuple[int, ...], Sequence[Range]] = {
+            tuple(at.values()): y.held({**dict.fromkeys(y.names, 0), **at}, over=others) for at in coords
+        }
+        for axis in self.mode.axes:
+            if roles[axis.name] == "t" and axis.stored:
+                ranges = nested(held, axis.size)
+                self.cut(name, axis.name, 0, ranges)
+                held = {
+                    (*key, i): merged(common(ranges[i], each)) for key, each in held.items() for i in range(axis.size)
+                }
+                fetches.append(axis.name)
+        return fetches
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> None:
         """Cuts a parameter over an axis; one that shares it may have done so already."""
@@ -182,7 +200,7 @@ class Placing:
 
     def _find_head(self) -> str | None:
         head = find_head(self.model) if is_exactly(self.job.loss, CrossEntropy) else None
-        if head is None or not self.mode.axes or self.overrides.speak_of(self.users(head)):
+        if head is None or head in self.narrow or not self.mode.axes or self.overrides.speak_of(self.users(head)):
             return None
         layer = self.model.get_submodule(head)
         assert isinstance(layer, nn.Linear)
@@ -207,8 +225,12 @@ class Placing:
         return {other for other, names in self.names.items() if mine & set(names.values())}
 
     def tables(self) -> set[str]:
-        """The embeddings of the model."""
-        return {path for path, module in self.model.named_modules() if is_exactly(module, nn.Embedding)}
+        """The embeddings of the model, but for those that do what a part of them could not."""
+        return {
+            path
+            for path, module in self.model.named_modules()
+            if isinstance(module, nn.Embedding) and is_exactly(module, nn.Embedding) and not not_to_cut(module)
+        }
 
     def may_cut_table(self, path: str) -> bool:
         """Whether all who use the table's rows can live with a part of them."""
@@ -222,14 +244,13 @@ class Placing:
         """The grid in words."""
         return " ".join(f"{axis.name}={axis.size}" for axis in self.mode.axes)
 
-    def too_small(self, path: str, what: str) -> LayoutError:
+    def too_small(self, path: str, what: str) -> GridError:
         """What to raise for a layer that is smaller than the grid."""
         total = prod(axis.size for axis in self.mode.axes)
-        return LayoutError(
-            explain(
-                f"'{path or 'the model'}' cannot be cut in this mode",
-                given=f"{what}, over {self.sizes()}",
-                allowed="grids whose sides are no larger than the layer's dimensions",
-                fix=f"write a smaller grid, or move ranks to 'dp': dp{total}",
-            )
+        return GridError(
+            f"'{path or 'the model'}' cannot be cut in this mode",
+            given=f"{what}, over {self.sizes()}",
+            allowed="grids whose sides are no larger than the layer's dimensions",
+            fix=f"write a smaller grid, or dp{total}",
+            path=path,
         )

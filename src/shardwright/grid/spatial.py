@@ -26,7 +26,7 @@ from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.grid.map_operators import compute
 from shardwright.grid.maps import Maps, Settled, Step
 from shardwright.mesh import Coord
-from shardwright.models.structure import Visit, given_to
+from shardwright.models.visits import Visit, given_to
 from shardwright.pipeline import Frame
 from shardwright.product import balanced_rows, batch_norms, reading_of, row_ranges, share_statistics, whole_rows
 from shardwright.strategy import Batch, Job, Plan, Traffic, statistics_traffic, sync_traffic

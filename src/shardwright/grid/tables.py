@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.grid.features import Features
-from shardwright.grid.flow import Place, is_plain
+from shardwright.grid.flow import Place, not_to_cut
 from shardwright.grid.mode import LossNote, Mode, TableNote, gives, takes
 from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Layer, States, Step
@@ -19,6 +19,7 @@ from shardwright.strategy import LOSS, OUTPUT, Activation, Replicate, Shard
 
 def place_head_and_tables(placing: Placing) -> None:
     """Cuts the head, with the loss that takes its classes cut, and every table that may be."""
+    _explain_whole_tables(placing)
     if placing.head is not None:
         _place_head(placing, placing.head)
     for path in sorted(placing.tables()):
@@ -27,12 +28,20 @@ def place_head_and_tables(placing: Placing) -> None:
         assert isinstance(table, nn.Embedding)
         tied = placing.head is not None and placing.head in placing.users(path)
         if found is None and not tied:
-            if placing.may_cut_table(path) and is_plain(table):
+            if placing.may_cut_table(path):
                 found = Place("table", False, False, table.embedding_dim, from_input=False)
             else:
                 continue
         if placing.may_cut_table(path):
             _place_table(placing, path, table, found or Place("table"), tied)
+
+
+def _explain_whole_tables(placing: Placing) -> None:
+    for path, table in placing.model.named_modules():
+        why = not_to_cut(table) if isinstance(table, nn.Embedding) else ""
+        for user in sorted(placing.users(path)) if why else ():
+            whose = "" if user == path else f"shares the table '{path}': "
+            placing.plan = placing.plan.role(user, placing.mode.name, "copied", whose + why)
 
 
 def _place_head(placing: Placing, head: str) -> None:

@@ -23,7 +23,7 @@ from shardwright.grid.mode import (
 )
 from shardwright.grid.multihead import MultiheadNote, price_multihead
 from shardwright.mesh import Coord
-from shardwright.models.structure import Visit
+from shardwright.models.visits import Visit
 from shardwright.pipeline import Rows, Samples
 from shardwright.strategy import LOSS, OUTPUT, Batch, Plan, Traffic, statistics_traffic, sync_traffic
 

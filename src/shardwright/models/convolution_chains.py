@@ -18,8 +18,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from shardwright.models.callers import Home, called_elsewhere
 from shardwright.models.structure import (
     BATCH_NORMS,
+    CONTAINERS,
     has_choices,
     is_elementwise,
     is_exactly,
@@ -56,10 +58,16 @@ class ConvolutionChain(NamedTuple):
     last: str
     units: int
     channels: dict[str, int]
+    homes: dict[str, Home]
+    """Where the calls of these layers come from."""
 
 
-def find_convolution_chains(model: nn.Module, taken: Collection[str] = ()) -> tuple[ConvolutionChain, ...]:
+def find_convolution_chains(
+    model: nn.Module, taken: Collection[str] = (), parts: int = 2
+) -> tuple[ConvolutionChain, ...]:
     """Every chain of convolutions, by the layers' names; a layer is in one chain at most, and in none if ``taken``.
+
+    A GroupNorm is in one only if each of ``parts`` can have some of its groups whole.
 
     >>> block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 4, 1))
     >>> (chain,) = find_convolution_chains(block)
@@ -68,7 +76,10 @@ def find_convolution_chains(model: nn.Module, taken: Collection[str] = ()) -> tu
     """
     used = set(taken)
     twice = registered_twice(model)
-    used |= {path for path, module in model.named_modules(remove_duplicate=False) if id(module) in twice}
+    names = {path for path, _ in model.named_modules()}
+    used |= {
+        path for path, module in model.named_modules(remove_duplicate=False) if id(module) in twice or path not in names
+    }
     found: list[ConvolutionChain] = []
     traced: list[str] = []
     for path, module in model.named_modules():
@@ -78,8 +89,9 @@ def find_convolution_chains(model: nn.Module, taken: Collection[str] = ()) -> tu
         graph = trace(module, deep=True) if not _is_convolution(module) else None
         if graph is not None:
             traced.append(path)
-            found += _Search(model, module, path, graph, used).chains()
-    return tuple(found)
+            found += _Search(model, module, path, graph, used).chains(parts)
+    elsewhere = called_elsewhere(model, {layer: home for chain in found for layer, home in chain.homes.items()})
+    return tuple(chain for chain in found if not elsewhere.intersection(chain.homes))
 
 
 def _is_convolution(module: nn.Module | None) -> bool:
@@ -112,8 +124,9 @@ class _Search:
         self.model, self.root, self.path, self.graph, self.used = model, root, path, graph, used
         self.calls = [node.target for node in graph.nodes if node.op == "call_module"]
 
-    def chains(self) -> list[ConvolutionChain]:
+    def chains(self, parts: int) -> list[ConvolutionChain]:
         """Ungrouped last layers first: a grouped convolution is rather in the middle of a chain than its end."""
+        self.parts = parts
         ends = [node for node in self.graph.nodes if self._convolution(node) is not None]
         ends.sort(key=lambda node: cast(Any, self._convolution(node)).groups > 1)
         ends += [node for node in self.graph.nodes if is_exactly(module_of(node, self.root), nn.Linear)]
@@ -161,7 +174,14 @@ class _Search:
         channels = {self._name(node): node.meta["channels"] for node in (*part.firsts, *part.middles, *between)}
         channels[self._name(last)] = part.channels
         names = [tuple(self._name(n) for n in dict.fromkeys(ns)) for ns in (part.firsts, part.middles, between)]
-        return ConvolutionChain(names[0], names[1], names[2], self._name(last), part.units, channels)
+        homes = dict(self._home(node) for node in (*part.firsts, *part.middles, *between, last))
+        return ConvolutionChain(names[0], names[1], names[2], self._name(last), part.units, channels, homes)
+
+    def _home(self, node: fx.Node) -> tuple[str, Home]:
+        """Whose code calls a layer: of those running the innermost that is no mere container."""
+        running = [path for path in node.meta["within"] if type(self.root.get_submodule(path)) not in CONTAINERS]
+        caller = f"{self.path}.{running[-1]}".lstrip(".") if running else self.path
+        return self._name(node), Home(self.path, frozenset([caller]))
 
     def _part(self, node: fx.Node) -> _Part:
         """What lies before ``node`` and with it, back to the first convolutions."""
@@ -179,8 +199,10 @@ class _Search:
             tuple(n for part in parts for n in part.middles),
             tuple(n for part in parts for n in part.between),
             parts[0].channels,
-            gcd(*(part.units for part in parts)),
+            gcd(*(part.units for part in parts), *self._groups(node)),
         )
+        if self._groups(node) and joined.units < self.parts:
+            raise _NoChainError  # some rank would hold no whole group
         return joined.then(node)
 
     def _part_to_convolution(self, node: fx.Node, convolution: Any) -> _Part:
@@ -210,6 +232,11 @@ class _Search:
         node.meta["channels"] = in_features
         return part.then(node)._replace(channels=in_features)
 
+    def _groups(self, node: fx.Node) -> tuple[int, ...]:
+        """How many groups of channels a GroupNorm normalises, each by itself."""
+        module = module_of(node, self.root)
+        return (module.num_groups,) if isinstance(module, nn.GroupNorm) else ()
+
     def _is_changed_by_a_cut(self, node: fx.Node) -> bool:
         """Whether a module must know which channels it sees; any other may be called elsewhere on whole ones."""
         module = module_of(node, self.root)
@@ -218,8 +245,8 @@ class _Search:
 
     def _is_channelwise(self, node: fx.Node) -> bool:
         module = module_of(node, self.root)
-        if any(is_exactly(module, kind) for kind in BATCH_NORMS):
-            return True
+        if any(is_exactly(module, kind) for kind in (*BATCH_NORMS, nn.GroupNorm)):
+            return len(node.all_input_nodes) == 1
         pools = any(is_exactly(module, kind) for kind in CHANNELWISE_MODULES)
         if pools or (node.op == "call_function" and node.target in CHANNELWISE_FUNCTIONS):
             return len(node.all_input_nodes) == 1

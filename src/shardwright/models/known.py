@@ -8,7 +8,15 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from shardwright.models.structure import ELEMENTWISE_FUNCTIONS, Chain, is_elementwise_module, is_exactly, runs_as
+from shardwright.models.attention import Attention, Rotary
+from shardwright.models.structure import (
+    ELEMENTWISE_FUNCTIONS,
+    Chain,
+    has_hooks,
+    is_elementwise_module,
+    is_exactly,
+    runs_as,
+)
 
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -18,20 +26,22 @@ def known_chains(model: nn.Module) -> Iterator[tuple[Chain, bool]]:
 
     >>> layer = nn.TransformerDecoderLayer(8, 2, 16)
     >>> list(known_chains(layer))
-    [(Chain(columns=('linear1',), between=('dropout',), row='linear2', entry=None), False)]
+    [(Chain(columns=('linear1',), between=('dropout',), row='linear2', entry=None, owner=''), False)]
     """
     for path, layer in model.named_modules():
         if not any(runs_as(layer, kind) for kind in LAYERS):
             continue
         activation: Any = layer.activation
-        elementwise = activation in ELEMENTWISE_FUNCTIONS or is_elementwise_module(activation)
+        module = activation if isinstance(activation, nn.Module) else None
+        elementwise = activation in ELEMENTWISE_FUNCTIONS if module is None else is_elementwise_module(module)
         inside = {name: getattr(layer, name) for name in ("linear1", "dropout", "linear2", "self_attn")}
         kinds = {"linear1": nn.Linear, "dropout": nn.Dropout, "linear2": nn.Linear}
         if not elementwise or not all(is_exactly(inside[name], kind) for name, kind in kinds.items()):
             continue
         prefix = f"{path}." if path else ""
-        between = ("activation",) * isinstance(activation, nn.Module) + ("dropout",)
-        chain = Chain((f"{prefix}linear1",), tuple(prefix + name for name in between), f"{prefix}linear2", None)
+        between = ("activation",) * (module is not None) + ("dropout",)
+        between = tuple(prefix + name for name in between)
+        chain = Chain((f"{prefix}linear1",), between, f"{prefix}linear2", None, path)
         yield chain, bool(inside["self_attn"].batch_first)
 
 
@@ -48,3 +58,38 @@ def is_known_attention(module: nn.Module) -> bool:
         and module.bias_k is None
         and not module.add_zero_attn
     )
+
+
+def attention_layers(attention: Attention) -> tuple[str, ...]:
+    """The names of the layers that make queries, keys, values and the output.
+
+    >>> attention_layers(Attention(8, 2))
+    ('q', 'k', 'v', 'o')
+    """
+    return ("qkv", "o") if attention.fused else ("q", "k", "v", "o")
+
+
+def is_plain_attention(module: nn.Module) -> bool:
+    """Whether an attention of ours computes what its sizes say: no part is another's, replaced or listened to.
+
+    >>> attention = Attention(8, 2)
+    >>> plain = is_plain_attention(attention)
+    >>> attention.attend = lambda q, k, v: v
+    >>> plain, is_plain_attention(attention)
+    (True, False)
+    """
+    if not isinstance(module, Attention) or not is_exactly(module, Attention):
+        return False
+    if not {"attend", "project"}.isdisjoint(vars(module)):
+        return False
+    kinds: dict[str, type[nn.Module]] = dict.fromkeys(attention_layers(module), nn.Linear)
+    kinds |= {"attention_dropout": nn.Dropout} | ({"rotary": Rotary} if module.rotary is not None else {})
+    children = dict(module.named_children())
+    if children.keys() != kinds.keys() or not all(is_exactly(children[name], kind) for name, kind in kinds.items()):
+        return False
+    q_width, kv_width = module.num_heads * module.head_dim, module.num_kv_heads * module.head_dim
+    made = [children[name].out_features for name in attention_layers(module)[:-1]]
+    as_built = [q_width + 2 * kv_width] if module.fused else [q_width, kv_width, kv_width]
+    whole_heads = module.rotary is None or module.rotary.pairs == tuple(range(module.head_dim // 2))
+    listened = any(has_hooks(child) for child in children.values())
+    return made == as_built and module.o.in_features == q_width and whole_heads and not listened

@@ -7,7 +7,6 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -18,8 +17,6 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 
 from shardwright.draws import with_names
-from shardwright.models.calls import AttentionCall, attention_call, leads_to
-from shardwright.models.devices import StaysOn
 from shardwright.models.reading import ShowsReads, Tracer
 
 ELEMENTWISE_MODULES = (
@@ -39,6 +36,8 @@ ELEMENTWISE_FUNCTIONS = frozenset(
 MAKERS = frozenset(("arange", "empty", "eye", "full", "linspace", "ones", "zeros"))
 """What makes a tensor of numbers alone: nothing in a call says that a trace is under way."""
 ELEMENTWISE_METHODS = frozenset(["relu", "tanh", "sigmoid", "mul", "square", "contiguous", "clone"])
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""What has no code of its own worth a name: whoever calls it calls what is in it."""
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
@@ -116,6 +115,8 @@ class Chain(NamedTuple):
     row: str
     entry: str | None
     """The module whose only input the columns share, when there are several."""
+    owner: str | None = None
+    """The module in whose forward the chain was seen; none where a person answers for it."""
 
 
 def trace(
@@ -130,9 +131,12 @@ def trace(
 
     The children stay calls, but for plain sequences and those named in ``opened``, whose own children do; ``deep``
     looks into all modules that are not torch's own. What has hooks stays a call, which will run them. Arguments that
-    may be left out are, but for those in ``given``. Code that reads a layer's weight from outside cannot be traced,
-    unless ``shows_weights``. torch's own tracer replaces ``nn.Module.__call__`` for the whole process while it works;
-    this one changes a copy of the module and nothing else, so that other threads may run models meanwhile.
+    may be left out are, but for those in ``given``. ``node.meta["within"]`` says which of those looked into were
+    running, the outermost first. Code that reads a layer's weight from outside cannot be traced, unless
+    ``shows_weights``.
+
+    torch's own tracer replaces ``nn.Module.__call__`` for the whole process while it works; this one changes a copy of
+    the module and nothing else, so that other threads may run models meanwhile.
 
     >>> [node.op for node in trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
@@ -141,8 +145,16 @@ def trace(
     tracer = Tracer(graph)
     memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, memo)
-    for path, child in _leaves(copied, deep=deep, opened=opened):
-        child.forward = partial(_call, tracer, path)
+    running: list[str] = []
+    patched = set[nn.Module]()
+    for path, child, opens in _inside(copied, deep=deep, opened=opened):
+        if child in patched:
+            continue  # its first name is its name
+        patched.add(child)
+        if opens:
+            child.forward = partial(_enter, running, path, child.forward)
+            continue
+        child.forward = partial(_call, tracer, running, path)
         for name in HOOKS:
             setattr(child, name, {})
         for layer in child.modules():
@@ -191,8 +203,17 @@ def _making(module: nn.Module, tracer: fx.proxy.TracerBase) -> Callable[..., Any
     return MethodType(with_names(function, torch=_Making(tracer)), module)
 
 
-def _call(tracer: fx.proxy.TracerBase, path: str, *args: Any, **named: Any) -> fx.Proxy:
-    return tracer.create_proxy("call_module", path, args, named)
+def _call(tracer: fx.proxy.TracerBase, running: list[str], path: str, *args: Any, **named: Any) -> fx.Proxy:
+    proxy = tracer.create_proxy("call_module", path, args, named)
+    proxy.node.meta["within"] = tuple(running)
+    return proxy
+
+
+def _enter(running: list[str], path: str, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    running.append(path)
+    result = forward(*args, **named)
+    running.pop()
+    return result
 
 
 def _called_by_name(module: nn.Module, tracer: fx.proxy.TracerBase, inputs: Mapping[str, fx.Proxy]) -> Any:
@@ -202,17 +223,22 @@ def _called_by_name(module: nn.Module, tracer: fx.proxy.TracerBase, inputs: Mapp
     return _making(module, tracer)(*bound.args, **bound.kwargs)
 
 
-def _leaves(
+def _inside(
     module: nn.Module, prefix: str = "", *, deep: bool = False, opened: Collection[str] = ()
-) -> Iterator[tuple[str, nn.Module]]:
-    """The children, by path; of plain sequences, ``opened`` and, ``deep``, all but torch's own, theirs instead."""
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The modules inside, by path, and whether they are looked into: plain containers, ``opened``, if ``deep`` more."""
     for name, child in module.named_children():
-        plain = type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-        opens = plain or f"{prefix}{name}" in opened or (deep and not type(child).__module__.startswith("torch.nn."))
-        if opens and not has_hooks(child):
-            yield from _leaves(child, f"{prefix}{name}.", deep=deep, opened=opened)
-        else:
-            yield f"{prefix}{name}", child
+        opens = type(child) in CONTAINERS or f"{prefix}{name}" in opened
+        opens = opens or (deep and not type(child).__module__.startswith("torch.nn."))
+        opens = opens and not has_hooks(child)
+        yield f"{prefix}{name}", child, opens
+        if opens:
+            yield from _inside(child, f"{prefix}{name}.", deep=deep, opened=opened)
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    """The children, those of plain containers in their place."""
+    return (child for _, child, opens in _inside(module) if not opens)
 
 
 def find_chains(model: nn.Module) -> tuple[Chain, ...]:
@@ -220,19 +246,19 @@ def find_chains(model: nn.Module) -> tuple[Chain, ...]:
 
     >>> gelu = nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2))
     >>> find_chains(nn.Sequential(gelu, gelu))
-    (Chain(columns=('0.0',), between=('0.1',), row='0.2', entry=None),)
+    (Chain(columns=('0.0',), between=('0.1',), row='0.2', entry=None, owner='0'),)
     """
     found: list[Chain] = []
     taken: set[str] = set()
-    shared = registered_twice(model)
+    shared, names = registered_twice(model), {path for path, _ in model.named_modules()}
     for path, module in model.named_modules():
-        if not any(is_exactly(child, nn.Linear) for _, child in _leaves(module)) or has_choices(module):
+        if not any(is_exactly(child, nn.Linear) for child in _leaves(module)) or has_choices(module):
             continue
         graph = trace(module)
         for node in graph.nodes if graph is not None else ():
             chain = _chain_to(node, module, path)
             layers = (*chain.columns, *chain.between, chain.row) if chain is not None else ()
-            if any(id(model.get_submodule(layer)) in shared for layer in layers):
+            if not names.issuperset(layers) or any(id(model.get_submodule(layer)) in shared for layer in layers):
                 continue  # somebody else may call it, on whole features
             if chain is not None and not taken.intersection((*chain.columns, chain.row)):
                 found.append(chain)
@@ -300,7 +326,7 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> Chain | None:
         tuple(f"{path}.{node.target}".lstrip(".") for node in nodes if node.op == "call_module")
         for nodes in (reversed(columns), reversed(between), [row])
     ]
-    return Chain(names[0], names[1], names[2][0], path if shared else None)
+    return Chain(names[0], names[1], names[2][0], path if shared else None, path)
 
 
 def find_head(model: nn.Module) -> str | None:
@@ -317,84 +343,6 @@ def find_head(model: nn.Module) -> str | None:
         return None
     last = output.all_input_nodes[0]
     single_use = len(last.users) == 1 and [n.target for n in graph.nodes].count(last.target) == 1
-    return str(last.target) if is_exactly(module_of(last, model), nn.Linear) and single_use else None
-
-
-@dataclass(frozen=True)
-class Visit:
-    """One call of a module: the shapes of its first input and of its output, and whether gradients flow back."""
-
-    x_shape: tuple[int, ...]
-    y_shape: tuple[int, ...]
-    element_bytes: int
-    needs_gradient: bool
-    call: AttentionCall | None = field(default=None, repr=False)
-
-
-Visits = Mapping[str, tuple[Visit, ...]]
-"""By module name, the calls of one forward."""
-
-
-def observe(model: nn.Module, inputs: Any) -> Visits:
-    """Every module's calls in one forward of the plain model; runs on the meta device, so nothing is computed.
-
-    >>> model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2)).to("meta")
-    >>> visits = observe(model, torch.empty(5, 2, device="meta"))
-    >>> visits["1"]
-    (Visit(x_shape=(5, 8), y_shape=(5, 2), element_bytes=4, needs_gradient=True),)
-    """
-    seen: dict[str, list[Visit]] = {}
-    weights: list[tuple[str, int, Tensor]] = []
-
-    def note(path: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            if isinstance(module, nn.MultiheadAttention):  # it gives a pair, and does not call its own layer
-                call = attention_call(module, *args, **named)
-                shape, learns = call.shape(module.embed_dim), output[0].requires_grad
-                if output[1] is not None:
-                    weights.append((path, len(seen.get(path, ())), output[1]))
-                seen.setdefault(path, []).append(Visit(shape, shape, output[0].element_size(), learns, call))
-                inner = Visit(shape, shape, output[0].element_size(), learns)
-                seen.setdefault(f"{path}.out_proj".lstrip("."), []).append(inner)
-                return
-            x = next((a for a in (*args, *named.values()) if isinstance(a, Tensor)), None)
-            y = output if isinstance(output, Tensor) else None
-            if x is not None and y is not None:
-                visit = Visit(tuple(x.shape), tuple(y.shape), y.element_size(), x.requires_grad)
-                seen.setdefault(path, []).append(visit)
-
-        return hook
-
-    handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in model.named_modules()]
-    try:
-        with torch.enable_grad(), StaysOn(torch.device("meta")):
-            result = call_model(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for path, number, each in weights:
-        visit, used = seen[path][number], leads_to(each, result)
-        assert visit.call is not None, "an attention was called"
-        seen[path][number] = replace(visit, call=visit.call._replace(weights_learn=used))
-    return {path: tuple(visits) for path, visits in seen.items()}
-
-
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Runs a model on a batch's inputs: one value, a tuple of arguments, or a dict of named ones.
-
-    >>> call_model(nn.Identity(), (torch.ones(1),))
-    tensor([1.])
-    """
-    args, named = given_to(inputs)
-    return model(*args, **named)
-
-
-def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch's inputs as a model is given them: in order, and by name.
-
-    >>> given_to(1), given_to([1, 2]), given_to({"x": 3})
-    (((1,), {}), ((1, 2), {}), ((), {'x': 3}))
-    """
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+    head = module_of(last, model)
+    once = single_use and sum(each is head for _, each in model.named_modules(remove_duplicate=False)) == 1
+    return str(last.target) if is_exactly(head, nn.Linear) and once else None

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright import grid
-from shardwright.errors import LayoutError, explain
+from shardwright.errors import GridError, LayoutError, explain
 from shardwright.grid.overrides import overrides_of
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
-from shardwright.models.structure import Visit, Visits, observe
+from shardwright.models.visits import Visit, Visits, observe
+from shardwright.parallelize.advice import advised
 from shardwright.parallelize.auto import num_shares, samples_of, settle
 from shardwright.parallelize.rehearsal import crossings
 from shardwright.parallelize.sequences import cut_tokens, num_tokens_of
@@ -27,7 +28,7 @@ from shardwright.pipeline.cutting import stages_by_device
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.product import forget_batches
 from shardwright.strategies import choose
-from shardwright.strategy import NUM_TOKENS, Batch, Job, Plan, Strategy, Traffic
+from shardwright.strategy import NUM_TOKENS, Batch, Job, Plan, Strategy, Traffic, check_table
 
 
 def hollow(model: nn.Module) -> nn.Module:
@@ -72,6 +73,7 @@ def make_plan(
     whole = job._replace(model=hollow(job.model))
     if layout.num_microbatches > 1:
         for name, module in whole.model.named_modules():
+            check_table(name, module, f"mb{layout.num_microbatches}", ["scale_grad_by_freq"])
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 raise LayoutError(
                     explain(
@@ -84,7 +86,10 @@ def make_plan(
     overrides_of(whole)  # names that the model does not have are refused under any layout
     plan = Plan.of(whole, layout)
     for strategy in strategies:
-        plan = strategy.place(whole, plan)
+        try:
+            plan = strategy.place(whole, plan)
+        except GridError as error:
+            raise advised(error, whole, layout) from None
     return plan, strategies
 
 

@@ -15,7 +15,7 @@ from shardwright.comm import Axis, World
 from shardwright.comm.values import gather_json
 from shardwright.draws import Draws
 from shardwright.errors import LayoutError, PlanError, explain
-from shardwright.models.structure import call_model
+from shardwright.models.visits import call_model
 from shardwright.parallelize.checking import check_trains
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.planning import (

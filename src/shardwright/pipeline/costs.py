@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from shardwright.models.structure import call_model
+from shardwright.models.visits import call_model
 from shardwright.pipeline.graph import CallSite, Chunked, bind, prepare, run, sites
 
 WORK_PER_ELEMENT = 16

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from shardwright.draws import Draws, RefusesDraws
 from shardwright.errors import PlanError, explain
-from shardwright.models.structure import call_model
+from shardwright.models.visits import call_model
 from shardwright.pipeline.actions import Action, Schedule
 from shardwright.pipeline.deferred import Deferred
 from shardwright.pipeline.samples import Samples

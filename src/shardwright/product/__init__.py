@@ -10,7 +10,7 @@ from shardwright.product.batch_norm import (
 )
 from shardwright.product.convolution import CutConvolution
 from shardwright.product.grid import Ahead, Fetch, Later, Product, weight_of
-from shardwright.product.guard import Forwarding, guard
+from shardwright.product.guard import Forwarding, Running, guard
 from shardwright.product.halo import (
     halo_convolution,
     halo_enlarge,
@@ -44,6 +44,7 @@ __all__ = [
     "Move",
     "Product",
     "Resize",
+    "Running",
     "Split",
     "Spread",
     "Window",

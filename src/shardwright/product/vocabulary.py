@@ -39,11 +39,18 @@ def check_inside(what: str, values: Tensor, size: int) -> None:
 
 
 def cut_embedding(
-    tokens: Tensor, w_vh: Tensor, start: int, vocabulary: int, take: Sequence[Move], give: Sequence[Move]
+    tokens: Tensor,
+    w_vh: Tensor,
+    start: int,
+    vocabulary: int,
+    take: Sequence[Move],
+    give: Sequence[Move],
+    padding: int | None = None,
 ) -> Tensor:
     """Looks tokens up in a table whose rows are cut; this rank holds some from ``start`` on.
 
-    A rank that does not hold a token's row gives zeros, so the sum over those who share the table is the row.
+    A rank that does not hold a token's row gives zeros, so the sum over those who share the table is the row. The row
+    of the token ``padding`` learns nothing from being looked up.
 
     Shapes: tokens (samples, ...); w_vh (V / cut, H / cut); returns (samples, ..., H / cut).
     Traffic: ``take`` of the tokens, forward; ``give`` of the rows found.
@@ -54,7 +61,9 @@ def cut_embedding(
     tokens = gathered_rows(tokens, take)
     local = tokens - start
     elsewhere = (local < 0) | (local >= w_vh.shape[0])
-    rows = functional.embedding(local.masked_fill(elsewhere, 0), w_vh)
+    here = padding is not None and start <= padding < start + w_vh.shape[0]
+    unlearned = padding - start if padding is not None and here else None
+    rows = functional.embedding(local.masked_fill(elsewhere, 0), w_vh, unlearned)
     return summed(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), give)
 
 

@@ -73,7 +73,8 @@ def _without(layout: Layout, factor: Factor) -> str:
 
 
 def _no_option(layout: Layout, factor: Factor, option: str, known: Mapping[str, Strategy]) -> LayoutError:
-    options = sorted({name for s in known.values() if s.axis == factor.axis for name in s.options})
+    names = {name for s in known.values() if s.axis == factor.axis for name in s.options}
+    options = sorted(names | ({"auto"} if factor.axis == "tp" else set()))
     plain = factor.axis + (f"{factor.size}")
     return LayoutError(
         explain(

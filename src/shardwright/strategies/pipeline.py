@@ -40,7 +40,7 @@ from shardwright.pipeline.schedules.file import read_schedule
 from shardwright.pipeline.stage import Stage
 from shardwright.pipeline.transfers import coming, leaving
 from shardwright.product.split import split_backward
-from shardwright.strategy import Applied, Batch, Job, Partial, Plan, Rest, Traffic, sync_traffic
+from shardwright.strategy import Applied, Batch, Job, Partial, Plan, Rest, Traffic, check_table, sync_traffic
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,9 @@ class Pipeline:
                 "pp", holders.get(name, range(schedule.num_stages))
             )
         shared = {name for name, where in holders.items() if len(where) > 1}
+        for use in plan.uses:
+            if use.parameter in shared:
+                check_table(use.module, job.model.get_submodule(use.module), str(_factor(plan)), ["max_norm", "sparse"])
         uses = tuple(
             use._replace(dy={**use.dy, "pp": Partial()}) if use.parameter in shared else use for use in plan.uses
         )

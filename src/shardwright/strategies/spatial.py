@@ -34,7 +34,8 @@ from shardwright.errors import LayoutError, explain
 from shardwright.grid import Maps, Settled
 from shardwright.mesh import Coord
 from shardwright.models.convolution_chains import CONVOLUTIONS
-from shardwright.models.structure import given_to, owners
+from shardwright.models.structure import owners
+from shardwright.models.visits import given_to
 from shardwright.product import Resize, Window, balanced_rows, reading_of
 from shardwright.strategy import Applied, Batch, Job, Plan, Shard, Traffic
 

@@ -28,6 +28,7 @@ from shardwright.strategy.protocol import (
     Strategy,
     apply_in_turn,
     check_samples_apart,
+    check_table,
 )
 from shardwright.strategy.traffic import (
     Batch,
@@ -73,6 +74,7 @@ __all__ = [
     "apply_in_turn",
     "blocks",
     "check_samples_apart",
+    "check_table",
     "is_shared_whole",
     "partial_axes",
     "statistics_traffic",

@@ -14,6 +14,7 @@ from shardwright.boxes import Lies, Ranges
 from shardwright.draws import Draws, SliceOfDim
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
+from shardwright.models.callers import Home
 from shardwright.models.structure import owners
 from shardwright.pipeline import Deferred, Frame, Rows, Samples, Schedule
 from shardwright.pipeline.cutting import Stages
@@ -168,6 +169,8 @@ class Plan:
     """The modules that compute statistics of the batch: over all axes that cut its samples."""
     buffers: Mapping[str, Lies] = field(default_factory=dict)
     """Where buffers lie that are cut; any other is whole on every rank."""
+    homes: Mapping[str, Home] = field(default_factory=dict)
+    """Where the calls of modules come from that take or give a part: from elsewhere they would be wrong."""
 
     @staticmethod
     def of(job: Job, layout: Layout) -> Plan:
@@ -226,6 +229,10 @@ class Plan:
     def note(self, module: str, note: Any) -> Plan:
         """Keeps what a strategy found out about ``module`` for its ``apply`` and ``traffic``."""
         return replace(self, notes={**self.notes, module: note})
+
+    def at_home(self, homes: Mapping[str, Home]) -> Plan:
+        """Notes from where modules are called that take or give a part."""
+        return replace(self, homes={**self.homes, **homes})
 
     @property
     def row_axes(self) -> frozenset[str]:

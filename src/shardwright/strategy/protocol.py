@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import ClassVar, Literal, Protocol
 
 from torch import nn
@@ -80,7 +81,8 @@ def apply_in_turn(
 def check_samples_apart(model: nn.Module, factor: str) -> None:
     """Raises LayoutError for layers that mix the samples of a batch, which ``factor`` cuts, in ways not known here.
 
-    torch's own BatchNorms are known: they share their statistics.
+    torch's own BatchNorms are known: they share their statistics. A table that changes its rows, or the size of its
+    gradients, by the tokens of the whole batch does not know those of other ranks.
 
     >>> class Halved(nn.BatchNorm1d):
     ...     def forward(self, input): return super().forward(input) / 2
@@ -92,6 +94,7 @@ def check_samples_apart(model: nn.Module, factor: str) -> None:
       fix:     use one of these as it is, or GroupNorm, or LayerNorm
     """
     for name, module in model.named_modules():
+        check_table(name, module, factor)
         mixes = isinstance(module, nn.modules.batchnorm._NormBase)
         if isinstance(module, nn.modules.instancenorm._InstanceNorm):
             mixes = module.track_running_stats  # it keeps a mean over the samples
@@ -102,5 +105,38 @@ def check_samples_apart(model: nn.Module, factor: str) -> None:
                     given=f"{type(module).__name__} on {factor}",
                     allowed=f"{', '.join(k.__name__ for k in BATCH_NORMS)}, and layers that treat each sample alone",
                     fix="use one of these as it is, or GroupNorm, or LayerNorm",
+                )
+            )
+
+
+TABLE_OPTIONS: Mapping[str, str] = {
+    "max_norm": "changes rows by the tokens that one rank sees",
+    "scale_grad_by_freq": "counts the tokens that one rank sees",
+    "sparse": "gives gradients that ranks cannot sum",
+}
+"""What a table may do beside looking rows up, and why that goes wrong where ranks share it or its tokens."""
+
+
+def check_table(path: str, table: nn.Module, factor: str, options: Collection[str] = tuple(TABLE_OPTIONS)) -> None:
+    """Raises LayoutError for a table with one of these options, where ``factor`` cuts its tokens or shares its rows.
+
+    >>> check_table("words", nn.Embedding(9, 3, max_norm=1.0), "dp2")
+    Traceback (most recent call last):
+    shardwright.errors.LayoutError: the table 'words' would not be that of one device on 'dp2'
+      given:   Embedding with max_norm=1.0, which changes rows by the tokens that one rank sees
+      allowed: Embedding without max_norm; with it on tp alone, where every rank sees all tokens
+      fix:     leave out max_norm, or write tp2
+    """
+    if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
+        return
+    for option in options:
+        if getattr(table, option):
+            kind, size = type(table).__name__, factor.lstrip("abcdefghijklmnopqrstuvwxyz").partition("/")[0]
+            raise LayoutError(
+                explain(
+                    f"the table '{path}' would not be that of one device on '{factor}'",
+                    given=f"{kind} with {option}={getattr(table, option)}, which {TABLE_OPTIONS[option]}",
+                    allowed=f"{kind} without {option}; with it on tp alone, where every rank sees all tokens",
+                    fix=f"leave out {option}, or write tp{prod(map(int, size.split('x')))}",
                 )
             )

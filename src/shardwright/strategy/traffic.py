@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwright.boxes import Box
 from shardwright.comm import ring_factor
 from shardwright.mesh import Coord
-from shardwright.models.structure import Visits
+from shardwright.models.visits import Visits
 from shardwright.pipeline import Samples
 from shardwright.pipeline.executor import Unit
 from shardwright.strategy.plan import Plan, Use
