@@ -50,7 +50,7 @@ def test_the_row_of_padding_learns_nothing_from_being_looked_up_also_where_the_t
     assert verdict.equal, str(verdict)
 
 
-WHOLE = {"max_norm": 0.5, "scale_grad_by_freq": True, "sparse": True}
+WHOLE = {"max_norm": 0.5, "scale_grad_by_freq": True}
 
 
 @pytest.mark.parametrize("option", WHOLE)
@@ -58,7 +58,7 @@ def test_a_table_that_a_part_could_not_be_stays_whole_with_its_head_and_show_say
     plan = plan_of("tp2", **{option: WHOLE[option]})
     assert not plan.compute["table.weight"].axes
     assert set(plan.compute["block.0.weight"].axes)
-    assert ("sparse" if option == "sparse" else option) in plan.roles["table"].why
+    assert option in plan.roles["table"].why
     assert plan.roles["head"].why.startswith("shares the table 'table': ")
     verdict = verify(model(**{option: WHOLE[option]}), "tp2", [BATCH, BATCH])
     assert verdict.equal, str(verdict)
@@ -73,9 +73,8 @@ def test_a_table_that_would_go_wrong_is_refused_by_name_where_samples_are_cut(li
 
 
 def test_one_that_two_stages_share_is_refused_and_one_of_a_single_stage_comes_out_right():
-    for option in ("max_norm", "sparse"):
-        with pytest.raises(LayoutError, match="the table 'table' would not be that of one device on 'pp2'"):
-            plan_of("pp2", **{option: WHOLE[option]})
+    with pytest.raises(LayoutError, match="the table 'table' would not be that of one device on 'pp2'"):
+        plan_of("pp2", max_norm=0.5)
     verdict = verify(model(tied=False, max_norm=0.5), "pp2 mb2", [BATCH, BATCH])
     assert verdict.equal, str(verdict)
 

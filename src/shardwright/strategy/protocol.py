@@ -112,7 +112,6 @@ def check_samples_apart(model: nn.Module, factor: str) -> None:
 TABLE_OPTIONS: Mapping[str, str] = {
     "max_norm": "changes rows by the tokens that one rank sees",
     "scale_grad_by_freq": "counts the tokens that one rank sees",
-    "sparse": "gives gradients that ranks cannot sum",
 }
 """What a table may do beside looking rows up, and why that goes wrong where ranks share it or its tokens."""
 
