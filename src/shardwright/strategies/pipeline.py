@@ -84,7 +84,7 @@ class Pipeline:
         shared = {name for name, where in holders.items() if len(where) > 1}
         for use in plan.uses:
             if use.parameter in shared:
-                check_table(use.module, job.model.get_submodule(use.module), str(_factor(plan)), ["max_norm", "sparse"])
+                check_table(use.module, job.model.get_submodule(use.module), str(_factor(plan)), ["max_norm"])
         uses = tuple(
             use._replace(dy={**use.dy, "pp": Partial()}) if use.parameter in shared else use for use in plan.uses
         )
