@@ -267,6 +267,26 @@ def test_statistics_of_a_batch_are_counted_once(line):
     assert counts == {"1.num_batches_tracked": 2, "4.num_batches_tracked": 2}
 
 
+class DroppedInputs(nn.Module):
+    """What every stage uses of the inputs is dropped, and normalised, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.4), nn.BatchNorm1d(W, affine=False)
+        self.layers = nn.ModuleList(nn.Linear(W, W) for _ in range(4))
+
+    def forward(self, x):
+        scale = self.norm(self.drop(x))
+        for layer in self.layers:
+            x = layer(x) * scale
+        return x
+
+
+@pytest.mark.parametrize("line", ["pp2", "pp4", "pp2/zb-v", "pp2/interleaved:v2"])
+def test_state_on_the_inputs_belongs_to_one_stage(line):
+    equal(DroppedInputs(), line)
+
+
 # ---- what goes in
 
 
@@ -394,6 +414,15 @@ def in_another_precision(m, x):
     return m.layers[3](y.to(x.dtype))
 
 
+class DropsTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(W, W), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return self.drop(self.layer(self.drop(x)))
+
+
 class Texts(nn.Module):
     """A stage whose output is no tensor."""
 
@@ -437,6 +466,9 @@ BAD = {
     "more stages than layers": (lambda: nn.Sequential(nn.Linear(W, W), nn.ReLU()), "pp3 mb3", "1 to 2 chunks"),
     "code that depends on values": (Branching, "pp2 mb2", "cannot be followed"),
     "code in another precision": (lambda: Blocks(in_another_precision), "pp2 mb2", "cannot be followed"),
+    "a shared block that drops twice": (
+        lambda: Blocks(lambda m, x: m.twice(m.layers[1](m.twice(m.layers[0](x)))), twice=DropsTwice()),
+        "pp2/cut:layers.0,layers.1 mb2", "nobody knows how often"),
     "no such name": (lambda: Blocks(skipping), "pp2/cut:layers.0,layers.9 mb2", "no module 'layers.9'"),
     "too few names": (lambda: Blocks(skipping), "pp3/cut:layers.0,layers.2 mb2", "3 stages begin at 2 names"),
     "names out of order": (lambda: Blocks(skipping), "pp2/cut:layers.2,layers.0 mb2", "cut:layers.0,layers.2"),

@@ -14,10 +14,14 @@ from typing import Any
 from torch import fx, nn
 
 from shardwright.errors import LayoutError, explain, nearest
-from shardwright.models.structure import has_choices
+from shardwright.models.structure import has_choices, trace
 from shardwright.pipeline.costs import Cost, by_example, by_weights, measured, total
 from shardwright.pipeline.graph import CallSite, Chunked, arguments_given, read_graph, sites, weights_by_module
 from shardwright.pipeline.writes import check_writes
+
+
+DROPOUTS = nn.modules.dropout._DropoutNd
+"""What draws random numbers for its masks."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +106,22 @@ def _costs(
 
 
 def _movable(graph: fx.Graph, model: nn.Module) -> list[CallSite]:
-    """The calls that belong to one chunk: all but those of modules without weights that see inputs alone."""
+    """The calls that belong to one chunk: all but those of modules without state that see inputs alone."""
     free: set[fx.Node] = set()
     found = []
     for node, site in sites(graph):
-        weightless = site is None or next(model.get_submodule(site.module).parameters(), None) is None
-        if node.op != "get_attr" and weightless and all(each in free for each in node.all_input_nodes):
+        stateless = site is None or _is_stateless(model.get_submodule(site.module))
+        if node.op != "get_attr" and stateless and all(each in free for each in node.all_input_nodes):
             free.add(node)
         elif site is not None:
             found.append(site)
     return found
+
+
+def _is_stateless(module: nn.Module) -> bool:
+    """Whether it does not matter how often a module is called: no weights, no statistics, no random numbers."""
+    state = [*module.parameters(), *module.buffers()]
+    return not state and not any(isinstance(each, DROPOUTS) for each in module.modules())
 
 
 def _worth_opening(
@@ -197,6 +207,8 @@ def _stages(
     chunk_of = {site: chunk for chunk, (a, b) in enumerate(pairwise(bounds)) for site in movable[a:b]}
     chunked = Chunked(graph, chunk_of, len(starts), weights_by_module(model))
     check_writes(graph, chunked.nodes, model)
+    for module in {site.module for site in movable}:
+        _check_draws(model, module, {chunk_of[site] for site in movable if site.module == module})
     each = tuple(total([costs[site] for site in movable[a:b]]) for a, b in pairwise(bounds))
     return Stages(model, chunked, each, opened)
 
@@ -211,6 +223,29 @@ def _check_open(names: Sequence[str], closed: Collection[str]) -> None:
                     given=f"cut:{','.join(names)}, under a layout that treats '{around}' as one layer",
                     allowed=f"'{around}', and names outside of it",
                     fix="write cut:" + ",".join(around if each == name else each for each in names),
+                )
+            )
+
+
+def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
+    """Raises LayoutError for a shared module inside which a dropout is called more than once.
+
+    Masks are numbered over all calls, and a chunk knows of those before it how often the shared module was called.
+    """
+    module = model.get_submodule(path)
+    drops = [name for name, each in module.named_modules() if name and isinstance(each, DROPOUTS) and each.p > 0]
+    if len(chunks) < 2 or not drops or type(module).__module__.startswith("torch.nn."):
+        return
+    graph = trace(module, deep=True, shows_weights=True)
+    calls = [str(node.target) for node in graph.nodes if node.op == "call_module"] if graph is not None else []
+    for drop in drops:
+        if calls.count(drop) != 1:
+            raise LayoutError(
+                explain(
+                    f"several stages call '{path}', and nobody knows how often its dropout '{drop}' drops in each call",
+                    given=f"{calls.count(drop)} calls of '{drop}' that can be seen in the code of {type(module).__name__}",
+                    allowed="a dropout for each place, called once each time",
+                    fix=f"give '{path}' a dropout of its own for each call",
                 )
             )
 
