@@ -19,7 +19,6 @@ from shardwright.pipeline.costs import Cost, by_example, by_weights, measured, t
 from shardwright.pipeline.graph import CallSite, Chunked, arguments_given, read_graph, sites, weights_by_module
 from shardwright.pipeline.writes import check_writes
 
-
 DROPOUTS = nn.modules.dropout._DropoutNd
 """What draws random numbers for its masks."""
 
@@ -243,7 +242,7 @@ def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
             raise LayoutError(
                 explain(
                     f"several stages call '{path}', and nobody knows how often its dropout '{drop}' drops in each call",
-                    given=f"{calls.count(drop)} calls of '{drop}' that can be seen in the code of {type(module).__name__}",
+                    given=f"{calls.count(drop)} calls that can be seen in the code of {type(module).__name__}",
                     allowed="a dropout for each place, called once each time",
                     fix=f"give '{path}' a dropout of its own for each call",
                 )
