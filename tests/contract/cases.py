@@ -154,8 +154,9 @@ class Case:
 
     @property
     def has_sequences(self) -> bool:
-        """Whether samples are sequences, which a layout may cut."""
-        return is_sequence(self.batches[0][0])
+        """Whether samples are sequences, which a layout may cut; pictures have more dims."""
+        inputs = self.batches[0][0]
+        return is_sequence(inputs) and inputs.dim() < 4
 
     def __str__(self) -> str:
         return self.name
