@@ -21,7 +21,7 @@ from shardwright.parallelize.planning import expected_traffic, hollow, job_for, 
 from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Deferred, Executor, Samples
 from shardwright.pipeline.cutting import stages_by_device
-from shardwright.strategy import NUM_TOKENS, Plan, Strategy, summed_axes
+from shardwright.strategy import NUM_TOKENS, Plan, Strategy, sync_axes
 
 __all__ = [
     "LayerAlone",
@@ -97,7 +97,8 @@ def parallelize(
     def joined(names: tuple[str, ...]) -> Axis:
         return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
 
-    sync = GradientSync(job.model, plan, coord, joined)
+    resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}
+    sync = GradientSync(job.model, plan, coord, joined, resting)
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
     executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)
@@ -113,7 +114,7 @@ def _tokens(model: nn.Module, plan: Plan, samples: Samples) -> Mapping[str, Call
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:
     """The mesh's axes, and the joined ones over which gradients or losses are summed; in one order everywhere."""
     axes = world.axes(plan.mesh)
-    joined = {summed_axes(plan, name) for name in plan.compute}
+    joined = {sync_axes(plan, name) for name in plan.compute}
     joined.add(tuple(sorted(plan.loss_axes, key=plan.mesh.axes.index)))
     for names in sorted(joined):
         if len(names) > 1:

@@ -119,6 +119,8 @@ class Run:
         last = LossEnd(self.loss, scale=1 / expected)
         with torch.enable_grad():
             self._executor.run(schedule, stage, pieces, last)
+        for events in self._executor.events:
+            events.before_sync()
         mean, count = self._mean(last.sums)
         self._sync.finish(expected / count)  # one, and nothing to do, unless some targets do not count
         for events in self._executor.events:
@@ -169,7 +171,8 @@ class Run:
     def _predict(self, inputs: Any) -> Tensor:
         if self._samples is not None:
             self._samples.alone(num_rows(inputs))
-        output: Tensor = call_model(self.model, inputs)
+        with self._executor.during(Action("F", 0)):
+            output: Tensor = call_model(self.model, inputs)
         return output
 
     def _in_hand(self, num_tokens: int) -> None:
@@ -266,9 +269,13 @@ class Run:
             parameters = [p for p in self.parameters.values() if p.requires_grad]
             parameters = parameters or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch wants one
         optimizer = kind(parameters, **options)
-        for events in self._executor.events:
-            optimizer.register_step_post_hook(lambda *_, events=events: events.after_optimizer())
+        optimizer.register_step_post_hook(lambda *_: self.changed())
         return optimizer
+
+    def changed(self) -> None:
+        """Says that parameters at rest have new values: an optimizer of :meth:`optimizer` does, and so does loading."""
+        for events in self._executor.events:
+            events.after_optimizer()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -8,14 +8,15 @@ One backward, and when each event fires (a *unit* is a block of layers whose par
     before_forward(u)  after_forward(u)  ...  before_backward(u)  after_weight_gradients(u, m)  after_action(a)
 
 ``after_backward(m)`` comes when autograd is through, before the units that it did not finish: what a strategy has under
-way for weights is put in place there. Once a step come ``after_sync``, when the core has summed what it sums, and
-``after_optimizer``.
+way for weights is put in place there. Every action runs ``during(a)``. Once a step come ``before_sync``, when all
+actions are done, ``after_sync``, when the core has summed what it sums, and ``after_optimizer``: parameters at rest
+have changed, as they do when a checkpoint is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -68,6 +69,8 @@ class Events:
     after_backward: Callable[[int], None] = _nothing
     after_weight_gradients: Callable[[Unit, int], None] = _nothing
     after_action: Callable[[Action], None] = _nothing
+    during: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext()
+    before_sync: Callable[[], None] = _nothing
     after_sync: Callable[[], None] = _nothing
     after_optimizer: Callable[[], None] = _nothing
 
@@ -234,16 +237,25 @@ class Executor:
             kind, number, chunk = self._action = action
             self.work.wait(place)
             began = perf_counter()
-            if kind == "F":
-                starts[chunk, number] = self._forward(chunk, number, microbatches)
-            elif kind == "W":
-                self.deferred.do(chunk, number)
-                self._end_backward(number, chunk)
-            else:
-                self._backward(starts.pop((chunk, number)))
+            with self.during(action):
+                if kind == "F":
+                    starts[chunk, number] = self._forward(chunk, number, microbatches)
+                elif kind == "W":
+                    self.deferred.do(chunk, number)
+                    self._end_backward(number, chunk)
+                else:
+                    self._backward(starts.pop((chunk, number)))
             self.spans.append(Span(action, began, perf_counter()))
             for events in self.events:
                 events.after_action(action)
+
+    @contextmanager
+    def during(self, action: Action) -> Iterator[None]:
+        """What strategies have open while an action runs."""
+        with ExitStack() as stack:
+            for events in self.events:
+                stack.enter_context(events.during(action))
+            yield
 
     def in_order(self, actions: Sequence[Action]) -> tuple[Unit, ...]:
         """The units in the order in which a list of actions completes their gradients, the same on every model copy."""

@@ -89,7 +89,7 @@ class Ahead:
             following = self._order[number + 1]
             assert following.weight is not None, "a product that fetches knows its weight"
             w_next_hk = following.weight()
-            if w_next_hk.untyped_storage().size():  # a strategy that drops weights brings this one back later
+            if w_next_hk.untyped_storage().nbytes() >= w_next_hk.nbytes:  # one that is dropped comes back later
                 self._waiting[number + 1] = _start_fetch(w_next_hk, following)
         return pending
 
@@ -296,7 +296,7 @@ def _weight_gradient(dys: Sequence[Tensor], panels: Sequence[Tensor]) -> Tensor:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The module's weight, read past the guard that keeps others from a cut one."""
-    weight = module._parameters["weight"]
+    """The module's weight, read past what watches over those who read it."""
+    weight = module._parameters.get("weight")
     assert weight is not None
     return weight

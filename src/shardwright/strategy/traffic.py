@@ -39,6 +39,19 @@ def summed_axes(plan: Plan, name: str) -> tuple[str, ...]:
     return tuple(axis for axis in partial_axes(plan, name) if axis not in cut)
 
 
+def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
+    """The axes along which those lie who share a gradient that the core sums.
+
+    Where ranks share a part of a parameter and it rests in slices, the ranks that hold the same of it may have other
+    slices: they lie along the axis of the slices too.
+    """
+    axes = summed_axes(plan, name)
+    if not set(axes) & set(plan.compute[name].axes):
+        return axes
+    sliced = set(plan.rest[name].gradient.axes) - set(plan.compute[name].axes)
+    return tuple(axis for axis in plan.mesh.axes if axis in {*axes, *sliced})
+
+
 def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
     """The uses that give a whole gradient over axes where another use of the same parameter gives a term.
 
@@ -53,16 +66,16 @@ def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
 
 
 def sync(plan: Plan, name: str, coord: Coord) -> tuple[Share, ...]:
-    """What this rank sums with whom to make the gradient of one parameter whole.
+    """What this rank sums with whom to make the gradient of one parameter whole, as it rests.
 
     Partial exactly where the contraction is cut; where ranks hold overlapping parts of the parameter, each box is
     summed among those that hold it.
     """
-    axes = summed_axes(plan, name)
+    axes = sync_axes(plan, name)
     if not axes:
         return ()
     here = plan.mesh.rank(coord)
-    shares = plan.compute[name].holders(plan.mesh, axes, coord)
+    shares = plan.rest[name].gradient.holders(plan.mesh, axes, coord)
     return tuple(Share(box, axes, ranks) for box, ranks in shares if here in ranks and len(ranks) > 1)
 
 
