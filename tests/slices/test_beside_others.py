@@ -35,3 +35,11 @@ def test_slices_equal_one_device_beside_stages_and_grids(line, style):
     loss = CrossEntropy(label_smoothing=0.1, ignore_index=3)
     verdict = verify(gpt(style=style, num_kv_heads=1), line, batches(5), loss=loss)
     assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("line", ["dp3/zero1/bucket:0 tp4", "dp3/zero3/bucket:0 tp4 mb2", "dp2x3/zero2/bucket:0 tp4"])
+def test_a_gradient_shared_in_part_is_summed_by_ranks_whose_slices_differ(line):
+    # 6 heads over 4 ranks, of 2 of keys and values: some ranks hold one of these, some both, at other places
+    model = gpt(style="llama", num_heads=6, num_kv_heads=2)
+    verdict = verify(model, line, batches(5), loss=CrossEntropy())
+    assert verdict.equal, str(verdict)
