@@ -21,6 +21,7 @@ from shardwright.parallelize.planning import expected_traffic, hollow, job_for, 
 from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Deferred, Executor, Samples
 from shardwright.pipeline.cutting import stages_by_device
+from shardwright.slices.masters import Masters, narrow_buffers
 from shardwright.strategy import NUM_TOKENS, Plan, Strategy, sync_axes
 
 __all__ = [
@@ -50,6 +51,7 @@ def parallelize(
     strategies: Sequence[Strategy] | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
     example: Any = None,
+    stop_at_nan: bool = False,
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
@@ -60,7 +62,8 @@ def parallelize(
     go before what is found out of single layers: patterns of names, and "column", "row" or "copied". ``example`` are
     the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them, and
     modes that would leave ranks without a sample cut the sequences instead, if the model allows it. A model whose
-    parts a person has put on several devices is cut into stages there.
+    parts a person has put on several devices is cut into stages there. With ``stop_at_nan`` a step whose gradients are
+    not finite raises a PlanError that names a parameter; in fp16 such a step is left out, and counted.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
         starts. Both are raised on every rank before anything is sent.
@@ -92,17 +95,22 @@ def parallelize(
     key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
     each = [s.apply(job, {a: axis.for_strategy(s.name) for a, axis in axes.items()}, plan) for s in chosen]
     applied = [one for one in each if one is not None]
+    resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}
+    if layout.precision != "fp32":
+        masters = Masters(job.model, plan, resting)
+        narrow_buffers(job.model, plan)
+        applied.append(masters.applied())
+        resting |= {name: masters.resting[name] for name in masters.wide}
     late = frozenset[str]().union(*(one.late for one in applied))
 
     def joined(names: tuple[str, ...]) -> Axis:
         return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
 
-    resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}
     sync = GradientSync(job.model, plan, coord, joined, resting)
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
     executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)
-    return Run(job, plan, world, axes, executor, sync, applied)
+    return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan)
 
 
 def _tokens(model: nn.Module, plan: Plan, samples: Samples) -> Mapping[str, Callable[[Sequence[int]], Any]]:

@@ -70,7 +70,10 @@ def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class GradientSync:
-    """Sums every unit's gradients over those who share them; ``finish`` waits for all and takes the mean."""
+    """Sums every unit's gradients over those who share them; ``finish`` waits for all.
+
+    Those that rest elsewhere than they are computed, ``resting``, are summed there.
+    """
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class GradientSync:
         self.parameters: Mapping[str, nn.Parameter] = {
             name: resting.get(name, p) for name, p in model.named_parameters() if p.requires_grad
         }
-        self.resting = frozenset(resting)
+        self.sliced = frozenset(name for name in resting if plan.rest[name].gradient != plan.compute[name])
         self.units = held_units(plan.units, dict(model.named_parameters()))
         self.groups = {unit.name: self._groups(plan, unit, coord, joined) for unit in self.units}
         self._left: Counter[str] = Counter()
@@ -117,8 +120,8 @@ class GradientSync:
     def begin(self, units: Sequence[Unit], num_microbatches: int) -> None:
         """Starts a step: the units' gradients are sent in this order, each after its last microbatch's backward.
 
-        What stages share is sent at the end, since they come to it in different orders, and so are gradients that a
-        strategy puts where they rest.
+        What stages share is sent at the end, since they come to it in different orders, and so are gradients in
+        slices.
         """
         self._left = Counter({unit.name: num_microbatches for unit in units})
         self._sent, self._waiting, self._at_the_end = [], list(units), []
@@ -133,19 +136,16 @@ class GradientSync:
         self._left[unit.name] -= 1
         while self._waiting and not self._left[self._waiting[0].name]:
             for group in self.groups[self._waiting.pop(0).name]:
-                if "pp" in group.axis.name.split("+") or self.resting.intersection(group.names):
+                if "pp" in group.axis.name.split("+") or self.sliced.intersection(group.names):
                     self._at_the_end.append(group)
                 else:
                     self._sent.append(group.start())
 
-    def finish(self, scale: float) -> None:
-        """Waits for every sum and multiplies it by what is left of the division by the global count."""
+    def finish(self) -> None:
+        """Waits for every sum."""
         self._sent += [group.start() for group in sorted(self._at_the_end, key=lambda group: group.name)]
         for finish in self._sent:
             finish()
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if gradients and scale != 1:
-            torch._foreach_mul_(gradients, scale)
 
 
 def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwright.draws import Draws, RefusesDraws
 from shardwright.errors import PlanError, explain
@@ -147,15 +148,19 @@ class WholeModel:
 class LossEnd:
     """Where a model ends in training: adds up the loss and what it counts.
 
-    Backward runs on the sum times ``scale``, a number that all ranks know beforehand.
+    Backward runs on the sum times ``scale``, a number that all ranks know beforehand. With ``widen`` the loss is taken
+    of the model's output in float32: a sum of many numbers has no place in less.
     """
 
     loss: Callable[[Any, Any], tuple[Tensor, Tensor]]
     scale: float = 1.0
+    widen: bool = False
     sums: list[Tensor] = field(default_factory=list)
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
         """See :class:`Last`."""
+        if self.widen:
+            output = tree_map_only(Tensor, lambda t: t.float() if t.dtype.is_floating_point else t, output)
         result = self.loss(output, microbatch.targets)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise PlanError(

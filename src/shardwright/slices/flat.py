@@ -22,18 +22,31 @@ class Flat:
 
     :meth:`gather` and :meth:`arrive` make the whole, :meth:`drop` ends that; with ``keeps`` its memory stays, and the
     slice is a part of it. ``gradient`` is the slice's, once it is summed.
+
+    The whole is in the ``dtype`` that the parameters compute in; where the slice is wider, it is the master, and the
+    whole is made of what it is rounded to. ``wide`` sums gradients as wide as the slice.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], axis: Axis, *, keeps: bool) -> None:
-        self.parameters, self.axis, self.keeps = dict(parameters), axis, keeps
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        axis: Axis,
+        *,
+        keeps: bool,
+        dtype: torch.dtype | None = None,
+        wide: bool = False,
+    ) -> None:
+        self.parameters, self.axis, self.keeps, self.wide = dict(parameters), axis, keeps, wide
         self.shapes = [p.shape for p in self.parameters.values()]
         self.sizes = [p.numel() for p in self.parameters.values()]
         cuts = balanced(sum(self.sizes), axis.size)
         self.part_sizes = [b - a for a, b in pairwise(cuts)]
         self.range = cuts[axis.index], cuts[axis.index + 1]
-        whole = torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
+        masters = torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
+        whole = masters.to(dtype)
+        self._is_part = keeps and whole is masters
         self._dropped = whole.new_full((), float("nan"))
-        self.slice = whole[slice(*self.range)] if keeps else whole[slice(*self.range)].clone()
+        self.slice = masters[slice(*self.range)] if self._is_part else masters[slice(*self.range)].clone()
         self.ranges = self._ranges()
         self.resting = {
             name: nn.Parameter(self.slice[a:b], requires_grad=self.parameters[name].requires_grad)
@@ -64,7 +77,8 @@ class Flat:
     def gather(self) -> None:
         """Starts to make the whole; the parameters show it once :meth:`arrive` has returned."""
         if self.whole is None:
-            self.whole = self.slice.new_empty(self.num_elements)
+            self.whole = self._dropped.new_empty(self.num_elements)
+        if not self._is_part:
             self.whole[slice(*self.range)].copy_(self.slice)
         self._pending = self.axis.all_gather_into_async(self.whole, self.part_sizes)
 
@@ -103,11 +117,15 @@ class Flat:
                 parts.append(parameter.grad.reshape(-1))
                 parameter.grad = None
             else:
-                parts.append(self.slice.new_zeros(parameter.numel()))
-        return self.axis.reduce_scatter_async(torch.cat(parts), 0, self.part_sizes)
+                parts.append(self._dropped.new_zeros(parameter.numel()))
+        message = torch.cat(parts)
+        return self.axis.reduce_scatter_async(
+            message.to(self.slice.dtype) if self.wide else message, 0, self.part_sizes
+        )
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Adds to the slice's gradient."""
+        gradient = gradient.to(self.slice.dtype)
         self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
 
     def show_gradient(self) -> None:

@@ -53,7 +53,15 @@ def groups(plan: Plan, *, frozen: bool) -> tuple[Group, ...]:
             lies, trained = plan.compute[name], name not in plan.frozen
             if trained or frozen:
                 held = tuple(stage for stage in range(plan.mesh["pp"]) if lies.pieces(_first(lies, stage)))
-                key = (unit.name, trained, lies.axes, held, partial_axes(plan, name), plan.dtypes[name])
+                key = (
+                    unit.name,
+                    trained,
+                    lies.axes,
+                    held,
+                    partial_axes(plan, name),
+                    plan.dtypes[name],
+                    plan.masters[name],
+                )
                 found.setdefault(key, []).append(name)
     return tuple(Group(str(key[0]), tuple(names), bool(key[1])) for key, names in found.items())
 

@@ -45,7 +45,10 @@ class SlicedState:
         for group in chosen:
             mine = {name: named[name] for name in group.parameters if name in named}
             if mine:
-                flats.setdefault(group.unit, []).append((group, Flat(mine, axis, keeps=not self.drops)))
+                first = group.parameters[0]
+                wide = first in plan.wide_sums
+                flat = Flat(mine, axis, keeps=not self.drops, dtype=plan.dtypes[first], wide=wide)
+                flats.setdefault(group.unit, []).append((group, flat))
         users: dict[str, set[str]] = {}
         for path, _, _, name in owners(model):
             users.setdefault(name, set()).add(path)

@@ -44,7 +44,10 @@ class DataParallel:
     axis: ClassVar[str] = "dp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = True
-    options: ClassVar[Mapping[str, str]] = {"bucket": "least KiB of gradients sent at once (1024)"}
+    options: ClassVar[Mapping[str, str]] = {
+        "bucket": "least KiB of gradients sent at once (1024)",
+        "fp32-sums": "with bf16 or fp16, gradients are added up in fp32: over microbatches, and over ranks",
+    }
     source: ClassVar[str] = "Li et al. 2020, arXiv:2006.15704"
 
     def place(self, job: Job, plan: Plan) -> Plan:
@@ -66,6 +69,8 @@ class DataParallel:
         bucket = factor.option("bucket")
         if bucket is not None:
             plan = replace(plan, units=blocks(job.model, least_bytes=_kib(str(factor), bucket.value) * 1024))
+        if factor.option("fp32-sums") is not None:
+            plan = replace(plan, wide_sums=frozenset(plan.compute))
         for axis in factor.mesh_axes:
             plan = plan.cut_inputs(axis, dim=0)
         return plan

@@ -69,14 +69,15 @@ class Zero:
         stage, size, num_microbatches = _stage(plan), plan.mesh["dp"], plan.layout.num_microbatches
         found = []
         for group in _groups(plan, stage):
-            num_bytes = group.num_elements(plan, coord) * plan.dtypes[group.parameters[0]].itemsize
-            if not num_bytes or size == 1:
+            first, num_elements = group.parameters[0], group.num_elements(plan, coord)
+            if not num_elements or size == 1:
                 continue
             gathers = 2 * num_microbatches * _num_chunks(plan, group, coord) if stage == 3 else 1
-            found.append(Traffic("all_gather", "dp", num_bytes, size, gathers))
+            found.append(Traffic("all_gather", "dp", num_elements * plan.dtypes[first].itemsize, size, gathers))
             if group.trained:
+                wide = plan.masters if first in plan.wide_sums else plan.dtypes
                 sums = 1 if stage == 1 else num_microbatches
-                found.append(Traffic("reduce_scatter", "dp", num_bytes, size, sums))
+                found.append(Traffic("reduce_scatter", "dp", num_elements * wide[first].itemsize, size, sums))
         return tuple(found)
 
 

@@ -22,6 +22,7 @@ from shardwright.strategy.plan import (
     Shard,
     Spec,
     Use,
+    computed_in,
 )
 from shardwright.strategy.protocol import (
     Applied,
@@ -37,6 +38,7 @@ from shardwright.strategy.traffic import (
     is_shared_whole,
     partial_axes,
     statistics_traffic,
+    sum_dtype,
     summed_axes,
     sync,
     sync_axes,
@@ -72,9 +74,11 @@ __all__ = [
     "Use",
     "blocks",
     "check_samples_apart",
+    "computed_in",
     "is_shared_whole",
     "partial_axes",
     "statistics_traffic",
+    "sum_dtype",
     "summed_axes",
     "sync",
     "sync_axes",

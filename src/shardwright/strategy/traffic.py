@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import torch
+
 from shardwright.boxes import Box
 from shardwright.comm import ring_factor
 from shardwright.mesh import Coord
@@ -120,12 +122,18 @@ Sharers = tuple[tuple[str, ...], tuple[int, ...], str]
 """Who sums what in one message: the axes along which they differ, their ranks, and the dtype."""
 
 
+def sum_dtype(plan: Plan, name: str) -> torch.dtype:
+    """What the core sums a gradient in: as it is computed, unless it rests in slices or wider sums are asked for."""
+    sliced = plan.rest[name].gradient != plan.compute[name]
+    return plan.masters[name] if sliced or name in plan.wide_sums else plan.dtypes[name]
+
+
 def sync_groups(plan: Plan, unit: Unit, coord: Coord) -> dict[Sharers, dict[str, list[Box]]]:
     """The unit's shares by who sums them: parameter -> boxes, the same on every member."""
     groups: dict[Sharers, dict[str, list[Box]]] = {}
     for name in unit.parameters:
         for share in sync(plan, name, coord):
-            key = (share.axes, share.ranks, str(plan.dtypes[name]))
+            key = (share.axes, share.ranks, str(sum_dtype(plan, name)))
             groups.setdefault(key, {}).setdefault(name, []).append(share.box)
     return dict(sorted(groups.items()))
 
@@ -148,7 +156,7 @@ def sync_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tuple[Tra
         for (axes, ranks, _), shares in sync_groups(plan, unit, coord).items():
             if axes[0] != axis:
                 continue
-            element_bytes = plan.dtypes[next(iter(shares))].itemsize
+            element_bytes = sum_dtype(plan, next(iter(shares))).itemsize
             whole = part = 0
             for name, boxes in shares.items():
                 size = sum(box.size for box in boxes) if name not in plan.frozen else 0
