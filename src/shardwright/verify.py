@@ -12,6 +12,8 @@ an ``eps`` of a thousandth of the model's largest gradient entry, the same floor
 one, no entry is left out, and a wrong factor that AdamW would have divided out again shows.
 
 A buffer of numbers that the steps have changed is compared as a parameter is; any other has to be the same bit for bit.
+A layout that computes in bf16 or fp16 is compared with the same reference, which computes in the dtype asked for: the
+loss and the gradients of one step, within roundings of that precision.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from shardwright.models.devices import StaysOn
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.visits import call_model
 from shardwright.parallelize import (
+    Run,
     check_model,
     check_trains,
     job_for,
@@ -49,10 +52,17 @@ from shardwright.parallelize import (
     twin,
 )
 from shardwright.parallelize.planning import num_rows
-from shardwright.strategy import Plan
+from shardwright.pipeline import Microbatch
+from shardwright.strategy import Plan, computed_in
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The largest error that counts as equal."""
+
+ROUNDINGS = 8
+"""With bf16 or fp16, the largest error that counts as equal, in roundings to that precision."""
+
+NARROW_FLOOR = 0.1
+"""There, the share of the model's largest entry below which an error counts as one of an entry of that size."""
 
 LEARNING_RATE = 1e-3
 
@@ -224,13 +234,23 @@ def _rank(
     optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, eps=eps)
     outcome = _Outcome([], {}, {})
     for step, batch in enumerate(run.shard(map(_own, batches))):
-        outcome.losses.append(run.step(batch).item())
+        outcome.losses.append(_step(run, batch))
         if step == 0:
             outcome.gradients = _gradients(run.parameters)
         optimizer.step()
     outcome.parameters = {name: p.detach().cpu() for name, p in run.parameters.items()}
     outcome.buffers = _buffers(run.model)
     return outcome
+
+
+def _step(run: Run, batch: Microbatch) -> float:
+    """The loss of one step; in fp16, of the first that is not left out."""
+    skipped = run.num_skipped
+    loss = run.step(batch).item()
+    while run.num_skipped > skipped:
+        skipped, run.num_steps = run.num_skipped, run.num_steps - 1
+        loss = run.step(batch).item()
+    return loss
 
 
 def _gradients(named: Mapping[str, nn.Parameter]) -> Named:
@@ -291,9 +311,11 @@ def _buffer_errors(plan: Plan, expected: _Outcome, found: Mapping[int, Named]) -
     return errors
 
 
-def _errors(lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Mapping[int, Named]) -> dict[str, float]:
+def _errors(
+    lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Mapping[int, Named], least: float = FLOOR
+) -> dict[str, float]:
     """The error of each tensor, over all ranks, in the model's order."""
-    floor = FLOOR * _largest(expected)
+    floor = least * _largest(expected)
     errors = {}
     for name, whole in expected.items():
         scale = max(_largest({name: whole}), floor) or 1.0
@@ -315,12 +337,15 @@ def _errors(lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Mappin
 def _compare(
     plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: torch.dtype, steps: int
 ) -> Verdict:  # fmt: skip
-    tolerance = TOLERANCE[dtype]
+    narrow = computed_in(dtype, plan.layout)
+    tolerance = TOLERANCE[dtype] if narrow == dtype else ROUNDINGS * torch.finfo(narrow).eps
     mesh, rest = plan.mesh, plan.rest
     by_rank = _by_rank(found, mesh.size)
     at_rest = {name: rest[name].gradient for name in rest}
-    gradients = _errors(at_rest, mesh, expected.gradients, {rank: each.gradients for rank, each in by_rank.items()})
-    exact = dtype == torch.float64
+    found_gradients = {rank: each.gradients for rank, each in by_rank.items()}
+    least = FLOOR if narrow == dtype else NARROW_FLOOR
+    gradients = _errors(at_rest, mesh, expected.gradients, found_gradients, least)
+    exact = narrow == torch.float64
     at_rest = {name: rest[name].parameter for name in rest}
     after = {rank: each.parameters for rank, each in by_rank.items()}
     parameters = _errors(at_rest, mesh, expected.parameters, after) if exact else {}

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prototypes import zero3
 from shardwright.boxes import Lies, read
 from shardwright.checkpoint import load, save
 from shardwright.comm import launch
@@ -16,11 +15,7 @@ from shardwright.layout import Layout
 from shardwright.models import CrossEntropy, GPTConfig
 from shardwright.models.gpt import GPT
 from shardwright.parallelize import make_plan, parallelize
-from shardwright.strategies import STRATEGIES, choose
 from shardwright.strategy import Job
-
-KNOWN = {**STRATEGIES, "zero3": zero3.Zero3()}
-"""The strategies of the registry, and those that cut the state or the layers, even before they are in it."""
 
 SMALL = {"num_layers": 2, "num_heads": 3, "num_kv_heads": 1, "width": 12, "hidden": 7, "vocabulary": 19}
 
@@ -39,7 +34,7 @@ def batch(step: int, num_samples: int = 5) -> tuple[Tensor, Tensor]:
 def start(world, line: str, model: nn.Module | None = None, kind: Any = torch.optim.AdamW, lr: float = 1e-2):
     layout = Layout.parse(line)
     model = gpt() if model is None else model
-    run = parallelize(model, layout, world, loss=CrossEntropy(), strategies=choose(layout, KNOWN), seed=3)
+    run = parallelize(model, layout, world, loss=CrossEntropy(), seed=3)
     return run, run.optimizer(kind, lr=lr)
 
 
@@ -105,7 +100,7 @@ def loaded(line: str, folder, *, more: int = 0) -> list[Held]:
 def whole(line: str, ranks: list[Held]) -> dict[str, Tensor]:
     """Every tensor, put together from the ranks; where several hold an element, they agree to the last bit."""
     layout = Layout.parse(line)
-    plan, _ = make_plan(Job(gpt(), CrossEntropy()), layout, choose(layout, KNOWN))
+    plan, _ = make_plan(Job(gpt(), CrossEntropy()), layout)
     found: dict[str, Tensor] = {}
     for rank, each in enumerate(ranks):
         coord = plan.mesh.coord(rank)

@@ -52,7 +52,7 @@ def test_train_resume_inspect_sample_and_export_work_one_after_the_other(tmp_pat
 BAD = {
     "an unknown factor": ["verify", "--layout", "xp2"],
     "a factor that is not built": ["verify", "--layout", "cp2"],
-    "an option that is not built": ["verify", "--layout", "dp2/zero3"],
+    "an option that is not built": ["verify", "--layout", "dp2/offload"],
     "an empty layout": ["verify", "--layout", ""],
     "more ranks than elements": ["verify", "--layout", "tp64", "--model", "attention", "--set", "width=8"],
     "an unknown setting": ["verify", "--set", "widht=8"],

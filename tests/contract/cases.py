@@ -43,6 +43,7 @@ VALUES = {
     "2.5d": ("d2", "d3", "d1"),
     "interleaved": ("v2",),
     "cut": ("token,blocks.1", "conv1,conv2"),
+    "ahead": ("0", "2"),
     "file": (str(Path(__file__).parent / "two_stages.csv"),),
 }
 """The values to try of an option that needs one; any other option is written bare."""
@@ -55,6 +56,9 @@ PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
 TOGETHER = (("sp", "regather"),)
 """Options of one strategy that do something else together than each does alone."""
 
+BESIDE = {"zero": "/bucket:0"}
+"""What is written with every option of a strategy: the models here are small, and would be one unit."""
+
 
 def spellings(strategy, size: int) -> list[str]:
     """The factors that ask for ``strategy`` on so many ranks, with each of its options in turn."""
@@ -62,14 +66,16 @@ def spellings(strategy, size: int) -> list[str]:
     def written(name: str) -> list[str]:
         return [f"/{name}:{value}" for value in VALUES[name]] if name in VALUES else [f"/{name}"]
 
-    # a default strategy takes its options alone; another one is asked for by its first, which the others join
+    # a default strategy takes its options alone; another one is asked for by its first, which the others join, or by
+    # one of these
     first, *rest = ("", *strategy.options) if strategy.default else strategy.options
     names = written(first) if first else [""]
     options = names + [name + other for each in rest for other in written(each) for name in names[:1]]
+    options += [other for each in rest for other in written(each) if other not in options]
     found = []
     for option in options:
         try:
-            layout = Layout.parse(f"{strategy.axis}{size}{option}")
+            layout = Layout.parse(f"{strategy.axis}{size}{option}{BESIDE.get(strategy.name, '')}")
             if layout.num_ranks == size and strategy in choose(layout):
                 found.append(str(layout))
         except LayoutError:

@@ -29,10 +29,23 @@ class _Cut(NamedTuple):
 
 
 class _Flat(NamedTuple):
-    """Index i of the axis holds the i-th of ``parts`` balanced slices of the local row-major sequence."""
+    """Index i of the axis holds the i-th of ``parts`` balanced slices of the local row-major sequence.
+
+    Where tensors lie ``beside`` each other, the slices are those of all of them, one after the other; this one has
+    its ``place`` among them.
+    """
 
     axis: str
     parts: int
+    beside: tuple[Lies, ...] = ()
+    place: int = 0
+
+    def slice_of(self, index: int, coord: Coord, size: int) -> Range:
+        """What of this tensor's ``size`` local elements an index holds."""
+        sizes = [lies.num_elements(coord) for lies in self.beside] or [size]
+        first = sum(sizes[: self.place])
+        cuts = _balanced(sum(sizes), self.parts)
+        return min(max(cuts[index] - first, 0), size), min(max(cuts[index + 1] - first, 0), size)
 
 
 _Step = _Only | _Cut | _Flat
@@ -121,17 +134,24 @@ class Lies:
         """
         return Lies(self.shape, tuple(s for s in self.steps if not (isinstance(s, _Only) and s.axis == axis)))
 
-    def flat(self, axis: str, parts: int) -> Lies:
+    def flat(self, axis: str, parts: int, beside: Sequence[Lies] = (), place: int = 0) -> Lies:
         """Index i on ``axis`` holds the i-th of ``parts`` balanced slices of what each rank held before.
 
-        The slices are cut from the local tensor's row-major sequence; the local tensor is then 1-D.
+        The slices are cut from the local tensor's row-major sequence; the local tensor is then 1-D. Tensors ``beside``
+        each other, this one at ``place`` among them, form one sequence, and the slices are cut from that: then an
+        index may hold much of one and nothing of another. All of them are cut along the same axes.
 
         >>> lies = Lies.whole((2, 3)).flat("dp", 4)
         >>> [[str(piece.whole) for piece in lies.pieces({"dp": dp})] for dp in range(4)]
         [['[0:1, 0:2]'], ['[0:1, 2:3]', '[1:2, 0:1]'], ['[1:2, 1:2]'], ['[1:2, 2:3]']]
+        >>> both = (Lies.whole((2, 3)), Lies.whole((2,)))
+        >>> [[each.flat("dp", 2, both, i).num_elements({"dp": dp}) for i, each in enumerate(both)] for dp in (0, 1)]
+        [[4, 0], [2, 2]]
         """
         assert parts > 0, "no parts"
-        return self._then(_Flat(axis, parts))
+        assert not beside or beside[place] == self, "a tensor has its own place among those beside it"
+        assert all(lies.axes == self.axes for lies in beside), "slices of all are the same on the same ranks alone"
+        return self._then(_Flat(axis, parts, tuple(beside), place))
 
     def _then(self, step: _Step) -> Lies:
         # Steps that may change places are kept in one order, so that equal layouts compare equal.
@@ -275,8 +295,8 @@ class Lies:
             else:
                 if flat is None:
                     flat = _flattened(tuple(dims))
-                cuts = _balanced(sum(piece.whole.size for piece in flat), step.parts)
-                flat = _sliced(flat, cuts[index], cuts[index + 1])
+                size = sum(piece.whole.size for piece in flat)
+                flat = _sliced(flat, *step.slice_of(index, coord, size))
         if flat is not None:
             return _Local(flat, (sum(piece.whole.size for piece in flat),))
         return _Local(_grid(dims), _grid_shape(dims))

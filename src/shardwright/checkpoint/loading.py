@@ -45,6 +45,7 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
     with torch.no_grad():
         for name, lies, local in wanted:
             local.copy_(_read(folder, manifest, name, lies, run.coord, local))
+    run.changed()
     if optimizer is not None:
         for parameter, key, value in states:
             optimizer.state[parameter][key] = value

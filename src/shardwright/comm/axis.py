@@ -207,6 +207,16 @@ class Axis:
         pending = self.channel.all_gather(call, parts, self.index)
         return Pending(lambda: (pending.wait(), whole.movedim(0, dim))[1])
 
+    def all_gather_into_async(self, whole: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
+        """Starts an all-gather in place: ``whole`` has one dim, and this member's part of it is filled already."""
+        self._sizes("all_gather", sizes, sizes[self.index])
+        if self.size == 1 or whole.numel() == 0:
+            return done(whole)
+        parts = list(whole.detach().split(list(sizes)))
+        call = self._call("all_gather", whole, f"in parts {list(sizes)}")
+        pending = self.channel.all_gather(call, parts, self.index)
+        return Pending(lambda: (pending.wait(), whole)[1])
+
     def gather_parts_async(self, mine: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[list[Tensor], Pending[None]]:
         """Starts an all-gather that leaves the members' tensors apart: nothing is copied to join them.
 

@@ -105,6 +105,7 @@ class Hub:
                 if self.waiting.get(member) is meeting:
                     del self.waiting[member]
             meeting.complete = True
+            meeting.brought.clear()  # a member that waits late keeps nobody else's memory
             meeting.over.set()
 
     def _check(self) -> None:

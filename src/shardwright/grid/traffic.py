@@ -201,14 +201,15 @@ class _Pricing:
     def _loss(self, note: LossNote, visit: Visit) -> Iterator[Traffic]:
         of_each = self._each(visit.y_shape)
         num_rows = self._num_rows((), of_each)
+        element_bytes = max(visit.element_bytes, 4)  # losses are no narrower than float32
         for each in note.gathers:
             num_rows = sum(self.samples.sizes(each.rows, each.axis)) * of_each
             size = self.plan.mesh[each.axis]
             yield Traffic("all_gather", each.axis, num_rows * INDEX_BYTES, size)
-            yield Traffic("all_gather", each.axis, num_rows * visit.element_bytes, size)
+            yield Traffic("all_gather", each.axis, num_rows * element_bytes, size)
         for axis in note.vocabulary.names:
             size = self.plan.mesh[axis]
-            yield Traffic("all_gather", axis, num_rows * note.num_numbers * size * visit.element_bytes, size)
+            yield Traffic("all_gather", axis, num_rows * note.num_numbers * size * element_bytes, size)
 
     def _gate(self, path: str, note: GateNote, visit: Visit) -> Iterator[Traffic]:
         shape = visit.y_shape if path == OUTPUT else visit.x_shape

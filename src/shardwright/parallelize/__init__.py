@@ -21,7 +21,8 @@ from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import expected_traffic, hollow, job_for, make_plan, twin
 from shardwright.parallelize.run import Run, check_world
 from shardwright.pipeline import Deferred, Executor, Samples
-from shardwright.strategy import NUM_TOKENS, Plan, Strategy, apply_in_turn, summed_axes
+from shardwright.slices.masters import Masters, narrow_buffers
+from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, apply_in_turn, sync_axes
 
 __all__ = [
     "LayerAlone",
@@ -53,6 +54,7 @@ def parallelize(
     roles: Mapping[str, str] = MappingProxyType({}),
     example: Any = None,
     seconds: Mapping[str, float] = MappingProxyType({}),
+    stop_at_nan: bool = False,
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
@@ -64,7 +66,8 @@ def parallelize(
     the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them, and
     modes that would leave ranks without a sample cut the sequences instead, if the model allows it. A model whose
     parts a person has put on several devices is cut into stages there. ``seconds``, by module and the same on every
-    rank, are what :func:`time_layers` measured: stages are balanced by them.
+    rank, are what :func:`time_layers` measured: stages are balanced by them. With ``stop_at_nan`` a step whose
+    gradients are not finite raises a PlanError that names a parameter; in fp16 such a step is left out, and counted.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
         starts. Both are raised on every rank before anything is sent.
@@ -85,6 +88,11 @@ def parallelize(
     job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(seconds=seconds)
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
+    return _run_of(job, plan, chosen, world, seed, stop_at_nan)
+
+
+def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed: int, stop_at_nan: bool) -> Run:
+    """This rank's run: its part of every tensor, what each strategy adds, and the executor that fires their events."""
     coord = plan.mesh.coord(world.rank)
     samples = Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes)
     draws = Draws(seed)
@@ -94,17 +102,23 @@ def parallelize(
     axes = _axes(plan, world)
     rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
     key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
-    _, applied = apply_in_turn(chosen, job, axes, plan)
+    applied = list(apply_in_turn(chosen, job, axes, plan)[1])
+    resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}
+    if plan.layout.precision != "fp32":
+        masters = Masters(job.model, plan, resting)
+        narrow_buffers(job.model, plan)
+        applied.append(masters.applied())
+        resting |= {name: masters.resting[name] for name in masters.wide}
     late = frozenset[str]().union(*(one.late for one in applied))
 
     def joined(names: tuple[str, ...]) -> Axis:
         return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
 
-    sync = GradientSync(job.model, plan, coord, joined)
+    sync = GradientSync(job.model, plan, coord, joined, resting)
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
     executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)
-    return Run(job, plan, world, axes, executor, sync, applied)
+    return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan)
 
 
 def _tokens(model: nn.Module, plan: Plan, samples: Samples) -> Mapping[str, Callable[[Sequence[int]], Any]]:
@@ -116,7 +130,7 @@ def _tokens(model: nn.Module, plan: Plan, samples: Samples) -> Mapping[str, Call
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:
     """The mesh's axes, and the joined ones over which gradients or losses are summed; in one order everywhere."""
     axes = world.axes(plan.mesh)
-    joined = {summed_axes(plan, name) for name in plan.compute}
+    joined = {sync_axes(plan, name) for name in plan.compute}
     joined.add(tuple(sorted(plan.loss_axes, key=plan.mesh.axes.index)))
     for names in sorted(joined):
         if len(names) > 1:

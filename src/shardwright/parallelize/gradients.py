@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class _Group:
     """What one unit sums over one axis, in one message: whole local gradients, or boxes of them."""
 
     name: str
+    names: tuple[str, ...]
     axis: Axis
     parameters: list[nn.Parameter]
     boxes: list[tuple[nn.Parameter, Piece, Box]]
@@ -68,12 +70,23 @@ def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class GradientSync:
-    """Sums every unit's gradients over those who share them; ``finish`` waits for all and takes the mean."""
+    """Sums every unit's gradients over those who share them; ``finish`` waits for all.
 
-    def __init__(self, model: nn.Module, plan: Plan, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]) -> None:
+    Those that rest elsewhere than they are computed, ``resting``, are summed there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        coord: Coord,
+        joined: Callable[[tuple[str, ...]], Axis],
+        resting: Mapping[str, nn.Parameter] = MappingProxyType({}),
+    ) -> None:
         self.parameters: Mapping[str, nn.Parameter] = {
-            name: p for name, p in model.named_parameters() if p.requires_grad
+            name: resting.get(name, p) for name, p in model.named_parameters() if p.requires_grad
         }
+        self.sliced = frozenset(name for name in resting if plan.rest[name].gradient != plan.compute[name])
         self.units = held_units(plan.units, dict(model.named_parameters()))
         self.groups = {unit.name: self._groups(plan, unit, coord, joined) for unit in self.units}
         self._left: Counter[str] = Counter()
@@ -88,11 +101,13 @@ class GradientSync:
             axis = joined(axes)
             if ranks != axis.ranks:
                 axis = axis.subset([axis.ranks.index(rank) for rank in ranks])
-            whole, parts = _Group(f"{unit.name} whole", axis, [], []), _Group(f"{unit.name} parts", axis, [], [])
+            names = tuple(shares)
+            whole = _Group(f"{unit.name} whole", names, axis, [], [])
+            parts = _Group(f"{unit.name} parts", names, axis, [], [])
             for name, boxes in shares.items():
                 if name not in self.parameters:
                     continue  # frozen
-                parameter, pieces = self.parameters[name], plan.compute[name].pieces(coord)
+                parameter, pieces = self.parameters[name], plan.rest[name].gradient.pieces(coord)
                 if is_shared_whole(plan, name, axes):
                     whole.parameters.append(parameter)
                     continue
@@ -105,7 +120,8 @@ class GradientSync:
     def begin(self, units: Sequence[Unit], num_microbatches: int) -> None:
         """Starts a step: the units' gradients are sent in this order, each after its last microbatch's backward.
 
-        What stages share is sent at the end, since they come to it in different orders.
+        What stages share is sent at the end, since they come to it in different orders, and so are gradients in
+        slices.
         """
         self._left = Counter({unit.name: num_microbatches for unit in units})
         self._sent, self._waiting, self._at_the_end = [], list(units), []
@@ -120,19 +136,16 @@ class GradientSync:
         self._left[unit.name] -= 1
         while self._waiting and not self._left[self._waiting[0].name]:
             for group in self.groups[self._waiting.pop(0).name]:
-                if "pp" in group.axis.name.split("+"):
+                if "pp" in group.axis.name.split("+") or self.sliced.intersection(group.names):
                     self._at_the_end.append(group)
                 else:
                     self._sent.append(group.start())
 
-    def finish(self, scale: float) -> None:
-        """Waits for every sum and multiplies it by what is left of the division by the global count."""
+    def finish(self) -> None:
+        """Waits for every sum."""
         self._sent += [group.start() for group in sorted(self._at_the_end, key=lambda group: group.name)]
         for finish in self._sent:
             finish()
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if gradients and scale != 1:
-            torch._foreach_mul_(gradients, scale)
 
 
 def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:

@@ -27,6 +27,7 @@ from shardwright.pipeline import Samples, samples
 from shardwright.pipeline.cutting import stages_by_device
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.product import forget_batches
+from shardwright.slices.masters import narrow, narrow_buffers
 from shardwright.strategies import choose
 from shardwright.strategy import NUM_TOKENS, Batch, Job, Plan, Strategy, Traffic, check_table
 
@@ -177,9 +178,9 @@ def expected_traffic(
     job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any, coord: Coord
 ) -> dict[str, tuple[Traffic, ...]]:
     """What each strategy says that one step on this global batch sends from the rank at ``coord``."""
-    whole = hollow(job.model)
+    whole = _narrow_model(hollow(job.model), plan)
     forget_batches(whole)
-    on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
+    on_meta = tree_map_only(Tensor, lambda tensor: narrow(tensor.to("meta"), plan), inputs)
     num_global = num_rows(inputs)
     num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
     on_meta = cut_tokens(plan, coord, on_meta, num_tokens)
@@ -188,10 +189,18 @@ def expected_traffic(
     visits = tuple(_on_stage(each, plan, coord) for each in everywhere)
     element_bytes = next(whole.parameters()).element_size()
     mine = [rows(on_meta, share.start, share.stop) for share in shares]
-    apart = job._replace(model=hollow(job.model), loss=hollow(job.loss))
+    apart = job._replace(model=_narrow_model(hollow(job.model), plan), loss=hollow(job.loss))
     crossing = crossings(apart, plan, strategies, mine, num_global, coord, num_tokens)
     batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global, num_tokens), crossing, everywhere)
     return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in strategies}
+
+
+def _narrow_model(model: nn.Module, plan: Plan) -> nn.Module:
+    """The model, its parameters and buffers in what the layout computes in."""
+    for parameter in model.parameters():
+        parameter.data = narrow(parameter.data, plan)
+    narrow_buffers(model, plan)
+    return model
 
 
 def _on_stage(visits: Visits, plan: Plan, coord: Coord) -> Visits:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwright.boxes import read
 from shardwright.comm import Axis, World
@@ -25,6 +26,7 @@ from shardwright.parallelize.planning import (
     on_device,
     rows,
 )
+from shardwright.parallelize.precision import LEAST, LossScale, are_finite, stop_at
 from shardwright.parallelize.sequences import check_long_enough, cut_tokens, join_tokens, num_tokens_of
 from shardwright.pipeline import (
     Action,
@@ -41,6 +43,7 @@ from shardwright.pipeline import (
 from shardwright.pipeline.mail import share_output
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.pipeline.schedules import forward_only, one_by_one
+from shardwright.slices.masters import narrow
 from shardwright.strategy import OUTPUT, Applied, Job, Plan
 
 
@@ -60,6 +63,7 @@ class Run:
         executor: Executor,
         sync: GradientSync,
         applied: Sequence[Applied] = (),
+        stop_at_nan: bool = False,
     ) -> None:
         self.model, self.loss = job.model, job.loss
         self._samples = job.samples
@@ -71,6 +75,9 @@ class Run:
         self.coord = plan.mesh.coord(world.rank)
         self.draws: Draws = executor.draws
         self.num_steps = 0
+        self.loss_scale = LossScale() if plan.layout.precision == "fp16" else None
+        self._stops_at_nan = stop_at_nan
+        self._widens = plan.layout.precision != "fp32"
         self._executor, self._sync = executor, sync
         self._everyone = axes["world"]
 
@@ -98,8 +105,11 @@ class Run:
             num_tokens = num_tokens_of(inputs, targets)
             check_long_enough(self.plan, num_tokens)
         inputs, targets = cut_tokens(self.plan, self.coord, (inputs, targets), num_tokens)
-        inputs, targets = on_device((inputs, targets), self.world.device)
+        inputs, targets = on_device((self._narrow(inputs), targets), self.world.device)
         return Microbatch(inputs, targets, self.share(num_global), num_global, num_tokens)
+
+    def _narrow(self, inputs: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: narrow(tensor, self.plan), inputs)
 
     # ---- steps
 
@@ -118,15 +128,41 @@ class Run:
         self.draws.step = self.num_steps
         schedule, stage = self._schedule(len(pieces)), self.coord.get("pp", 0)
         self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
-        last = LossEnd(self.loss, scale=1 / expected)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        last = LossEnd(self.loss, scale=scale / expected, widen=self._widens)
         with torch.enable_grad():
             self._executor.run(schedule, stage, pieces, last)
+        for events in self._executor.events:
+            events.before_sync()
         mean, count = self._mean(last.sums)
-        self._sync.finish(expected / count)  # one, and nothing to do, unless some targets do not count
+        self._sync.finish()
         for events in self._executor.events:
             events.after_sync()
+        self._finish_gradients(expected / count / scale)  # by one, unless some targets do not count
         self.num_steps += 1
         return mean
+
+    @property
+    def num_skipped(self) -> int:
+        """How many steps were left out so far, their gradients not finite: in fp16 alone."""
+        return 0 if self.loss_scale is None else self.loss_scale.num_skipped
+
+    def _finish_gradients(self, factor: float) -> None:
+        """What is left of the division by the global count; no gradients where a step is left out."""
+        if self._stops_at_nan and self.loss_scale is None:
+            stop_at(self.parameters, self._everyone.for_strategy("core"), self.num_steps)
+        if self.loss_scale is not None:
+            finite = are_finite(self.parameters, self._everyone.for_strategy("core"))
+            if not finite and self.loss_scale.value <= LEAST:
+                stop_at(self.parameters, self._everyone.for_strategy("core"), self.num_steps)
+            self.loss_scale.update(finite)
+            if not finite:
+                for parameter in self.parameters.values():
+                    parameter.grad = None  # an optimizer leaves these as they are
+                return
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if gradients and factor != 1:
+            torch._foreach_mul_(gradients, factor)
 
     def _cut(self, batch: Microbatch, samples: range) -> Microbatch:
         first = batch.samples.start
@@ -144,7 +180,7 @@ class Run:
         """
         pipelined = self.plan.schedule is not None
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches if pipelined else 1)
-        last = LossEnd(self.loss)
+        last = LossEnd(self.loss, widen=self._widens)
         self._in_hand(batch.num_tokens)
         with self._evaluating():
             self._forward([self._cut(batch, samples) for samples in shares], last)
@@ -155,7 +191,7 @@ class Run:
         """The model's whole output on inputs that every rank holds, on every rank."""
         num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
         self._in_hand(num_tokens)
-        mine = on_device(cut_tokens(self.plan, self.coord, inputs, num_tokens), self.world.device)
+        mine = on_device(self._narrow(cut_tokens(self.plan, self.coord, inputs, num_tokens)), self.world.device)
         with self._evaluating():
             output: Tensor = (
                 self._predict_in_stages(mine, num_tokens) if self.plan.schedule is not None else self._predict(mine)
@@ -171,7 +207,8 @@ class Run:
     def _predict(self, inputs: Any) -> Tensor:
         if self._samples is not None:
             self._samples.alone(num_rows(inputs))
-        output: Tensor = call_model(self.model, inputs)
+        with self._executor.during(Action("F", 0)):
+            output: Tensor = call_model(self.model, inputs)
         return output
 
     def _in_hand(self, num_tokens: int) -> None:
@@ -268,9 +305,13 @@ class Run:
             parameters = [p for p in self.parameters.values() if p.requires_grad]
             parameters = parameters or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch wants one
         optimizer = kind(parameters, **options)
-        for events in self._executor.events:
-            optimizer.register_step_post_hook(lambda *_, events=events: events.after_optimizer())
+        optimizer.register_step_post_hook(lambda *_: self.changed())
         return optimizer
+
+    def changed(self) -> None:
+        """Says that parameters at rest have new values: an optimizer of :meth:`optimizer` does, and so does loading."""
+        for events in self._executor.events:
+            events.after_optimizer()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -8,20 +8,22 @@ One backward, and when each event fires (a *unit* is a block of layers whose par
     before_forward(u)  after_forward(u)  ...  before_backward(u)  after_weight_gradients(u, m)  after_action(a)
 
 ``after_backward(m)`` comes when autograd is through, before the units that it did not finish: what a strategy has under
-way for weights is put in place there. Once a step come ``after_sync``, when the core has summed what it sums, and
-``after_optimizer``.
+way for weights is put in place there. Every action runs ``during(a)``. Once a step come ``before_sync``, when all
+actions are done, ``after_sync``, when the core has summed what it sums, and ``after_optimizer``: parameters at rest
+have changed, as they do when a checkpoint is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwright.draws import Draws, RefusesDraws
 from shardwright.errors import PlanError, explain
@@ -68,6 +70,8 @@ class Events:
     after_backward: Callable[[int], None] = _nothing
     after_weight_gradients: Callable[[Unit, int], None] = _nothing
     after_action: Callable[[Action], None] = _nothing
+    during: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext()
+    before_sync: Callable[[], None] = _nothing
     after_sync: Callable[[], None] = _nothing
     after_optimizer: Callable[[], None] = _nothing
 
@@ -160,15 +164,19 @@ class WholeModel:
 class LossEnd:
     """Where a model ends in training: adds up the loss and what it counts.
 
-    Backward runs on the sum times ``scale``, a number that all ranks know beforehand.
+    Backward runs on the sum times ``scale``, a number that all ranks know beforehand. With ``widen`` the loss is taken
+    of the model's output in float32: a sum of many numbers has no place in less.
     """
 
     loss: Callable[[Any, Any], tuple[Tensor, Tensor]]
     scale: float = 1.0
+    widen: bool = False
     sums: list[Tensor] = field(default_factory=list)
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
         """See :class:`Last`."""
+        if self.widen:
+            output = tree_map_only(Tensor, lambda t: t.float() if t.dtype.is_floating_point else t, output)
         result = self.loss(output, microbatch.targets)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise PlanError(
@@ -250,16 +258,25 @@ class Executor:
             kind, number, chunk = self._action = action
             self.work.wait(place)
             began = perf_counter()
-            if kind == "F":
-                starts[chunk, number] = self._forward(chunk, number, microbatches)
-            elif kind == "W":
-                self.deferred.do(chunk, number)
-                self._end_backward(number, chunk)
-            else:
-                self._backward(starts.pop((chunk, number)))
+            with self.during(action):
+                if kind == "F":
+                    starts[chunk, number] = self._forward(chunk, number, microbatches)
+                elif kind == "W":
+                    self.deferred.do(chunk, number)
+                    self._end_backward(number, chunk)
+                else:
+                    self._backward(starts.pop((chunk, number)))
             self.spans.append(Span(action, began, perf_counter()))
             for events in self.events:
                 events.after_action(action)
+
+    @contextmanager
+    def during(self, action: Action) -> Iterator[None]:
+        """What strategies have open while an action runs."""
+        with ExitStack() as stack:
+            for events in self.events:
+                stack.enter_context(events.during(action))
+            yield
 
     def in_order(self, actions: Sequence[Action]) -> tuple[Unit, ...]:
         """The units in the order in which a list of actions completes their gradients, the same on every model copy."""

@@ -120,7 +120,7 @@ class Ahead:
     def _start(self, following: Product) -> None:
         assert following.weight is not None, "a product that fetches knows its weight"
         w_hk = following.weight()
-        if w_hk.untyped_storage().size():  # a strategy that drops weights brings this one back later
+        if w_hk.untyped_storage().nbytes() >= w_hk.nbytes:  # one that a strategy has dropped comes back later
             self._early = _Early(following, w_hk._version, _start_fetch(w_hk, following))
 
     def finish(self, *_: Any) -> None:
@@ -332,7 +332,7 @@ def _weight_gradient(dys: Sequence[Tensor], panels: Sequence[Tensor]) -> Tensor:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The module's weight, read past the guard that keeps others from a cut one."""
-    weight = module._parameters["weight"]
+    """The module's weight, read past what watches over those who read it."""
+    weight = module._parameters.get("weight")
     assert weight is not None
     return weight

@@ -44,19 +44,23 @@ class DataParallel:
     axis: ClassVar[str] = "dp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = True
-    options: ClassVar[Mapping[str, str]] = {"bucket": "least KiB of gradients sent at once: bucket:1024"}
+    options: ClassVar[Mapping[str, str]] = {
+        "bucket": "least KiB of gradients sent at once: bucket:1024",
+        "fp32-sums": "with bf16 or fp16, gradients are added up in fp32: over microbatches, and over ranks",
+    }
     source: ClassVar[str] = "Li et al. 2020, arXiv:2006.15704"
 
     def place(self, job: Job, plan: Plan) -> Plan:
         """Cuts dim 0 of the inputs. Raises LayoutError for layers that mix the samples in unknown ways."""
         factor = plan.layout.factor("dp")
         assert factor is not None, "chosen for a layout with dp"
-        if len(factor.sizes) > 1:
+        cuts_state = any(option.name not in self.options for option in factor.options)  # another strategy's, of dp
+        if len(factor.sizes) > 1 and not cuts_state:
             raise LayoutError(
                 explain(
                     "replicas x slices need a strategy that cuts the state into slices",
                     given=str(factor),
-                    allowed=f"dp{factor.size}",
+                    allowed=f"dp{factor.size}, or {factor}/zero3",
                     fix=f"write dp{factor.size}",
                 )
             )
@@ -65,15 +69,29 @@ class DataParallel:
         bucket = factor.option("bucket")
         if bucket is not None:
             plan = replace(plan, units=blocks(job.model, least_bytes=_kib(str(factor), bucket.value) * 1024))
-        return plan.cut_inputs("dp", dim=0)
+        if factor.option("fp32-sums") is not None:
+            plan = replace(plan, wide_sums=frozenset(plan.compute))
+        for axis in factor.mesh_axes:
+            plan = plan.cut_inputs(axis, dim=0)
+        return plan
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> None:
         """Operators see a smaller batch, and gradient sync is derived from the plan: only BatchNorms ask the others."""
-        share_statistics((norm for _, norm in batch_norms(job.model)), [axes["dp"]])
+        share_statistics((norm for _, norm in batch_norms(job.model)), [axes[name] for name in _axes(plan)])
 
     def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
         """One all-reduce of each unit's gradients; BatchNorms' statistics."""
-        return (*sync_traffic(plan, batch, coord, "dp"), *statistics_traffic(plan, batch, coord, "dp"))
+        return tuple(
+            each
+            for axis in _axes(plan)
+            for each in (*sync_traffic(plan, batch, coord, axis), *statistics_traffic(plan, batch, coord, axis))
+        )
+
+
+def _axes(plan: Plan) -> tuple[str, ...]:
+    factor = plan.layout.factor("dp")
+    assert factor is not None, "chosen for a layout with dp"
+    return factor.mesh_axes
 
 
 def _kib(given: str, value: str | None) -> int:

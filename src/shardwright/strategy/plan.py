@@ -82,6 +82,19 @@ NUM_TOKENS = 4096
 """Tokens of one microbatch where nobody says how many: strategies weigh activations against weights by it."""
 
 
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What a layout's words for the precision compute in."""
+
+
+def computed_in(dtype: torch.dtype, layout: Layout) -> torch.dtype:
+    """What tensors of a model that has this dtype are in while a layout computes.
+
+    >>> computed_in(torch.float32, Layout.parse("dp2 bf16")), computed_in(torch.float32, Layout.parse("dp2"))
+    (torch.bfloat16, torch.float32)
+    """
+    return COMPUTE.get(layout.precision, dtype) if dtype.is_floating_point else dtype
+
+
 class Job(NamedTuple):
     """What a person hands over: a plain model, the loss that gives (sum, count), and how much is computed at once.
 
@@ -161,6 +174,11 @@ class Plan:
     activations: Mapping[str, tuple[Activation, ...]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """What each parameter computes in."""
+    masters: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """What each parameter rests in: wider than it computes in where the precision is mixed."""
+    wide_sums: frozenset[str] = frozenset()
+    """The parameters whose gradients are summed as wide as they rest, and not as narrow as they are computed."""
     rows: Mapping[str, Rows] = field(default_factory=dict)
     token_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The dims of a module's input with tokens, where sequences are cut and these are not dim 1 alone."""
@@ -179,12 +197,13 @@ class Plan:
         compute = {name: Lies.whole(shape) for name, shape in shapes.items()}
         rest = {name: Rest(lies, lies, lies) for name, lies in compute.items()}
         uses = tuple(Use(name, path, {}, {}) for path, _, _, name in owners(job.model))
-        dtypes = {name: p.dtype for name, p in job.model.named_parameters()}
+        masters = {name: p.dtype for name, p in job.model.named_parameters()}
+        dtypes = {name: computed_in(dtype, layout) for name, dtype in masters.items()}
         frozen = frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad)
         statistics = tuple(path for path, module in batch_norms(job.model) if uses_batch(module))
         return Plan(
             layout, layout.mesh, compute, rest, uses, {}, blocks(job.model), frozen=frozen, dtypes=dtypes,
-            statistics=statistics,
+            masters=masters, statistics=statistics,
         )  # fmt: skip
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:

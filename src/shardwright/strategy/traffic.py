@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import torch
+
 from shardwright.boxes import Box
 from shardwright.comm import ring_factor
 from shardwright.mesh import Coord
@@ -39,6 +41,19 @@ def summed_axes(plan: Plan, name: str) -> tuple[str, ...]:
     return tuple(axis for axis in partial_axes(plan, name) if axis not in cut)
 
 
+def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
+    """The axes along which those lie who share a gradient that the core sums.
+
+    Where ranks share a part of a parameter and it rests in slices, the ranks that hold the same of it may have other
+    slices: they lie along the axis of the slices too.
+    """
+    axes = summed_axes(plan, name)
+    if not set(axes) & set(plan.compute[name].axes):
+        return axes
+    sliced = set(plan.rest[name].gradient.axes) - set(plan.compute[name].axes)
+    return tuple(axis for axis in plan.mesh.axes if axis in {*axes, *sliced})
+
+
 def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
     """The uses that give a whole gradient over axes where another use of the same parameter gives a term.
 
@@ -53,16 +68,16 @@ def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
 
 
 def sync(plan: Plan, name: str, coord: Coord) -> tuple[Share, ...]:
-    """What this rank sums with whom to make the gradient of one parameter whole.
+    """What this rank sums with whom to make the gradient of one parameter whole, as it rests.
 
     Partial exactly where the contraction is cut; where ranks hold overlapping parts of the parameter, each box is
     summed among those that hold it.
     """
-    axes = summed_axes(plan, name)
+    axes = sync_axes(plan, name)
     if not axes:
         return ()
     here = plan.mesh.rank(coord)
-    shares = plan.compute[name].holders(plan.mesh, axes, coord)
+    shares = plan.rest[name].gradient.holders(plan.mesh, axes, coord)
     return tuple(Share(box, axes, ranks) for box, ranks in shares if here in ranks and len(ranks) > 1)
 
 
@@ -109,12 +124,18 @@ Sharers = tuple[tuple[str, ...], tuple[int, ...], str]
 """Who sums what in one message: the axes along which they differ, their ranks, and the dtype."""
 
 
+def sum_dtype(plan: Plan, name: str) -> torch.dtype:
+    """What the core sums a gradient in: as it is computed, unless it rests in slices or wider sums are asked for."""
+    sliced = plan.rest[name].gradient != plan.compute[name]
+    return plan.masters[name] if sliced or name in plan.wide_sums else plan.dtypes[name]
+
+
 def sync_groups(plan: Plan, unit: Unit, coord: Coord) -> dict[Sharers, dict[str, list[Box]]]:
     """The unit's shares by who sums them: parameter -> boxes, the same on every member."""
     groups: dict[Sharers, dict[str, list[Box]]] = {}
     for name in unit.parameters:
         for share in sync(plan, name, coord):
-            key = (share.axes, share.ranks, str(plan.dtypes[name]))
+            key = (share.axes, share.ranks, str(sum_dtype(plan, name)))
             groups.setdefault(key, {}).setdefault(name, []).append(share.box)
     return dict(sorted(groups.items()))
 
@@ -137,7 +158,7 @@ def sync_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tuple[Tra
         for (axes, ranks, _), shares in sync_groups(plan, unit, coord).items():
             if axes[0] != axis:
                 continue
-            element_bytes = plan.dtypes[next(iter(shares))].itemsize
+            element_bytes = sum_dtype(plan, next(iter(shares))).itemsize
             whole = part = 0
             for name, boxes in shares.items():
                 size = sum(box.size for box in boxes) if name not in plan.frozen else 0

@@ -1,0 +1,138 @@
+"""One rank's slice of a group of parameters, and the whole of it while that is needed.
+
+The whole is one buffer, and the parameters are views of it: gathering fills it in place, and nothing is copied to join
+or to cut. While it is not there, or is out of date, a parameter has its own shape and one NaN for all its elements: who
+computes with it by mistake sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm import Axis, Pending
+from shardwright.mesh import balanced
+
+
+class Flat:
+    """The parameters of a group, flat: this rank's slice of them, which ``resting`` parameters are views of.
+
+    :meth:`gather` and :meth:`arrive` make the whole, :meth:`drop` ends that; with ``keeps`` its memory stays, and the
+    slice is a part of it. ``gradient`` is the slice's, once it is summed.
+
+    The whole is in the ``dtype`` that the parameters compute in; where the slice is wider, it is the master, and the
+    whole is made of what it is rounded to. ``wide`` sums gradients as wide as the slice.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        axis: Axis,
+        *,
+        keeps: bool,
+        dtype: torch.dtype | None = None,
+        wide: bool = False,
+    ) -> None:
+        self.parameters, self.axis, self.keeps, self.wide = dict(parameters), axis, keeps, wide
+        self.shapes = [p.shape for p in self.parameters.values()]
+        self.sizes = [p.numel() for p in self.parameters.values()]
+        cuts = balanced(sum(self.sizes), axis.size)
+        self.part_sizes = [b - a for a, b in pairwise(cuts)]
+        self.range = cuts[axis.index], cuts[axis.index + 1]
+        masters = torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
+        whole = masters.to(dtype)
+        self._is_part = keeps and whole is masters
+        self._dropped = whole.new_full((), float("nan"))
+        self.slice = masters[slice(*self.range)] if self._is_part else masters[slice(*self.range)].clone()
+        self.ranges = self._ranges()
+        self.resting = {
+            name: nn.Parameter(self.slice[a:b], requires_grad=self.parameters[name].requires_grad)
+            for name, (a, b) in self.ranges.items()
+        }
+        self.whole: Tensor | None = whole
+        self.gradient: Tensor | None = None
+        self.unreached = set(self.parameters)
+        self._pending: Pending[Tensor] | None = None
+        self.drop()
+
+    def _ranges(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter, the part of the slice that is its."""
+        low, high = self.range
+        bounds = pairwise(accumulate(self.sizes, initial=0))
+        return {
+            name: (min(max(a, low), high) - low, min(max(b, low), high) - low)
+            for name, (a, b) in zip(self.parameters, bounds, strict=True)
+        }
+
+    @property
+    def num_elements(self) -> int:
+        """How long the whole is."""
+        return sum(self.sizes)
+
+    # ---- the whole
+
+    def gather(self) -> None:
+        """Starts to make the whole; the parameters show it once :meth:`arrive` has returned."""
+        if self.whole is None:
+            self.whole = self._dropped.new_empty(self.num_elements)
+        if not self._is_part:
+            self.whole[slice(*self.range)].copy_(self.slice)
+        self._pending = self.axis.all_gather_into_async(self.whole, self.part_sizes)
+
+    def arrive(self) -> None:
+        """Waits for what :meth:`gather` has started."""
+        assert self._pending is not None, "gathered"
+        self._pending.wait()
+        self._pending = None
+        assert self.whole is not None, "gathered"
+        for parameter, shape, part in zip(
+            self.parameters.values(), self.shapes, self.whole.split(self.sizes), strict=True
+        ):
+            parameter.data = part.view(shape)
+
+    def drop(self) -> None:
+        """Lets go of the whole, or of showing it where it is kept, since it is out of date.
+
+        Its memory is free as soon as nobody else holds a view of it.
+        """
+        for parameter, shape in zip(self.parameters.values(), self.shapes, strict=True):
+            parameter.data = self._dropped.expand(shape)
+        if not self.keeps:
+            self.whole = None
+
+    # ---- gradients
+
+    def send_gradients(self) -> Pending[Tensor]:
+        """Starts the sum of the parameters' gradients over the axis, of which each member keeps its slice's.
+
+        The gradients are let go of. A parameter without one, which backward did not reach, counts as zeros.
+        """
+        parts = []
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.unreached.discard(name)
+                parts.append(parameter.grad.reshape(-1))
+                parameter.grad = None
+            else:
+                parts.append(self._dropped.new_zeros(parameter.numel()))
+        message = torch.cat(parts)
+        return self.axis.reduce_scatter_async(
+            message.to(self.slice.dtype) if self.wide else message, 0, self.part_sizes
+        )
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Adds to the slice's gradient."""
+        gradient = gradient.to(self.slice.dtype)
+        self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
+
+    def show_gradient(self) -> None:
+        """Gives the resting parameters their gradients; the next step starts from none."""
+        for name, (a, b) in self.ranges.items():
+            part = None if self.gradient is None else self.gradient[a:b]
+            if name in self.unreached and part is not None and not part.any():
+                part = None  # no rank's forward reached it: as on one device
+            self.resting[name].grad = part
+        self.gradient, self.unreached = None, set(self.parameters)

@@ -1,0 +1,81 @@
+"""Which parameters form one flat sequence: those of a unit that lie alike, so that slices of all are cut alike.
+
+::
+
+    unit 'blocks.0', dp4      | qkv.weight    | proj.weight | up.weight    | down.weight | norm ... |
+                              +---------------------------------------------------------------------+
+                              | rank 0          | rank 1          | rank 2          | rank 3        |
+
+Slices are balanced over the whole sequence, so that they differ by one element at most, and gathering them is one
+message that lands where the parameters are. Parameters that other axes cut differently have sequences of their own:
+there ranks beside each other would hold slices of different elements, which could not be summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardwright.boxes import Lies
+from shardwright.mesh import Coord
+from shardwright.strategy import Plan, Rest, partial_axes
+
+
+class Group(NamedTuple):
+    """Parameters that form one flat sequence, in order."""
+
+    unit: str
+    parameters: tuple[str, ...]
+    trained: bool
+
+    def num_elements(self, plan: Plan, coord: Coord) -> int:
+        """How long the sequence is at ``coord``."""
+        return sum(plan.compute[name].num_elements(coord) for name in self.parameters)
+
+
+def groups(plan: Plan, *, frozen: bool) -> tuple[Group, ...]:
+    """The sequences of every unit; those of frozen parameters only where these are wanted.
+
+    >>> from torch import nn
+    >>> from shardwright.layout import Layout
+    >>> from shardwright.strategy import Job
+    >>> model = nn.Linear(2, 2)
+    >>> _ = model.bias.requires_grad_(False)
+    >>> for group in groups(Plan.of(Job(model, nn.Identity()), Layout.parse("dp2")), frozen=True):
+    ...     print(group)
+    Group(unit='', parameters=('weight',), trained=True)
+    Group(unit='', parameters=('bias',), trained=False)
+    """
+    found: dict[tuple[object, ...], list[str]] = {}
+    for unit in plan.units:
+        for name in unit.parameters:
+            lies, trained = plan.compute[name], name not in plan.frozen
+            if trained or frozen:
+                held = tuple(stage for stage in range(plan.mesh["pp"]) if lies.pieces(_first(lies, stage)))
+                key = (
+                    unit.name,
+                    trained,
+                    lies.axes,
+                    held,
+                    partial_axes(plan, name),
+                    plan.dtypes[name],
+                    plan.masters[name],
+                )
+                found.setdefault(key, []).append(name)
+    return tuple(Group(str(key[0]), tuple(names), bool(key[1])) for key, names in found.items())
+
+
+def _first(lies: Lies, stage: int) -> Coord:
+    return {"pp": stage} if "pp" in lies.axes else {}
+
+
+def rest_in_slices(plan: Plan, axis: str, chosen: Sequence[Group]) -> Plan:
+    """The plan with each group's parameters, gradients and optimizer state at rest in slices over ``axis``."""
+    rest = dict(plan.rest)
+    for group in chosen:
+        beside = tuple(plan.compute[name] for name in group.parameters)
+        for place, name in enumerate(group.parameters):
+            flat = plan.compute[name].flat(axis, plan.mesh[axis], beside, place)
+            rest[name] = Rest(flat, flat, flat)
+    return replace(plan, rest=rest)

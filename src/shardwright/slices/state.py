@@ -1,0 +1,122 @@
+"""What one rank does with its slices, as the events of a run: gather, drop, sum gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.comm import Axis, Pending
+from shardwright.models.structure import owners
+from shardwright.pipeline import Action, Events
+from shardwright.pipeline.executor import Unit
+from shardwright.slices.flat import Flat
+from shardwright.slices.groups import Group
+from shardwright.slices.window import Block, Window
+from shardwright.strategy import Applied, Plan
+
+
+class _Watched(dict[str, Any]):
+    """A module's parameters: whoever reads one as an attribute makes its unit whole first."""
+
+    def __init__(self, parameters: Mapping[str, Any], need: Mapping[str, Callable[[], None]]) -> None:
+        super().__init__(parameters)
+        self.need = need
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.need:
+            self.need[name]()
+        return super().__getitem__(name)
+
+
+class SlicedState:
+    """A rank's parameters in slices over one axis.
+
+    ``stage`` 1 sums gradients once a step, 2 after each microbatch; 3 drops the whole parameters after use as well.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, axis: Axis, chosen: tuple[Group, ...], stage: int, ahead: int):
+        self.stage, self.ahead, self.num_microbatches = stage, ahead, plan.layout.num_microbatches
+        self.drops = stage == 3 and axis.size > 1
+        named = dict(model.named_parameters())
+        flats: dict[str, list[tuple[Group, Flat]]] = {}
+        for group in chosen:
+            mine = {name: named[name] for name in group.parameters if name in named}
+            if mine:
+                first = group.parameters[0]
+                wide = first in plan.wide_sums
+                flat = Flat(mine, axis, keeps=not self.drops, dtype=plan.dtypes[first], wide=wide)
+                flats.setdefault(group.unit, []).append((group, flat))
+        users: dict[str, set[str]] = {}
+        for path, _, _, name in owners(model):
+            users.setdefault(name, set()).add(path)
+        self.blocks = {
+            unit: Block(
+                unit,
+                tuple(flat for _, flat in each),
+                stays=any(len(users[name]) > 1 for _, flat in each for name in flat.parameters),
+            )
+            for unit, each in flats.items()
+        }
+        self.trained = {unit: [flat for group, flat in each if group.trained] for unit, each in flats.items()}
+        self.window = Window(tuple(self.blocks.values()), ahead, self.drops)
+        self._left: dict[str, int] = {}
+        self._sent: list[list[tuple[Flat, Pending[Tensor]]]] = []
+        self._watch(model)
+
+    def applied(self) -> Applied:
+        """What a run needs to know."""
+        resting = {n: p for block in self.blocks.values() for flat in block.flats for n, p in flat.resting.items()}
+        events = Events(
+            during=self._during,
+            after_weight_gradients=self._after_weight_gradients,
+            before_sync=self._before_sync,
+            after_optimizer=self.window.changed,
+        )
+        return Applied(events=events, parameters=resting)
+
+    def _watch(self, model: nn.Module) -> None:
+        """Before a module runs, and before anyone else reads its parameters, they are there."""
+        homes = {name: block for block in self.blocks.values() for flat in block.flats for name in flat.parameters}
+        by_module: dict[nn.Module, dict[str, Block]] = {}
+        for _, module, own, name in owners(model):
+            if name in homes:
+                by_module.setdefault(module, {})[own] = homes[name]
+        for module, own_homes in by_module.items():
+            need = {own: self._needs(block) for own, block in own_homes.items()}
+            module._parameters = _Watched(module._parameters, need)
+            for block in dict.fromkeys(own_homes.values()):
+                module.register_forward_pre_hook(self._needs(block), prepend=True)
+
+    def _needs(self, block: Block) -> Callable[..., None]:
+        return lambda *_: self.window.need(block)
+
+    @contextmanager
+    def _during(self, action: Action) -> Iterator[None]:
+        with self.window.during(action):
+            yield
+
+    # ---- gradients
+
+    def _after_weight_gradients(self, unit: Unit, microbatch: int) -> None:
+        flats = self.trained.get(unit.name, ())
+        left = self._left[unit.name] = self._left.get(unit.name, self.num_microbatches) - 1
+        if not flats or (self.stage == 1 and left):
+            return
+        self._sent.append([(flat, flat.send_gradients()) for flat in flats])
+        while len(self._sent) > self.ahead:
+            self._receive()
+
+    def _receive(self) -> None:
+        for flat, pending in self._sent.pop(0):
+            flat.add_gradient(pending.wait())
+
+    def _before_sync(self) -> None:
+        while self._sent:
+            self._receive()
+        self._left.clear()
+        for flats in self.trained.values():
+            for flat in flats:
+                flat.show_gradient()

@@ -1,0 +1,191 @@
+"""Which units are whole when: gathered ahead of what computes with them, dropped behind it.
+
+::
+
+    forward    | gather 0 | compute 0 | compute 1 | compute 2 |          ahead=1
+               |          | gather 1  | gather 2  |
+                                      | drop 0    | drop 1    | drop 2
+
+    backward   | gather 2 | backward 2 | backward 1 | ...
+               |          | gather 1   | gather 0   |
+
+The order is that of the forward before: all ranks run the same code, so it is the same on all. In the backward a unit
+is asked for by autograd itself, when it takes out a weight that it has saved; what is saved is not the weight but its
+place, so nothing holds on to the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.pipeline import Action
+from shardwright.slices.flat import Flat
+
+
+@dataclass(eq=False)
+class Block:
+    """The sequences of one unit: gathered and dropped together.
+
+    ``stays`` says that other units' modules use it too: then it stays whole until the action ends.
+    """
+
+    name: str
+    flats: tuple[Flat, ...]
+    stays: bool = False
+    is_whole: bool = False
+    is_coming: bool = False
+
+    def gather(self) -> None:
+        """Starts to make it whole, if it is not."""
+        if not (self.is_whole or self.is_coming):
+            for flat in self.flats:
+                flat.gather()
+            self.is_coming = True
+
+    def arrive(self) -> None:
+        """Makes it whole."""
+        self.gather()
+        if self.is_coming:
+            for flat in self.flats:
+                flat.arrive()
+        self.is_coming, self.is_whole = False, True
+
+    def drop(self) -> None:
+        """Lets go of it, or says that it is out of date; what is still on its way is waited for."""
+        if self.is_coming:
+            self.arrive()
+        if self.is_whole:
+            for flat in self.flats:
+                flat.drop()
+        self.is_whole = False
+
+
+class _Saved(NamedTuple):
+    """The place of a tensor that autograd has saved, in a unit's whole."""
+
+    block: Block
+    flat: Flat
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(eq=False)
+class Window:
+    """The units of one rank, of which at most ``ahead + 1`` are whole or under way at once, beside those that stay.
+
+    With ``drops`` false units stay whole once they are, until :meth:`changed` says that they are out of date.
+    ``most`` is how many there were at most.
+    """
+
+    blocks: Sequence[Block]
+    ahead: int
+    drops: bool
+    most: int = 0
+    _current: Block | None = None
+    _action: Action | None = None
+    _path: Sequence[Block] = ()
+    _place: int = 0
+    _touched: list[Block] = field(default_factory=list)
+    _order: dict[tuple[bool, int], tuple[Block, ...]] = field(default_factory=dict)
+
+    @contextmanager
+    def during(self, action: Action) -> Iterator[None]:
+        """Runs an action: what it asks for is there when it does, and gone when it has ended."""
+        forward = action.kind == "F"
+        self._path, self._place, self._touched = self._order.get((forward, action.chunk), ()), 0, []
+        self._current = None
+        if action.kind == "W":
+            self._path = ()  # weights' gradients need no weights
+        if forward and self.drops and torch.is_grad_enabled():
+            with torch.autograd.graph.saved_tensors_hooks(self._save, self._take_out):
+                yield
+        else:
+            yield
+        if forward:
+            self._order[True, action.chunk] = tuple(dict.fromkeys(self._touched))
+            self._order[False, action.chunk] = tuple(dict.fromkeys(reversed(self._touched)))
+        elif self.drops:
+            while self._place < len(self._path):
+                self._advance()  # each is gathered once, whether or not its backward needed it
+        self._end()
+
+    def need(self, block: Block) -> None:
+        """Returns when the unit is whole; the next ones are on their way."""
+        if block is self._current:
+            return
+        self._touched.append(block)
+        if block.is_whole:
+            self._current = block
+            return
+        try:
+            place = self._path.index(block, self._place)
+        except ValueError:  # the first time, or another way than the last
+            self._drop_all_but((block,))
+            block.arrive()
+            self._current = block
+            self._count()
+            return
+        while self._place <= place:
+            self._advance()
+
+    def changed(self) -> None:
+        """The slices have changed: what is whole is out of date."""
+        self._end()
+        for block in self.blocks:
+            block.drop()
+
+    def _advance(self) -> None:
+        """Goes on to the next unit of the path."""
+        block = self._path[self._place]
+        self._place += 1
+        upcoming = self._path[self._place : self._place + self.ahead]
+        self._drop_all_but((block, *upcoming))
+        block.arrive()
+        for each in upcoming:
+            each.gather()
+        self._current = block
+        self._count()
+
+    def _drop_all_but(self, kept: Sequence[Block]) -> None:
+        for block in self.blocks if self.drops else ():
+            if block not in kept and not block.stays:
+                block.drop()
+
+    def _count(self) -> None:
+        there = sum((block.is_whole or block.is_coming) and not block.stays for block in self.blocks)
+        assert not self.drops or there <= self.ahead + 1, f"{there} units are whole, {self.ahead + 1} were promised"
+        self.most = max(self.most, there)
+
+    def _end(self) -> None:
+        for block in self.blocks:
+            if self.drops:
+                block.drop()
+            elif block.is_coming:
+                block.arrive()
+        self._current, self._path, self._place, self._touched = None, (), 0, []
+
+    # ---- what autograd saves
+
+    def _save(self, tensor: Tensor) -> Any:
+        address = tensor.untyped_storage().data_ptr()
+        for block in self.blocks:
+            if block.is_whole:
+                for flat in block.flats:
+                    if flat.whole is not None and flat.whole.untyped_storage().data_ptr() == address and address:
+                        return _Saved(block, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return tensor
+
+    def _take_out(self, saved: Any) -> Tensor:
+        if not isinstance(saved, _Saved):
+            found: Tensor = saved
+            return found
+        self.need(saved.block)
+        assert saved.flat.whole is not None, "needed above"
+        return saved.flat.whole.as_strided(saved.size, saved.stride, saved.offset)
