@@ -291,10 +291,12 @@ def _step(world, line: str, case: Case, model: nn.Module, strategies: Sequence |
     run = parallelize(model, line, world, loss=case.loss, strategies=strategies)
     batches = case.batches
     (batch,) = run.shard(batches[:1])
+    optimizer = run.optimizer(torch.optim.SGD, lr=1e-3)
     recorded = []
     for _ in range(2):
         with world.recorder.recording() as records:
             run.step(batch)
+        optimizer.step()
         recorded.append(Counter((r.source, r.kind, r.axis, r.num_bytes) for r in records if r.source not in ASIDE))
     job = Job(model, case.loss)
     plan, chosen = make_plan(job, Layout.parse(line), strategies)
