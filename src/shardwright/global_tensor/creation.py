@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -213,10 +214,12 @@ def from_local(
     told = {
         "shape": [] if wrong else list(mine.shape),
         "dtype": "" if wrong else str(mine.dtype).removeprefix("torch."),
-        "here": local is not None, "wrong": wrong, "grad": not wrong and mine.requires_grad,
+        "here": local is not None,
+        "wrong": wrong,
+        "grad": not wrong and mine.requires_grad,
         "digest": _digest(mine) if check and not wrong else "",
-    }  # fmt: skip
-    facts = gather_json(everyone_here(), told)
+    }
+    facts = _told(told)
     members = {rank: facts[rank] for rank in placement.ranks}
     _check_parts(members, placement)
     first = members[placement.ranks[0]]
@@ -229,6 +232,18 @@ def from_local(
         requires_grad = any(fact["grad"] for fact in members.values())
         mine = torch.empty(0, dtype=getattr(torch, first["dtype"]), requires_grad=requires_grad)
     return _FromLocal.apply(mine, where, given, back)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _told(mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank says of its part: one message where it is short, as it is."""
+    axis, room = everyone_here(), 256
+    text = json.dumps(mine).encode()
+    short = text if len(text) < room else b"long"
+    padded = torch.frombuffer(bytearray(short.ljust(room)), dtype=torch.uint8).to(axis.device)
+    said = [bytes(each.tolist()) for each in axis.all_gather(padded).cpu().split(room)]
+    if any(each.strip() == b"long" for each in said):
+        return gather_json(axis, mine)
+    return [json.loads(each) for each in said]
 
 
 def _digest(local: Tensor) -> str:

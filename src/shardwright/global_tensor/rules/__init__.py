@@ -37,6 +37,7 @@ from shardwright.global_tensor.rules.call import (
     mixed,
     put_together,
     refusal,
+    results,
     run_here,
 )
 from shardwright.global_tensor.tensor import GlobalTensor, moved, wrap
@@ -141,21 +142,28 @@ def _returned(call: Call, decision: Decision, found: Any) -> Any:
     """The local results as global tensors; what was written to in place as itself."""
     schema = call.func._schema
     if len(schema.returns) == 1 and schema.returns[0].alias_info is not None and schema.returns[0].alias_info.is_write:
-        return call.args[0]
+        x = call.args[0]
+        if x.sbp != decision.ins[0]:  # it lies otherwise now
+            where = Where(call.placement, decision.ins[0])
+            other = wrap(found, tuple(x.shape), where, x.stride())
+            x._local_tensor, x._spec = other._local_tensor, other._spec
+        return x
     if not decision.outs:  # the shape is known only now, and the same on every member
         shapes = _told_shapes(call, found)
         decision.outs = [call.tensors[0].sbp] * len(shapes)
         call.outputs = [torch.empty(shape, device="meta") for shape in shapes]
-    many = isinstance(found, (tuple, list))
+    many, member = isinstance(found, (tuple, list)), here().rank in call.placement
     wrapped = []
     for number, local in enumerate(found if many else [found]):
         meta = call.outputs[number] if number < len(call.outputs) else None
         if isinstance(local, Tensor) and meta is not None:
             where = Where(call.placement, decision.outs[number])
+            if member and tuple(local.shape) != tuple(meta.shape) and all(one.is_replicate() for one in where.sbp):
+                meta = local  # an unused output, of another shape than torch foretells
             local = wrap(local, tuple(meta.shape), where, meta.stride())
         wrapped.append(local)
     result = type(found)(wrapped) if many else wrapped[0]
-    if here().rank in call.placement and schema.returns and call.func._schema._is_view_op() and not many:
+    if member and schema.returns and call.func._schema._is_view_op() and not many:
         return return_and_correct_aliasing(call.func, call.args, call.kwargs, result)
     return result
 
@@ -164,16 +172,7 @@ def _nothing(call: Call, decision: Decision) -> Any:
     """What a rank that is not a member has for results."""
     if not decision.outs:
         raise refusal(call, "the shape of what it returns depends on values that this rank does not have")
-    locals_: list[Any] = []
-    for number, meta in enumerate(call.outputs):
-        shape = decision.local_shape_of(call, number) if meta is not None else ()
-        locals_.append(None if meta is None else torch.empty(shape, dtype=meta.dtype))
-    many = len(call.func._schema.returns) > 1
-    if not many and call.func._schema.returns and "Tensor[]" in str(call.func._schema.returns[0].type):
-        return locals_
-    if not many and str(call.func._schema.returns[0].type) == "List[Tensor]":
-        return locals_
-    return tuple(locals_) if many else locals_[0] if locals_ else None
+    return results(call, decision)
 
 
 def _told_shapes(call: Call, found: Any) -> list[tuple[int, ...]]:

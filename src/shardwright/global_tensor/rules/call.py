@@ -77,7 +77,7 @@ class Call:
             at += num
         return None
 
-    def letters(self, **of: Letter) -> tuple[Letter, ...]:
+    def letters(self, /, **of: Letter) -> tuple[Letter, ...]:
         """One letter for each input: those named, and B for the others."""
         found: list[Letter] = ["B"] * len(self.tensors)
         for name, letter in of.items():
@@ -104,6 +104,8 @@ class Decision:
     ins: list[tuple[Sbp, ...]]
     outs: list[tuple[Sbp, ...]]
     run: Run | None = None
+    talks: bool = False
+    """Whether ``run`` sends something: then every member runs it, with nothing too."""
 
     def local_shape_of(self, call: Call, output: int = 0) -> tuple[int, ...]:
         """The shape of this rank's part of an output."""
@@ -138,6 +140,8 @@ def decide(call: Call, ways: Sequence[Way], run: Run | None = None, *, in_place:
     for axis, size in enumerate(call.placement.shape):
         now = [to_letter(x.sbp[axis]) for x in call.tensors]
         left = [w for w in ways if not in_place or (w[0][0] == w[1][0] == now[0])]
+        if not left and _is_our_own(call.tensors[0]):
+            left = ways
         if not left:
             raise refusal(call, f"it is written to in place, along axis {axis}", "another layout of the first tensor")
         costs = [_cost(call, size, now, way) for way in left]
@@ -145,6 +149,11 @@ def decide(call: Call, ways: Sequence[Way], run: Run | None = None, *, in_place:
     ins = [tuple(to_sbp(way[0][i]) for way in chosen) for i in range(len(call.tensors))]
     outs = [tuple(to_sbp(way[1][i]) for way in chosen) for i in range(max(len(call.outputs), 1))]
     return Decision(ins, outs, run)
+
+
+def _is_our_own(x: Any) -> bool:
+    """Whether it is a result that autograd alone holds: such a one may change how it lies as it is written to."""
+    return torch._C._current_graph_task_id() != -1 and not x._is_view()
 
 
 def _cost(call: Call, size: int, now: Sequence[Letter], way: Way) -> float:
@@ -162,10 +171,47 @@ def _cost(call: Call, size: int, now: Sequence[Letter], way: Way) -> float:
 
 
 def run_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator itself on local tensors, or what the rule runs in its place."""
+    """The operator itself on local tensors, or what the rule runs in its place.
+
+    A member whose slice is empty computes nothing: not every operator of torch takes an empty tensor.
+    """
+    nothing = _nothing(call, decision)
+    if nothing is not None:
+        return nothing
     if decision.run is not None:
         return decision.run(call, decision, args, kwargs)
     return call.func(*args, **kwargs)
+
+
+def _nothing(call: Call, decision: Decision) -> Any:
+    """The results of a member whose slice is empty: empty ones, and zeros for terms; None where it must compute."""
+    if decision.talks or not decision.outs or not any(
+        x.numel() and 0 in local_shape(tuple(x.shape), Where(call.placement, sbp), here().rank)
+        for x, sbp in zip(call.tensors, decision.ins, strict=True)
+    ):  # fmt: skip
+        return None
+    terms_given = any(one.is_partial() for sbp in decision.ins for one in sbp)
+    for number, meta in enumerate(call.outputs):
+        is_term = not terms_given and any(one.is_partial() for one in decision.outs[number])
+        if meta is not None and 0 not in decision.local_shape_of(call, number) and not is_term:
+            return None
+    return results(call, decision)
+
+
+def results(call: Call, decision: Decision) -> Any:
+    """Zeros of the local shapes, as the operator returns them."""
+    found = [
+        None if meta is None else torch.zeros(
+            decision.local_shape_of(call, number), dtype=meta.dtype, device=call.tensors[0]._local_tensor.device
+        )
+        for number, meta in enumerate(call.outputs)
+    ]  # fmt: skip
+    returns = call.func._schema.returns
+    if len(returns) > 1:
+        return tuple(found)
+    if returns and str(returns[0].type) == "List[Tensor]":
+        return found
+    return found[0] if found else None
 
 
 def meta_outputs(func: Any, args: Any, kwargs: Any) -> Any:

@@ -19,7 +19,9 @@ def _convolution(call: Call) -> Decision:
     ways: list[Way] = [(call.letters(input=0), (0,))]
     if call.arg("groups") == 1:
         into, out = (0, 1) if call.arg("transposed") else (1, 0)
-        ways += [(call.letters(weight=out, bias=0), (1,)), (call.letters(input=1, weight=into, bias="P"), ("P",))]
+        ways.append((call.letters(weight=out, bias=0), (1,)))
+        if call.shapes[0][1] % call.placement.size == 0:  # torch convolves no empty slice
+            ways.append((call.letters(input=1, weight=into, bias="P"), ("P",)))
     return decide(call, ways)
 
 

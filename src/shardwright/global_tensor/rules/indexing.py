@@ -79,6 +79,14 @@ def _scatter(call: Call) -> Decision:
     return decide(call, [w for w in ways if not in_place or w[0][0] == w[1][0]], in_place=in_place)
 
 
+def _index_add(call: Call) -> Decision:
+    along, in_place = _along(call), call.name.endswith("_")
+    ways: list[Way] = [
+        (call.letters(self=dim, source=dim), (dim,)) for dim in range(len(call.shapes[0])) if dim != along
+    ]
+    return decide(call, [*ways, (call.letters(self="P", source="P"), ("P",))], in_place=in_place)
+
+
 # ---- several index tensors
 
 
@@ -112,6 +120,7 @@ RULES: dict[str, Any] = {
     "index_select": _index_select,
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), _scatter),
+    **dict.fromkeys(("index_add", "index_add_"), _index_add),
     "index": _index,
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
 }

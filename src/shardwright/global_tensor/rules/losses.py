@@ -8,6 +8,7 @@ import torch
 
 from shardwright.global_tensor.lying import Where
 from shardwright.global_tensor.moving import move
+from shardwright.global_tensor.rules import pointwise
 from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
 from shardwright.global_tensor.sbp import broadcast
 
@@ -29,6 +30,7 @@ def _nll(call: Call) -> Decision:
         outs = (own, "P") if reduction == NONE else ("P", "P")
         ways.append((call.letters(self=dim, target=own), outs))
     decision = decide(call, ways, _nll_here)
+    decision.talks = reduction == MEAN
     if reduction in (MEAN, NONE):
         decision.outs[1] = (broadcast,) * call.placement.ndim
     return decision
@@ -60,6 +62,8 @@ def _reduced(call: Call) -> Decision:
     """``mse_loss`` and its like, summed or averaged over all elements."""
     shape = call.shapes[0]
     alike = all(given == shape for given in call.shapes)
+    if call.arg("reduction") == NONE:
+        return pointwise.rule(call)
     ways: list[Way] = [((dim,) * len(call.tensors), ("P",)) for dim in range(len(shape))] if alike else []
     return decide(call, ways, _reduced_here)
 

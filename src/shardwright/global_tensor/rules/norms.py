@@ -1,4 +1,4 @@
-"""Normalisations: samples may be cut; what the statistics are taken over may not."""
+"""Normalisations: samples may be cut; what the statistics are taken over may not. Batch norm is refused when cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, refusal
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
 
 
 def _layer_norm(call: Call) -> Decision:
@@ -40,35 +40,9 @@ def _with_samples(call: Call, decision: Decision, args: tuple[Any, ...], kwargs:
     return call.func(*call.with_arg("N", samples, args), **kwargs)
 
 
-def _batch_norm(call: Call) -> Decision:
-    """Channels may be cut; samples only where nothing is counted over them."""
-    names = [a.name for a in call.func._schema.arguments]
-    training = call.arg("training") if "training" in names else call.arg("train") if "train" in names else True
-    own = [name for name in names if name not in ("input", "grad_out") and call.place(name) is not None]
-    channels = call.letters(**dict.fromkeys(own, 0), **{n: 1 for n in ("input", "grad_out") if n in names})
-    outs = tuple(1 if x is not None and x.ndim > 1 else 0 for x in call.outputs)
-    written = [call.place(name) for name in ("running_mean", "running_var") if name in names]
-    for place in (place for place in written if place is not None and training):
-        if not all(one.is_replicate() for one in call.tensors[place].sbp):
-            raise refusal(call, "running statistics that are cut are written to in place")
-    if not training and "grad_out" not in names:
-        samples: Way = (call.letters(input=0), (0, *("B",) * (len(call.outputs) - 1)))
-        return decide(call, [samples, (channels, outs)])
-    return decide(call, [] if any(place is not None for place in written) and training else [(channels, outs)])
-
-
 RULES = {
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
     **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _layer_norm_backward),
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_backward,
-    **dict.fromkeys(
-        (
-            "native_batch_norm",
-            "_native_batch_norm_legit",
-            "native_batch_norm_backward",
-            "_native_batch_norm_legit_no_training",
-        ),
-        _batch_norm,
-    ),
 }
