@@ -14,7 +14,17 @@ from shardwright.train.config import TrainConfig
 
 NAMES = [
     *("Axis", "CrossEntropy", "Layout", "MeanSquaredError", "Mesh", "Run", "Verdict", "World"),
-    *("launch", "layer_alone", "load", "parallelize", "run_on_threads", "save", "verify", "without_values"),
+    *(
+        "global_tensor",
+        "launch",
+        "layer_alone",
+        "load",
+        "parallelize",
+        "run_on_threads",
+        "save",
+        "verify",
+        "without_values",
+    ),
 ]
 
 RUN = {"--layout", "--model", "--set", "--role", "--batch", "--seq", "--config", "--json"}

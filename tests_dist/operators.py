@@ -141,6 +141,27 @@ attend = F.scaled_dot_product_attention
 HEADS = (2, 3, 5, 4)
 X, Y = (5, 6), (6, 7)
 
+
+def write_a_row(a: Tensor, b: Tensor) -> Tensor:
+    a = a * 1
+    a[2] = b
+    return a
+
+
+def write_a_chunk(a: Tensor) -> Tensor:
+    a = a * 1
+    a.chunk(3, 0)[1].zero_()
+    a.flatten()[:4].zero_()
+    return a
+
+
+def write_a_number(a: Tensor) -> Tensor:
+    a = a * 1
+    a[1:3, 2] = 7.0
+    a[0].relu_()
+    return a
+
+
 OPERATORS = [
     Operator("matmul", torch.matmul, (X, Y)),
     Operator("matmul_batched", torch.matmul, ((3, 5, 6), (3, 6, 2))),
@@ -223,7 +244,7 @@ OPERATORS = [
     Operator("cross_entropy_ignored", lambda x, t: F.cross_entropy(x, t, ignore_index=2), (X, integers(0, 6, 5))),
     Operator("cross_entropy_smooth", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), (X, integers(0, 6, 5))),
     Operator("cross_entropy_2d", F.cross_entropy, ((3, 4, 5), integers(0, 4, 3, 5))),
-    Operator("cross_entropy_weighted", lambda x, t, w: F.cross_entropy(x, t, w.detach()**2), (X, integers(0, 6, 5), (6,))),
+    Operator("cross_entropy_weighted", lambda x, t, w: F.cross_entropy(x, t, w.detach()), (X, integers(0, 6, 5), (6,))),
     Operator("mse", F.mse_loss, (X, X)),
     Operator("mse_none", lambda a, b: F.mse_loss(a, b, reduction="none"), (X, X)),
     Operator("smooth_l1", F.smooth_l1_loss, (X, X)),
@@ -284,11 +305,15 @@ OPERATORS = [
     Operator("ones_like", torch.ones_like, (X,)),
     Operator("lerp", lambda a, b: torch.lerp(a, b, 0.3), (X, X)),
     Operator("addcmul", torch.addcmul, (X, X, X)),
-    Operator("add_in_place", lambda a, b: (a * 1).add_(b), (X, X), True),
-    Operator("multiply_in_place", lambda a, b: (a * 1).mul_(b), (X, X), True),
-    Operator("relu_in_place", lambda a: F.relu(a * 1, inplace=True), (X,), True),
-    Operator("copy", lambda a, b: (a * 1).copy_(b), (X, X), True),
-    Operator("write_a_row", lambda a, b: torch.cat([(a * 1), b]).index_fill(0, torch.tensor(0), 1.0), (X, X), True),
+    Operator("add_in_place", lambda a, b: (a * 1).add_(b), (X, X)),
+    Operator("multiply_in_place", lambda a, b: (a * 1).mul_(b), (X, X)),
+    Operator("relu_in_place", lambda a: F.relu(a * 1, inplace=True), (X,)),
+    Operator("copy", lambda a, b: (a * 1).copy_(b), (X, X)),
+    Operator("write_a_row", write_a_row, (X, (6,)), True),
+    Operator("write_a_chunk", write_a_chunk, (X,), True),
+    Operator("write_a_number", write_a_number, (X,), True),
+    Operator("accumulate", lambda a, i, b: (a * 1).index_put_((i,), b, accumulate=True), (X, integers(0, 5, 5), X)),
+    Operator("scatter", lambda a, i: (a * 1).scatter_(1, i, 2.0), (X, integers(0, 6, 5, 1))),
     Operator("inverse", lambda x: torch.linalg.inv(x + 9 * torch.eye(4)), ((4, 4),), True),
     Operator("cholesky", lambda x: torch.linalg.cholesky(x @ x.mT), ((4, 4),), True),
     Operator("bmm_uneven", torch.bmm, ((5, 3, 7), (5, 7, 2))),

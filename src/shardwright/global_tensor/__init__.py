@@ -5,6 +5,7 @@ A person writes tensor code as for one device, and says where each tensor lies.
 
 from shardwright.global_tensor import sbp
 from shardwright.global_tensor.creation import arange, empty, from_local, full, ones, rand, randn, zeros
+from shardwright.global_tensor.module import module_to_global
 from shardwright.global_tensor.placement import Placement, placement
 from shardwright.global_tensor.routes import Route, plan_to_global
 from shardwright.global_tensor.tensor import GlobalTensor, to_global
@@ -17,6 +18,7 @@ __all__ = [
     "empty",
     "from_local",
     "full",
+    "module_to_global",
     "ones",
     "placement",
     "plan_to_global",

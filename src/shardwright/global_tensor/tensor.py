@@ -28,7 +28,7 @@ class GlobalTensor(DTensor):
     Made by :func:`from_local`, :func:`randn` and their like, or by :func:`to_global`.
     """
 
-    __slots__ = ()
+    _is_apart: bool
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardwright.comm.here import here
 from shardwright.global_tensor.lying import Where
+from shardwright.global_tensor.moving import move
 from shardwright.global_tensor.placement import Placement, placement_of
 from shardwright.global_tensor.rules import (
     attention,
@@ -71,6 +72,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if call.name in _READERS:
         return _READERS[call.name](call)
     decision = _decision(call)
+    written = [x for x, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)]
+    if any(getattr(x, "_is_apart", False) for x in written):
+        raise refusal(call, "what is written to is a part of a cut tensor, and was gathered to be looked at")
     lost = [
         moved(x, Where(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
@@ -143,10 +147,9 @@ def _returned(call: Call, decision: Decision, found: Any) -> Any:
     schema = call.func._schema
     if len(schema.returns) == 1 and schema.returns[0].alias_info is not None and schema.returns[0].alias_info.is_write:
         x = call.args[0]
-        if x.sbp != decision.ins[0]:  # it lies otherwise now
-            where = Where(call.placement, decision.ins[0])
-            other = wrap(found, tuple(x.shape), where, x.stride())
-            x._local_tensor, x._spec = other._local_tensor, other._spec
+        if x.sbp != decision.outs[0]:  # it was computed lying otherwise, and goes back to where others see it
+            there = Where(call.placement, decision.outs[0])
+            x._local_tensor.copy_(move(found, tuple(x.shape), there, Where(call.placement, x.sbp)))
         return x
     if not decision.outs:  # the shape is known only now, and the same on every member
         shapes = _told_shapes(call, found)
@@ -163,6 +166,9 @@ def _returned(call: Call, decision: Decision, found: Any) -> Any:
             local = wrap(local, tuple(meta.shape), where, meta.stride())
         wrapped.append(local)
     result = type(found)(wrapped) if many else wrapped[0]
+    if schema.returns and any(each.alias_info is not None for each in schema.returns):
+        for each in (each for each in wrapped if _is_apart(call, decision, each)):
+            each._is_apart = True
     if member and schema.returns and call.func._schema._is_view_op() and not many:
         return return_and_correct_aliasing(call.func, call.args, call.kwargs, result)
     return result
@@ -183,6 +189,18 @@ def _drops_nothing(call: Call) -> bool:
     """Whether an operator that may draw random numbers draws none this time."""
     names = {argument.name for argument in call.func._schema.arguments}
     return "dropout_p" in names and not call.arg("dropout_p")
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _is_apart(call: Call, decision: Decision, view: GlobalTensor) -> bool:
+    """Whether a view is none here, since its input had to be moved or copied: a write to it would not be seen."""
+    x = call.tensors[0]
+    mine, others = (each._local_tensor.untyped_storage().data_ptr() for each in (view, x))
+    copied = bool(view._local_tensor.numel()) and mine != others
+    return copied or getattr(x, "_is_apart", False) or decision.ins[0] != x.sbp
 
 
 # ---- operators that read values into Python

@@ -132,28 +132,19 @@ def everyone_whole(call: Call) -> Way:
 def decide(call: Call, ways: Sequence[Way], run: Run | None = None, *, in_place: bool = False) -> Decision:
     """For each axis the way that moves least; where several tie, the first.
 
-    ``in_place``: the first input is written to, so it stays as it lies.
-    Raises: PlanError: no way leaves what is written to as it lies.
+    ``in_place``: the first input is written to, so a way in which it stays as it lies is taken where there is one.
     """
     ways = [everyone_whole(call), *ways]
     chosen: list[Way] = []
     for axis, size in enumerate(call.placement.shape):
         now = [to_letter(x.sbp[axis]) for x in call.tensors]
-        left = [w for w in ways if not in_place or (w[0][0] == w[1][0] == now[0])]
-        if not left and _is_our_own(call.tensors[0]):
-            left = ways
-        if not left:
-            raise refusal(call, f"it is written to in place, along axis {axis}", "another layout of the first tensor")
+        as_it_lies = [w for w in ways if in_place and w[0][0] == w[1][0] == now[0]]
+        left = as_it_lies or ways  # else it is computed as it may be, and brought back
         costs = [_cost(call, size, now, way) for way in left]
         chosen.append(left[costs.index(min(costs))])
     ins = [tuple(to_sbp(way[0][i]) for way in chosen) for i in range(len(call.tensors))]
     outs = [tuple(to_sbp(way[1][i]) for way in chosen) for i in range(max(len(call.outputs), 1))]
     return Decision(ins, outs, run)
-
-
-def _is_our_own(x: Any) -> bool:
-    """Whether it is a result that autograd alone holds: such a one may change how it lies as it is written to."""
-    return torch._C._current_graph_task_id() != -1 and not x._is_view()
 
 
 def _cost(call: Call, size: int, now: Sequence[Letter], way: Way) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide
+from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide, refusal
 
 # beside those that torch marks
 MORE = frozenset(
@@ -61,16 +61,14 @@ def rule(call: Call) -> Decision:
         if not is_in_place(call) or ins[0] == dim:
             ways.append((tuple(ins), (dim,) * len(call.outputs)))
     ways += _linear(call)
-    return decide(call, ways, _copied if _base(call) == "_to_copy" else None, in_place=is_in_place(call))
+    _check_device(call)
+    return decide(call, ways, in_place=is_in_place(call))
 
 
-def _copied(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    wanted = kwargs.get("device")
+def _check_device(call: Call) -> None:
+    wanted = call.kwargs.get("device")
     if wanted is not None and torch.device(wanted).type != call.placement.type:
-        from shardwright.global_tensor.rules.call import refusal
-
         raise refusal(call, f"a copy on '{wanted}' is not on the placement's devices", "dtypes only")
-    return call.func(*args, **kwargs)
 
 
 def _linear(call: Call) -> list[Way]:
