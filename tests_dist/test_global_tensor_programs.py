@@ -9,16 +9,18 @@ import torch
 from examples import global_tensors as example
 from torch import nn
 
-from shardwright.errors import LayoutError, PlanError
+from shardwright.errors import CheckpointError, LayoutError, PlanError
 from shardwright.global_tensor import (
     arange,
     from_local,
     full,
+    load,
     module_to_global,
     ones,
     placement,
     plan_to_global,
     randn,
+    save,
     sbp,
     to_global,
     zeros,
@@ -144,6 +146,27 @@ def whole_module(world) -> None:
 
 def test_a_module_becomes_global_and_trains(pools):
     pools(4).run(whole_module)
+
+
+# ---- checkpoints
+
+
+def saved_and_loaded(world, folder: str) -> None:
+    grid, two = placement("cpu", ranks=[[0, 1], [2, 3]]), placement("cpu", ranks=[3, 1])
+    x = arange(35, placement=grid, sbp=(sbp.split(0), sbp.partial_sum)).view(5, 7)
+    y = full((), 3.5, placement=two, sbp=sbp.broadcast)
+    path = save({"x": x, "y": y}, folder, step=7, extra={"epoch": 2})
+    other = {"x": zeros(5, 7, placement=two, sbp=sbp.split(1), dtype=torch.int64)}
+    other["y"] = zeros((), placement=grid, sbp=(sbp.partial_sum, sbp.broadcast))
+    assert load(path, other) == {"epoch": 2}
+    assert torch.equal(other["x"].full_tensor(), torch.arange(35).view(5, 7))
+    assert torch.equal(other["y"].full_tensor(), torch.tensor(3.5))
+    with pytest.raises(CheckpointError, match="has no 'z'"):
+        load(path, {"z": x})
+
+
+def test_tensors_saved_under_one_layout_load_under_another(pools, tmp_path):
+    pools(4).run(saved_and_loaded, str(tmp_path))
 
 
 # ---- printing, plans
