@@ -1,4 +1,4 @@
-"""``to_global`` on one placement beside DTensor's ``redistribute``: the same transfers, in turn, over gloo processes."""
+"""``to_global`` on one placement beside DTensor's ``redistribute``: the same transfers, in turn, over processes."""
 
 import argparse
 import os
@@ -62,22 +62,32 @@ def transfers():
     """Bytes of transfers between placements, beside gathering everything first (planned; tests count the same)."""
     from shardwright.global_tensor import placement, plan_to_global, sbp
 
-    everyone, shape, rows = [0, 1, 2, 3], (1024, 1024), []
+    everyone, grid, shape, rows = [0, 1, 2, 3], [[0, 1], [2, 3]], (1024, 1024), []
     cases = [
-        ([0, 1], sbp.split(0), [2, 3], sbp.split(0)), ([0, 1], sbp.split(0), [2, 3], sbp.split(1)),
-        ([0, 1, 3], sbp.split(1), [2, 3], sbp.split(0)), ([0, 1], sbp.partial_sum, [2, 3], sbp.broadcast),
-        ([1, 2, 3], sbp.partial_sum, everyone, sbp.split(1)), (everyone, sbp.split(0), [[0, 1], [2, 3]], (sbp.split(1), sbp.split(0))),
-        ([[0, 1], [2, 3]], (sbp.partial_sum, sbp.split(0)), everyone, sbp.split(0)), ([3, 1], sbp.broadcast, everyone, sbp.split(0)),
-        (everyone, sbp.partial_sum, everyone, sbp.broadcast), (everyone, sbp.split(0), [2, 3], sbp.partial_sum),
-    ]  # fmt: skip
+        ([0, 1], sbp.split(0), [2, 3], sbp.split(0)),
+        ([0, 1], sbp.split(0), [2, 3], sbp.split(1)),
+        ([0, 1, 3], sbp.split(1), [2, 3], sbp.split(0)),
+        ([0, 1], sbp.partial_sum, [2, 3], sbp.broadcast),
+        ([1, 2, 3], sbp.partial_sum, everyone, sbp.split(1)),
+        (everyone, sbp.split(0), grid, (sbp.split(1), sbp.split(0))),
+        (grid, (sbp.partial_sum, sbp.split(0)), everyone, sbp.split(0)),
+        ([3, 1], sbp.broadcast, everyone, sbp.split(0)),
+        (everyone, sbp.partial_sum, everyone, sbp.broadcast),
+        (everyone, sbp.split(0), [2, 3], sbp.partial_sum),
+    ]
     for source, before, destination, after in cases:
         a, b = placement("cpu", source), placement("cpu", destination)
         route = plan_to_global(shape, a, before, b, after)
         union = placement("cpu", sorted({*a.ranks, *b.ranks}))
         gather = plan_to_global(shape, a, before, union, sbp.broadcast)
-        rows.append({"source": f"{source} {sbp.text(_tuple(before))}", "destination": f"{destination} {sbp.text(_tuple(after))}",
-                     "kinds": [leg.kind for leg in route.legs], "bytes": route.moved_bytes(4),
-                     "gather_bytes": gather.moved_bytes(4)})  # fmt: skip
+        row = {
+            "source": f"{source} {sbp.text(_tuple(before))}",
+            "destination": f"{destination} {sbp.text(_tuple(after))}",
+            "kinds": [leg.kind for leg in route.legs],
+            "bytes": route.moved_bytes(4),
+            "gather_bytes": gather.moved_bytes(4),
+        }
+        rows.append(row)
     return rows
 
 

@@ -69,6 +69,7 @@ def is_partial(where: Where) -> bool:
     return any(one.is_partial() for one in where.sbp)
 
 
+@lru_cache(maxsize=4096)
 def local_shape(shape: tuple[int, ...], where: Where, rank: int) -> tuple[int, ...]:
     """The shape of the rank's local tensor; a rank that is not a member holds an empty one of the same dims.
 

@@ -29,6 +29,9 @@ def move(local: Tensor, shape: tuple[int, ...], source: Where, destination: Wher
 
 def _move(local: Tensor, leg: Leg) -> Tensor:
     if leg.kind == "messages":
+        kept = leg.kept.get(here().rank)
+        if kept is not None:
+            return local[kept].clone(memory_format=torch.contiguous_format)
         shape = local_shape(leg.shape, leg.destination, here().rank)
         return carry(leg.transfer, local, shape, zeros=is_partial(leg.destination))
     if here().rank not in leg.source.placement:

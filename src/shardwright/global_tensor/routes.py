@@ -47,6 +47,16 @@ class Leg:
         return _messages(self.shape, self.source, self.destination)
 
     @cached_property
+    def kept(self) -> dict[int, tuple[slice, ...]]:
+        """The ranks that send nothing and get one box, their own: what of their local tensor it is."""
+        found = {}
+        for rank in self.destination.placement.ranks:
+            got = self.transfer.messages_to(rank)
+            if len(got) == 1 and self.transfer.messages_from(rank) == got and not got[0].adds:
+                found[rank] = got[0].source_piece.parts(got[0].box)[0].local_box.slices
+        return found
+
+    @cached_property
     def moved_elements(self) -> int:
         """How many elements go from one rank to another."""
         if self.kind != "all_reduce":

@@ -6,6 +6,7 @@ Its operators are in ``rules/``; torch's own rules, and its transfers, are not u
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -176,12 +177,19 @@ def wrap(
     assert tuple(local.shape) == expected, f"a local tensor of {tuple(local.shape)} where {expected} lies: {where}"
     if stride is None:
         stride = _dense(shape)
-    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
-    spec = DTensorSpec(mesh_of(where.placement), where.sbp, tensor_meta=meta)
+    spec = _spec(shape, tuple(stride), local.dtype, where)
     return Tensor._dtensor__new__(GlobalTensor, local, spec, requires_grad=requires_grad)
 
 
-def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def _spec(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, where: Where) -> DTensorSpec:
+    """Torch's own description of the layout; nothing changes one once it is made."""
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
+    return DTensorSpec(mesh_of(where.placement), where.sbp, tensor_meta=meta)
+
+
+@lru_cache(maxsize=4096)
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -200,9 +208,9 @@ def to_global(
 
     A plain tensor is taken as each rank's own part (:func:`from_local`); a DTensor as it is.
     """
-    from shardwright.global_tensor.creation import from_local
-
     if not isinstance(x, DTensor):
+        from shardwright.global_tensor.creation import from_local
+
         if placement is None or sbp is None:
             raise LayoutError(
                 explain(
