@@ -105,9 +105,8 @@ def main():
     facts = machine()
     rows = sw.launch(measure, options.ranks, options.rounds)[0]
     for row in rows:
-        print(
-            f"{row['shape']:7} {row['pair']:12} {row['ours_ms']:8.2f} {row['dtensor_ms']:8.2f} {row['ratio_median']:.3f}"
-        )
+        times = f"{row['ours_ms']:8.2f} {row['dtensor_ms']:8.2f} {row['ratio_median']:.3f}"
+        print(f"{row['shape']:7} {row['pair']:12} {times}")
     if options.write:
         write(Path(__file__).parent, {"machine": facts, "redistribute": rows, "transfers": transfers()})
 
