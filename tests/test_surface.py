@@ -14,7 +14,7 @@ from shardwright.train.config import TrainConfig
 
 NAMES = [
     *("Axis", "CrossEntropy", "Layout", "MeanSquaredError", "Mesh", "Run", "Verdict", "World"),
-    *("launch", "layer_alone", "load", "parallelize", "run_on_threads", "save", "time_layers"),
+    *("global_tensor", "launch", "layer_alone", "load", "parallelize", "run_on_threads", "save", "time_layers"),
     *("verify", "without_values"),
 ]
 

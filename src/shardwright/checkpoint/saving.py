@@ -44,7 +44,7 @@ def save(
     Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; or the disk is full or
         not writable. What was there before is untouched.
     """
-    _check_extra(extra)
+    check_extra(extra)
     everyone = run.axes["world"].for_strategy("checkpoint")
     root = Path(folder)
     name = f"step-{run.num_steps:08d}"
@@ -67,24 +67,25 @@ def save(
         file = partial / f"part-{run.world.rank:05d}.safetensors"
         if tensors:
             save_file(tensors, str(file))
-            _flush(file)
+            flush(file)
         files = {file.name: (file.stat().st_size, checksum(file))} if tensors else {}
-        return _packed(entries), files, _scalars(run, optimizer), _groups(run, optimizer)
+        return packed(entries), files, _scalars(run, optimizer), _groups(run, optimizer)
 
     def finish() -> None:
         manifest = _join(run, optimizer, everyone_wrote, extra or {})
-        _publish(partial, root / name, manifest, token)
+        publish(partial, root / name, manifest, token)
         for each in steps_in(root)[:-keep] if keep else ():
             _discard(each, token)
 
     first = run.world.rank == 0
-    _together(everyone, prepare if first else _nothing, partial)
-    everyone_wrote = _together(everyone, write, partial)
-    _together(everyone, finish if first else _nothing, partial)
+    together(everyone, prepare if first else _nothing, partial)
+    everyone_wrote = together(everyone, write, partial)
+    together(everyone, finish if first else _nothing, partial)
     return root / name
 
 
-def _check_extra(extra: Mapping[str, Any] | None) -> None:
+def check_extra(extra: Mapping[str, Any] | None) -> None:
+    """Raises CheckpointError unless it can be kept as JSON."""
     try:
         json.dumps(extra)
     except (TypeError, ValueError, RecursionError) as failure:
@@ -98,17 +99,17 @@ def _check_extra(extra: Mapping[str, Any] | None) -> None:
         ) from failure
 
 
-def _publish(partial: Path, final: Path, manifest: Manifest, token: str) -> None:
+def publish(partial: Path, final: Path, manifest: Manifest, token: str) -> None:
     """Gives a checkpoint whose files are all there its manifest and its name."""
     (partial / MANIFEST).write_text(manifest.to_json())
-    _flush(partial / MANIFEST)
-    _flush(partial)
+    flush(partial / MANIFEST)
+    flush(partial)
     old = final.with_name(f"{final.name}.old")
     if final.exists():  # the same step again: the old one still counts until the new one has its name
         _discard(old, token)
         final.rename(old)
     partial.rename(final)
-    _flush(final.parent)
+    flush(final.parent)
     _discard(old, token)
 
 
@@ -203,29 +204,36 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
     return found
 
 
-def _packed(entries: Entries) -> dict[str, Any]:
+def packed(entries: Entries) -> dict[str, Any]:
+    """Entries as JSON takes them."""
     return {
         name: [dtype, list(shape), [[s.box.start, s.box.stop, s.file, s.key] for s in stored]]
         for name, (dtype, shape, stored) in entries.items()
     }
 
 
-def _join(run: Run, optimizer: torch.optim.Optimizer | None, wrote: list[Any], extra: Mapping[str, Any]) -> Manifest:
+def joined_tensors(told: Iterable[dict[str, Any]]) -> dict[str, tuple[str, tuple[int, ...], tuple[Stored, ...]]]:
+    """The manifest's tensors, from what each rank says it wrote."""
     tensors: Entries = {}
-    files: dict[str, tuple[int, str]] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    for entries, some_files, some_scalars, some_groups in wrote:
+    for entries in told:
         for name, (dtype, shape, stored) in entries.items():
             pieces = [Stored(Box(tuple(a), tuple(b)), file, key) for a, b, file, key in stored]
             tensors.setdefault(name, (dtype, tuple(shape), []))[2].extend(pieces)
+    return {name: (dtype, shape, tuple(stored)) for name, (dtype, shape, stored) in sorted(tensors.items())}
+
+
+def _join(run: Run, optimizer: torch.optim.Optimizer | None, wrote: list[Any], extra: Mapping[str, Any]) -> Manifest:
+    files: dict[str, tuple[int, str]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for _, some_files, some_scalars, some_groups in wrote:
         files.update({name: (size, digest) for name, (size, digest) in some_files.items()})
         scalars.update(some_scalars)
         for number, group in enumerate(some_groups):  # a stage has some of a group's parameters
             groups += [{**group, "parameters": []}] if number == len(groups) else []
             known = groups[number]["parameters"]
             known += [name for name in group["parameters"] if name not in known]
-    frozen = {name: (dtype, shape, tuple(stored)) for name, (dtype, shape, stored) in sorted(tensors.items())}
+    frozen = joined_tensors(entries for entries, *_ in wrote)
     return Manifest(
         run.num_steps, str(run.plan.layout), run.draws.seed, frozen, files,
         type(optimizer).__name__ if optimizer is not None else "", scalars, tuple(groups), extra,
@@ -252,7 +260,7 @@ def _groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str
 # ---- all ranks together
 
 
-def _together(everyone: Axis, do: Callable[[], Any], partial: Path) -> list[Any]:
+def together(everyone: Axis, do: Callable[[], Any], partial: Path) -> list[Any]:
     """Every rank does its part; if one fails, all raise, and what was begun is removed."""
     mine: Any = None
     problem = ""
@@ -277,7 +285,7 @@ def _together(everyone: Axis, do: Callable[[], Any], partial: Path) -> list[Any]
     return [value for _, value in answers]
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Waits until a file, or the names in a folder, are on the disk."""
     if path.is_dir() and os.name != "posix":
         return  # folders cannot be opened there

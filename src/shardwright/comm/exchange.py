@@ -346,5 +346,8 @@ def _exactly(line: socket.socket, num_bytes: int) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # one element is contiguous whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    data: bytes = flat.view(torch.uint8).numpy().tobytes()
     return data

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from shardwright.comm import failures
 from shardwright.comm.exchange import Link, folder_for_sockets
 from shardwright.comm.failures import ToldToStop
+from shardwright.comm.here import enter
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.transport import Links, ProcessTransport
 from shardwright.comm.witness import Witness
@@ -56,8 +57,10 @@ def run_here(
     recorder = Recorder()
     witness = Witness(rank, timeout_s) if debug else None
     transport = ProcessTransport(rank, size, recorder, timeout, witness, links, folder, link)
+    world = World(rank, size, place, transport, recorder)
+    enter(world)
     try:
-        result = work(World(rank, size, place, transport, recorder), *args)
+        result = work(world, *args)
     except CommunicationError:
         time.sleep(failures.GRACE_S)  # the rank that failed first is the one to be heard
         raise

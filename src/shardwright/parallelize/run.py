@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from shardwright.comm.values import gather_json
 from shardwright.draws import Draws
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.models.visits import call_model
+from shardwright.parallelize.bridge import from_global_parameters, to_global_parameters
 from shardwright.parallelize.checking import check_trains
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.planning import (
@@ -45,6 +46,10 @@ from shardwright.pipeline.samples import microbatch_samples
 from shardwright.pipeline.schedules import forward_only, one_by_one
 from shardwright.slices.masters import narrow
 from shardwright.strategy import OUTPUT, Applied, Job, Plan
+
+if TYPE_CHECKING:
+    from shardwright.global_tensor import GlobalTensor, Placement
+    from shardwright.global_tensor.sbp import Sbp
 
 
 class Run:
@@ -332,6 +337,25 @@ class Run:
         if gradients and scale < 1:
             torch._foreach_mul_(gradients, scale.item())
         return norm
+
+    # ---- the parameters as global tensors
+
+    def global_parameters(
+        self, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None
+    ) -> dict[str, GlobalTensor]:
+        """Every parameter by name, as a global tensor: copies, on all ranks cut along dim 0 unless told otherwise.
+
+        All ranks call it, and get every name. Traffic: each element that lies elsewhere, once for each copy wanted.
+        Raises: PlanError: ranks that are threads. LayoutError: an sbp that does not fit.
+        """
+        return to_global_parameters(self, placement, sbp)
+
+    def load_global_parameters(self, tensors: Mapping[str, GlobalTensor]) -> None:
+        """Fills parameters from global tensors, wherever those lie: the way back from :meth:`global_parameters`.
+
+        Raises: PlanError: a name or shape that the run does not have.
+        """
+        from_global_parameters(self, tensors)
 
 
 def is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:

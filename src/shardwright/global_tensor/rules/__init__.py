@@ -1,0 +1,220 @@
+"""What every operator does to global tensors: one rule for each family, and a refusal where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from shardwright.comm.here import here
+from shardwright.global_tensor.lying import Where
+from shardwright.global_tensor.moving import move
+from shardwright.global_tensor.placement import Placement, placement_of
+from shardwright.global_tensor.rules import (
+    attention,
+    convolutions,
+    dims,
+    indexing,
+    joining,
+    likes,
+    losses,
+    norms,
+    pointwise,
+    products,
+    randoms,
+    sums,
+    views,
+)
+from shardwright.global_tensor.rules.call import (
+    Call,
+    Decision,
+    decide,
+    flattened,
+    meta_outputs,
+    mixed,
+    put_together,
+    refusal,
+    results,
+    run_here,
+)
+from shardwright.global_tensor.tensor import GlobalTensor, moved, wrap
+
+Rule = Callable[[Call], Decision]
+
+RULES: dict[str, Rule] = {}
+for _family in (
+    attention, convolutions, dims, indexing, joining, likes, losses, norms, pointwise, products, sums, views,
+):  # fmt: skip
+    RULES.update(_family.RULES)
+
+_VALUE_DEPENDENT = (
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "unique_dim_consecutive",
+)
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs one operator: brings the inputs to where the rule wants them, computes here, says how the outputs lie."""
+    leaves, spec = flattened(args, kwargs)
+    call = _call(func, args, kwargs, leaves)
+    if call.name in randoms.HANDLERS:
+        return randoms.HANDLERS[call.name](call)
+    if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call):
+        raise refusal(call, "its random numbers would depend on the layout", "randn, rand, dropout")
+    if call.name in _READERS:
+        return _READERS[call.name](call)
+    decision = _decision(call)
+    written = [x for x, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)]
+    if any(getattr(x, "_is_apart", False) for x in written):
+        raise refusal(call, "what is written to is a part of a cut tensor, and was gathered to be looked at")
+    lost = [
+        moved(x, Where(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
+        for x, sbp in zip(call.tensors, decision.ins, strict=True)
+    ]
+    if here().rank not in call.placement:
+        return _returned(call, decision, _nothing(call, decision))
+    local = iter(lost)
+    here_args, here_kwargs = put_together([next(local) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec)
+    return _returned(call, decision, run_here(call, decision, here_args, here_kwargs))
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Call:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+    places = dict.fromkeys(placement_of(x._spec.mesh) for x in tensors)
+    if len(places) > 1:
+        raise mixed(func, ", ".join(map(str, places)), f"write x.to_global({next(iter(places))}, sbp) for the others")
+    plain = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, DTensor) and x.ndim > 0]
+    if plain:
+        raise mixed(
+            func,
+            f"a plain tensor of shape {list(plain[0].shape)} beside one on {next(iter(places))}",
+            "write to_global(x, placement, sbp) for the plain one",
+        )
+    for x in tensors:
+        if not isinstance(x, GlobalTensor):
+            raise mixed(func, "a DTensor beside a global tensor", "write to_global(x) for it")
+    return Call(func, args, kwargs, tensors, next(iter(places)))
+
+
+def _decision(call: Call) -> Decision:
+    whole = all(one.is_replicate() for x in call.tensors for one in x.sbp)
+    if call.name in _VALUE_DEPENDENT or (call.name == "index" and indexing.by_mask(call)):
+        if not whole:
+            raise refusal(call, "the shape of what it returns depends on the values")
+        return Decision([x.sbp for x in call.tensors], [])
+    call.outputs = _outputs(call)
+    rule = RULES.get(call.name) or (pointwise.rule if pointwise.is_pointwise(call) else None)
+    if rule is not None:
+        return rule(call)
+    if not whole:
+        raise refusal(call, "it is not in the list of operators whose rules are proven")
+    return decide(call, [])
+
+
+_META: dict[Any, list[Tensor | None]] = {}
+
+
+def _outputs(call: Call) -> list[Tensor | None]:
+    """The outputs' whole shapes; the same call is asked once."""
+    key = (call.func, _frozen(call.args), _frozen(tuple(sorted(call.kwargs.items()))))
+    if key not in _META:
+        if len(_META) > 10_000:
+            _META.clear()
+        found = meta_outputs(call.func, call.args, call.kwargs)
+        many = list(found) if isinstance(found, (tuple, list)) else [found]
+        _META[key] = [x if isinstance(x, Tensor) else None for x in many]
+    return _META[key]
+
+
+def _frozen(given: Any) -> Any:
+    if isinstance(given, Tensor):
+        return ("tensor", tuple(given.shape), given.stride(), given.dtype)
+    if isinstance(given, (list, tuple)):
+        return tuple(_frozen(each) for each in given)
+    return (type(given).__name__, given)
+
+
+def _returned(call: Call, decision: Decision, found: Any) -> Any:
+    """The local results as global tensors; what was written to in place as itself."""
+    schema = call.func._schema
+    if len(schema.returns) == 1 and schema.returns[0].alias_info is not None and schema.returns[0].alias_info.is_write:
+        x = call.args[0]
+        if x.sbp != decision.outs[0]:  # it was computed lying otherwise, and goes back to where others see it
+            there = Where(call.placement, decision.outs[0])
+            x._local_tensor.copy_(move(found, tuple(x.shape), there, Where(call.placement, x.sbp)))
+        return x
+    if not decision.outs:  # the shape is known only now, and the same on every member
+        shapes = _told_shapes(call, found)
+        decision.outs = [call.tensors[0].sbp] * len(shapes)
+        call.outputs = [torch.empty(shape, device="meta") for shape in shapes]
+    many, member = isinstance(found, (tuple, list)), here().rank in call.placement
+    wrapped = []
+    for number, local in enumerate(found if many else [found]):
+        meta = call.outputs[number] if number < len(call.outputs) else None
+        if isinstance(local, Tensor) and meta is not None:
+            where = Where(call.placement, decision.outs[number])
+            if member and tuple(local.shape) != tuple(meta.shape) and all(one.is_replicate() for one in where.sbp):
+                meta = local  # an unused output, of another shape than torch foretells
+            local = wrap(local, tuple(meta.shape), where, meta.stride())
+        wrapped.append(local)
+    result = type(found)(wrapped) if many else wrapped[0]
+    if schema.returns and any(each.alias_info is not None for each in schema.returns):
+        for each in (each for each in wrapped if _is_apart(call, decision, each)):
+            each._is_apart = True
+    if member and schema.returns and call.func._schema._is_view_op() and not many:
+        return return_and_correct_aliasing(call.func, call.args, call.kwargs, result)
+    return result
+
+
+def _nothing(call: Call, decision: Decision) -> Any:
+    """What a rank that is not a member has for results."""
+    if not decision.outs:
+        raise refusal(call, "the shape of what it returns depends on values that this rank does not have")
+    return results(call, decision)
+
+
+def _told_shapes(call: Call, found: Any) -> list[tuple[int, ...]]:
+    return [tuple(x.shape) for x in (found if isinstance(found, (tuple, list)) else [found])]
+
+
+def _drops_nothing(call: Call) -> bool:
+    """Whether an operator that may draw random numbers draws none this time."""
+    names = {argument.name for argument in call.func._schema.arguments}
+    return "dropout_p" in names and not call.arg("dropout_p")
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _is_apart(call: Call, decision: Decision, view: GlobalTensor) -> bool:
+    """Whether a view is none here, since its input had to be moved or copied: a write to it would not be seen."""
+    x = call.tensors[0]
+    mine, others = (each._local_tensor.untyped_storage().data_ptr() for each in (view, x))
+    copied = bool(view._local_tensor.numel()) and mine != others
+    return copied or getattr(x, "_is_apart", False) or decision.ins[0] != x.sbp
+
+
+# ---- operators that read values into Python
+
+
+def _number(call: Call) -> Any:
+    return call.tensors[0].item()
+
+
+def _equal(call: Call) -> bool:
+    first, second = (x._read("equal") for x in call.tensors)
+    return bool(torch.equal(first, second))
+
+
+_READERS: dict[str, Callable[[Call], Any]] = {"_local_scalar_dense": _number, "equal": _equal}
+
+__all__ = ["RULES", "Placement", "dispatch"]

@@ -1,0 +1,29 @@
+"""Attention: samples and heads may be cut; each head sees its whole sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide
+
+_SEEN = frozenset({"query", "key", "value", "grad_out", "out", "logsumexp"})
+
+
+def _attention(call: Call) -> Decision:
+    names = [argument.name for argument in call.func._schema.arguments]
+    heads = {call.shapes[call.place(name) or 0][1] for name in ("query", "key", "value")}
+    ways: list[Way] = []
+    for dim in (0, 1) if len(heads) == 1 else (0,):
+        cut: dict[str, Letter] = {name: dim for name in names if name in _SEEN}
+        mask = "attn_mask" if "attn_mask" in names else None
+        if mask is not None and (place := call.place(mask)) is not None:
+            shape, size = call.shapes[place], call.shapes[call.place("query") or 0][dim]
+            own = dim - (4 - len(shape))
+            cut[mask] = own if own >= 0 and shape[own] == size and size > 1 else "B"
+        ways.append((call.letters(**cut), (dim,) * len(call.outputs)))
+    return decide(call, ways)
+
+
+RULES: dict[str, Any] = dict.fromkeys(
+    ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"), _attention
+)

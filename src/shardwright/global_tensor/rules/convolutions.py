@@ -1,0 +1,69 @@
+"""Convolutions and pooling: samples and channels may be cut, space may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+
+
+def _batched(call: Call) -> bool:
+    return len(call.shapes[0]) == len(call.arg("stride")) + 2
+
+
+def _convolution(call: Call) -> Decision:
+    """Samples; output channels; input channels, whose products are terms of a sum. Groups are not cut."""
+    if not _batched(call):
+        return decide(call, [])
+    ways: list[Way] = [(call.letters(input=0), (0,))]
+    if call.arg("groups") == 1:
+        into, out = (0, 1) if call.arg("transposed") else (1, 0)
+        ways.append((call.letters(weight=out, bias=0), (1,)))
+        if call.shapes[0][1] % call.placement.size == 0:  # torch convolves no empty slice
+            ways.append((call.letters(input=1, weight=into, bias="P"), ("P",)))
+    return decide(call, ways)
+
+
+def _convolution_backward(call: Call) -> Decision:
+    if not _batched(call):
+        return decide(call, [])
+    ways: list[Way] = [(call.letters(grad_output=0, input=0), (0, "P", "P"))]
+    if call.arg("groups") == 1:
+        into, out = (0, 1) if call.arg("transposed") else (1, 0)
+        ways.append((call.letters(grad_output=1, weight=out), ("P", out, 0)))
+        ways.append((call.letters(input=1, weight=into), (1, into, "B")))
+    return decide(call, ways, _backward_here)
+
+
+def _backward_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if call.arg("bias_sizes") and call.outputs[2] is not None:
+        args = call.with_arg("bias_sizes", list(decision.local_shape_of(call, 2)), args)
+    return call.func(*args, **kwargs)
+
+
+def _pooled(num_space: int) -> Callable[[Call], Decision]:
+    """Every dim before the space, in all tensors alike."""
+
+    def rule(call: Call) -> Decision:
+        before = len(call.shapes[0]) - num_space
+        return decide(call, [((d,) * len(call.tensors), (d,) * len(call.outputs)) for d in range(before)])
+
+    return rule
+
+
+_POOLS = {
+    1: ("avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "reflection_pad1d", "replication_pad1d"),
+    2: (
+        "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d", "adaptive_max_pool2d_backward",
+        "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d", "replication_pad2d_backward",
+    ),
+    3: ("max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool3d", "avg_pool3d_backward"),
+}  # fmt: skip
+
+RULES: dict[str, Any] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    **{name: _pooled(num) for num, names in _POOLS.items() for name in names},
+}

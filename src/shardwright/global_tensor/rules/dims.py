@@ -1,0 +1,78 @@
+"""Operators that work along some dims and treat the others alone: reductions, softmax, sorting, running sums.
+
+What they work along is never cut; every other dim may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+
+
+def named(call: Call, name: str = "dim") -> tuple[int, ...]:
+    """The dims an argument names, counted from the first; all of them when it is left out or empty."""
+    given, num = call.arg(name), len(call.shapes[0])
+    if given is None or (isinstance(given, (list, tuple)) and not given):
+        return tuple(range(num))
+    return tuple(dim % max(num, 1) for dim in ([given] if isinstance(given, int) else given))
+
+
+def kept(call: Call, along: Sequence[int], *, removed: bool) -> list[Way]:
+    """The ways that cut a dim which is not in ``along``; ``removed``: the output lacks those dims."""
+    ways: list[Way] = []
+    for dim in range(len(call.shapes[0])):
+        if dim in along:
+            continue
+        after = dim - sum(other < dim for other in along) if removed else dim
+        ways.append(((dim,) * len(call.tensors), (after,) * len(call.outputs)))
+    return ways
+
+
+def _reduced(call: Call) -> Decision:
+    names = {argument.name for argument in call.func._schema.arguments}
+    along = named(call) if "dim" in names else tuple(range(len(call.shapes[0])))
+    keeps = "keepdim" in names and call.arg("keepdim")
+    return decide(call, kept(call, along, removed=not keeps))
+
+
+def _along(name: str = "dim") -> Callable[[Call], Decision]:
+    def rule(call: Call) -> Decision:
+        return decide(call, kept(call, named(call, name), removed=False))
+
+    return rule
+
+
+def _last(num: int, *, linear: bool) -> Callable[[Call], Decision]:
+    """Along the last ``num`` dims."""
+
+    def rule(call: Call) -> Decision:
+        size = len(call.shapes[0])
+        along = tuple(range(size - num, size))
+        sums: list[Way] = [(("P",), ("P",))] if linear else []
+        return decide(call, kept(call, along, removed=False) + sums)
+
+    return rule
+
+
+def _linear_along(name: str) -> Callable[[Call], Decision]:
+    def rule(call: Call) -> Decision:
+        return decide(call, [*kept(call, named(call, name), removed=False), (("P",), ("P",))])
+
+    return rule
+
+
+_REDUCED = (
+    "amax", "amin", "max", "min", "argmax", "argmin", "all", "any", "prod", "var", "std", "var_mean", "std_mean",
+    "logsumexp", "linalg_vector_norm", "norm", "median", "nanmedian", "mode", "kthvalue", "count_nonzero", "aminmax",
+)  # fmt: skip
+
+RULES: dict[str, Any] = {
+    **dict.fromkeys(_REDUCED, _reduced),
+    **dict.fromkeys(("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), _along()),
+    **dict.fromkeys(("sort", "topk", "cumprod", "cummax", "cummin", "logcumsumexp"), _along()),
+    **dict.fromkeys(("cumsum",), _linear_along("dim")),
+    **dict.fromkeys(("flip", "roll"), _linear_along("dims")),
+    **dict.fromkeys(("tril", "triu"), _last(2, linear=True)),
+}

@@ -1,0 +1,126 @@
+"""Elements chosen by other tensors: dims that are not indexed may be cut, and so may the indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.here import here
+from shardwright.global_tensor.lying import Where, boxes
+from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide
+
+
+def by_mask(call: Call) -> bool:
+    """Whether the shape of the result depends on how many elements of a mask are set."""
+    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in call.arg("indices"))
+
+
+# ---- embedding
+
+
+def _embedding(call: Call) -> Decision:
+    """Columns of the table, the indices, or the rows of the table: then each member adds what it holds."""
+    num = len(call.shapes[1])
+    ways: list[Way] = [(("B", dim), (dim,)) for dim in range(num)]
+    return decide(call, [*ways, ((1, "B"), (num,)), (("P", "B"), ("P",)), ((0, "B"), ("P",))], _looked_up)
+
+
+def _looked_up(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    table: Tensor = args[0]
+    index: Tensor = args[1]
+    held = boxes(call.shapes[0], Where(call.placement, decision.ins[0]))[here().rank]
+    if held.shape[0] == call.shapes[0][0]:
+        return torch.nn.functional.embedding(index, table)
+    first, last = held.start[0], held.stop[0]
+    out: Tensor = table.new_zeros((*index.shape, table.shape[1]))
+    here_ = (index >= first) & (index < last)
+    out[here_] = table[index[here_] - first]
+    return out
+
+
+def _embedding_backward(call: Call) -> Decision:
+    num = len(call.shapes[1])
+    ways: list[Way] = [((num, "B"), (1,)), (("P", "B"), ("P",))]
+    if not call.arg("scale_grad_by_freq"):
+        ways += [((dim, dim), ("P",)) for dim in range(num)]
+    return decide(call, ways)
+
+
+# ---- along one dim
+
+
+def _along(call: Call) -> int:
+    return int(call.arg("dim")) % max(len(call.shapes[0]), 1)
+
+
+def _index_select(call: Call) -> Decision:
+    along, num = _along(call), len(call.shapes[0])
+    ways: list[Way] = [((dim, "B"), (dim,)) for dim in range(num) if dim != along]
+    return decide(call, [*ways, (("B", 0), (along,)), (("P", "B"), ("P",))] if num else [])
+
+
+def _gather(call: Call) -> Decision:
+    along, (shape, index) = _along(call), call.shapes
+    ways: list[Way] = [((d, d), (d,)) for d in range(len(shape)) if d != along and shape[d] == index[d]]
+    return decide(call, [*ways, (("P", "B"), ("P",))])
+
+
+def _scatter(call: Call) -> Decision:
+    """Writes along one dim; the others are cut alike in all tensors, where they are as long."""
+    along, shape = _along(call), call.shapes[0]
+    ways: list[Way] = [
+        ((d,) * len(call.tensors), (d,))
+        for d in range(len(shape))
+        if d != along and all(given[d] == shape[d] for given in call.shapes)
+    ]
+    in_place = call.name.endswith("_")
+    return decide(call, [w for w in ways if not in_place or w[0][0] == w[1][0]], in_place=in_place)
+
+
+def _index_add(call: Call) -> Decision:
+    along, in_place = _along(call), call.name.endswith("_")
+    ways: list[Way] = [
+        (call.letters(self=dim, source=dim), (dim,)) for dim in range(len(call.shapes[0])) if dim != along
+    ]
+    return decide(call, [*ways, (call.letters(self="P", source="P"), ("P",))], in_place=in_place)
+
+
+# ---- several index tensors
+
+
+def _index(call: Call) -> Decision:
+    """``x[i, :, j]``: dims without an index may be cut."""
+    indices = list(call.arg("indices"))
+    num = len(call.shapes[0])
+    indexed = [dim for dim, each in enumerate(indices) if isinstance(each, Tensor)]
+    width = max(x.ndim for x in call.tensors[1:])
+    together = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
+    first = indexed[0] if together else 0
+    rest: tuple[Letter, ...] = ("B",) * (len(call.tensors) - 1)
+    ways: list[Way] = []
+    for dim in range(num):
+        if dim not in indexed:
+            before = sum(d < dim and d not in indexed for d in range(num))
+            ways.append(((dim, *rest), (before + width if before >= first else before,)))
+    if len(indexed) == 1:
+        index = call.shapes[1]
+        ways += [(("B", d), (first + d,)) for d in range(len(index))]
+    return decide(call, [*ways, (("P", *rest), ("P",))])
+
+
+def _index_put(call: Call) -> Decision:
+    return decide(call, [], in_place=call.name.endswith("_"))
+
+
+RULES: dict[str, Any] = {
+    "embedding": _embedding,
+    "embedding_dense_backward": _embedding_backward,
+    "index_select": _index_select,
+    "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), _scatter),
+    **dict.fromkeys(("index_add", "index_add_"), _index_add),
+    "index": _index,
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
+}

@@ -1,0 +1,106 @@
+"""Losses: samples may be cut; a mean divides by the weight of all targets, not of those here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwright.global_tensor.lying import Where
+from shardwright.global_tensor.moving import move
+from shardwright.global_tensor.rules import pointwise
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+from shardwright.global_tensor.sbp import broadcast
+
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def _samples(call: Call) -> list[tuple[int, int]]:
+    """The dims of the scores and of the targets that may be cut together: all but the classes."""
+    scores = call.shapes[call.place("self") or 0]
+    if len(scores) == 1:
+        return []
+    return [(0, 0), *((dim, dim - 1) for dim in range(2, len(scores)))]
+
+
+def _nll(call: Call) -> Decision:
+    reduction = call.arg("reduction")
+    ways: list[Way] = []
+    for dim, own in _samples(call):
+        outs = (own, "P") if reduction == NONE else ("P", "P")
+        ways.append((call.letters(self=dim, target=own), outs))
+    decision = decide(call, ways, _nll_here)
+    decision.talks = reduction == MEAN
+    if reduction in (MEAN, NONE):
+        decision.outs[1] = (broadcast,) * call.placement.ndim
+    return decision
+
+
+def _nll_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The sum over what is here, and the weight of all targets."""
+    if call.arg("reduction") == NONE or all(one == broadcast for one in decision.outs[0]):
+        return call.func(*args, **kwargs)
+    loss, weight = call.func(*call.with_arg("reduction", SUM, args), **kwargs)
+    if call.arg("reduction") == SUM:
+        return loss, weight
+    where = Where(call.placement, decision.outs[0])
+    weight = move(weight, (), where, Where(call.placement, decision.outs[1]))
+    return loss / weight, weight
+
+
+def _nll_backward(call: Call) -> Decision:
+    ways: list[Way] = []
+    for dim, own in _samples(call):
+        cut = call.letters(self=dim, target=own)
+        if call.arg("reduction") == NONE:
+            cut = call.letters(self=dim, target=own, grad_output=own)
+        ways.append((cut, (dim,)))
+    return decide(call, ways)
+
+
+def _reduced(call: Call) -> Decision:
+    """``mse_loss`` and its like, summed or averaged over all elements."""
+    shape = call.shapes[0]
+    alike = all(given == shape for given in call.shapes)
+    if call.arg("reduction") == NONE:
+        return pointwise.rule(call)
+    ways: list[Way] = [((dim,) * len(call.tensors), ("P",)) for dim in range(len(shape))] if alike else []
+    return decide(call, ways, _reduced_here)
+
+
+def _reduced_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if call.arg("reduction") != MEAN:
+        return call.func(*args, **kwargs)
+    args = (*args, *(a.default_value for a in call.func._schema.arguments[len(args) :] if not a.kwarg_only))
+    names = [argument.name for argument in call.func._schema.arguments]
+    here = list(args)
+    here[names.index("reduction")] = SUM
+    return call.func(*here, **kwargs) / torch.Size(call.shapes[0]).numel()
+
+
+def _reduced_backward(call: Call) -> Decision:
+    """The backward of a mean divides by how many elements there are in all."""
+    shape, reduction = call.out_shape, call.arg("reduction")
+    ways: list[Way] = []
+    for dim in range(len(shape)):
+        alike = all(given == shape for given in call.shapes[1:])
+        if alike and (reduction != NONE or call.shapes[0] == shape):
+            ways.append(((dim if reduction == NONE else "B", *(dim,) * (len(call.tensors) - 1)), (dim,)))
+    return decide(call, ways, _backward_here)
+
+
+def _backward_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if call.arg("reduction") != MEAN:
+        return call.func(*args, **kwargs)
+    here = call.with_arg("reduction", SUM, args)
+    return call.func(*here, **kwargs) / torch.Size(call.out_shape).numel()
+
+
+_ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+
+RULES: dict[str, Any] = {
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _nll_backward),
+    **dict.fromkeys(_ELEMENTWISE[:3], _reduced),
+    **dict.fromkeys((f"{name}_backward" for name in _ELEMENTWISE[:3]), _reduced_backward),
+}

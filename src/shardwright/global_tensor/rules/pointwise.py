@@ -1,0 +1,105 @@
+"""Operators that compute each element alone: torch marks them; what is linear passes sums in parts on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide, refusal
+
+# beside those that torch marks
+MORE = frozenset(
+    {
+        "copy", "_to_copy", "detach", "alias", "lift_fresh", "softplus_backward", "leaky_relu_backward", "fill",
+        "zero", "masked_fill", "elu_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
+        "log_sigmoid_backward", "_conj", "floor_divide", "positive", "smooth_l1_loss_backward", "mse_loss_backward",
+    }
+)  # fmt: skip
+
+LINEAR = frozenset({"clone", "detach", "alias", "neg", "lift_fresh", "positive", "zero"})
+"""Of one tensor; ``_to_copy`` too, between floating types."""
+
+
+def _base(call: Call) -> str:
+    return call.name.removesuffix("_") if is_in_place(call) else call.name
+
+
+def is_in_place(call: Call) -> bool:
+    """Whether it writes to its first argument and returns it."""
+    returns = call.func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
+
+
+def is_pointwise(call: Call) -> bool:
+    """Whether it computes each element of its output from the elements there."""
+    if _base(call) in MORE and not _by_reduction(call):
+        return True
+    if is_in_place(call):
+        plain = getattr(torch.ops.aten, _base(call), None)
+        tagged = plain is not None and any(
+            torch.Tag.pointwise in getattr(plain, overload).tags for overload in plain.overloads()
+        )
+        return tagged or torch.Tag.pointwise in call.func.tags
+    return torch.Tag.pointwise in call.func.tags and not _by_reduction(call)
+
+
+def _by_reduction(call: Call) -> bool:
+    """A loss is pointwise only when it is not reduced."""
+    return any(argument.name == "reduction" for argument in call.func._schema.arguments) and call.arg("reduction") != 0
+
+
+def rule(call: Call) -> Decision:
+    """Every dim may be cut, in all tensors that have it."""
+    shape = tuple(call.outputs[0].shape) if call.outputs and call.outputs[0] is not None else call.shapes[0]
+    ways: list[Way] = []
+    for dim, size in enumerate(shape):
+        ins: list[Letter] = []
+        for given in call.shapes:
+            own = dim - (len(shape) - len(given))
+            ins.append(own if own >= 0 and given[own] == size else "B")
+        if not is_in_place(call) or ins[0] == dim:
+            ways.append((tuple(ins), (dim,) * len(call.outputs)))
+    ways += _linear(call)
+    _check_device(call)
+    return decide(call, ways, in_place=is_in_place(call))
+
+
+def _check_device(call: Call) -> None:
+    wanted = call.kwargs.get("device")
+    if wanted is not None and torch.device(wanted).type != call.placement.type:
+        raise refusal(call, f"a copy on '{wanted}' is not on the placement's devices", "dtypes only")
+
+
+def _linear(call: Call) -> list[Way]:
+    """The ways that compute each term of a sum apart."""
+    base, num = _base(call), len(call.tensors)
+    alone: Way = (("P",), ("P",))
+    both: Way = (("P", "P"), ("P",))
+    if base in LINEAR and num == 1:
+        return [alone]
+    if not _same_kind(call):
+        return []
+    if base == "_to_copy":
+        return [alone]
+    if base in ("copy", "add", "sub") and num == 2:
+        return [both]
+    if base == "mul" or (base == "div" and call.func._overloadname in ("Tensor", "Scalar")):
+        if num == 1:
+            return [alone] if base == "mul" or call.args[0] is call.tensors[0] else []
+        if call.tensors[0] is not call.tensors[1]:
+            first: Way = (("P", "B"), ("P",))
+            second: Way = (("B", "P"), ("P",))
+            return [first, second] if base == "mul" and not is_in_place(call) else [first]
+    return []
+
+
+def _same_kind(call: Call) -> bool:
+    """Whether nothing is rounded to whole numbers on the way, so that terms may be computed apart."""
+    out = call.outputs[0]
+    assert out is not None
+    kinds = {x.dtype.is_floating_point or x.dtype.is_complex for x in (*call.tensors, out)}
+    return kinds == {True} or ({x.dtype for x in call.tensors} == {out.dtype} and out.dtype != torch.bool)
+
+
+RULES: dict[str, Any] = {}

@@ -1,0 +1,51 @@
+"""Matrix products: rows, columns or the contraction cut; a product is linear in each factor."""
+
+from __future__ import annotations
+
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+
+
+def _mm(call: Call) -> Decision:
+    return decide(
+        call, [((0, "B"), (0,)), (("B", 1), (1,)), ((1, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))]
+    )
+
+
+def _bmm(call: Call) -> Decision:
+    ways: list[Way] = [((0, 0), (0,)), ((1, "B"), (1,)), (("B", 2), (2,)), ((2, 1), ("P",))]
+    return decide(call, [*ways, (("P", "B"), ("P",)), (("B", "P"), ("P",))])
+
+
+def _added(call: Call, ways: list[Way]) -> Decision:
+    """A product added to a first tensor, which is broadcast to it from the last dims."""
+    shape, added = call.out_shape, call.shapes[0]
+    found: list[Way] = []
+    for ins, outs in ways:
+        out = outs[0]
+        if out == "P":
+            found.append((("P", *ins), outs))
+            continue
+        own = int(out) - (len(shape) - len(added))
+        found.append(((own if own >= 0 and added[own] == shape[int(out)] else "B", *ins), outs))
+    return decide(call, found)
+
+
+def _addmm(call: Call) -> Decision:
+    return _added(
+        call, [((0, "B"), (0,)), (("B", 1), (1,)), ((1, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))]
+    )
+
+
+def _baddbmm(call: Call) -> Decision:
+    return _added(call, [((0, 0), (0,)), ((1, "B"), (1,)), (("B", 2), (2,)), ((2, 1), ("P",))])
+
+
+def _mv(call: Call) -> Decision:
+    return decide(call, [((0, "B"), (0,)), ((1, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))])
+
+
+def _dot(call: Call) -> Decision:
+    return decide(call, [((0, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))])
+
+
+RULES = {"mm": _mm, "bmm": _bmm, "addmm": _addmm, "baddbmm": _baddbmm, "mv": _mv, "dot": _dot, "vdot": _dot}

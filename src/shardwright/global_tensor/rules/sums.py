@@ -1,0 +1,45 @@
+"""Sums and means: over a cut dim each member has a term."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+from shardwright.global_tensor.rules.dims import kept, named
+
+
+def _along(call: Call) -> tuple[tuple[int, ...], bool]:
+    names = {argument.name for argument in call.func._schema.arguments}
+    along = named(call) if "dim" in names else tuple(range(len(call.shapes[0])))
+    return along, not ("keepdim" in names and call.arg("keepdim"))
+
+
+def _sum(call: Call) -> Decision:
+    along, removed = _along(call)
+    ways: list[Way] = [*kept(call, along, removed=removed), *(((dim,), ("P",)) for dim in along)]
+    if call.tensors[0].dtype == call.outputs[0].dtype:  # type: ignore[union-attr]
+        ways.append((("P",), ("P",)))
+    return decide(call, ways)
+
+
+def _mean(call: Call) -> Decision:
+    along, removed = _along(call)
+    ways: list[Way] = [*kept(call, along, removed=removed), *(((dim,), ("P",)) for dim in along), (("P",), ("P",))]
+    return decide(call, ways, _mean_here)
+
+
+def _mean_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    along, removed = _along(call)
+    count = prod(call.shapes[0][dim] for dim in along)  # of the whole: members may hold unequal parts
+    dtype = kwargs.get("dtype")
+    if count == 0:
+        return call.func(*args, **kwargs)
+    if not along:
+        return args[0].to(dtype or args[0].dtype)
+    return torch.sum(args[0], along, keepdim=not removed, dtype=dtype) / count
+
+
+RULES = {"sum": _sum, "mean": _mean, "nansum": _sum}
