@@ -151,19 +151,17 @@ def verify(
                 fix="float64",
             )
         )
+    if not batches:
+        raise PlanError(
+            explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
+        )
     loss = CrossEntropy() if loss is None else loss
     check_model(model)
     plain = twin(model)
     plain._apply(partial(_cast, dtype))
     batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
-    num_tokens = tokens_of(batches[0][0], layout) if batches else 1
-    inputs = batches[0][0] if batches else None
-    job = job_for(plain, loss, layout, inputs, num_tokens, dict(roles))
+    job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), dict(roles))
     plan, _ = make_plan(job, layout, strategies)  # a layout that cannot be is refused here
-    if not batches:
-        raise PlanError(
-            explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
-        )
     check_trains(plan)
     expected = _reference(plain, loss, batches, seed)
     work = (plain, layout, batches, loss, seed, expected.eps, job.roles)
