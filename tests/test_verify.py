@@ -244,7 +244,7 @@ def test_half_precision_is_refused():
 
 def test_a_layout_that_cannot_be_is_refused_before_anything_runs():
     with pytest.raises(LayoutError, match="no layer of the model can be cut"):
-        verify(nn.Linear(2, 2), "tp2", [])
+        verify(nn.Linear(2, 2), "tp2", [(torch.ones(2, 2), torch.zeros(2, dtype=torch.int64))])
 
 
 def test_smoothing_and_ignored_targets_are_compared_as_the_loss_has_them():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import launch, parallelize, time_layers, verify
-from shardwright.errors import LayoutError, RankFailedError
+from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
-from shardwright.models import CrossEntropy
+from shardwright.models import CrossEntropy, MeanSquaredError
 
 W = 6
 LINES = ("pp2/1f1b mb3", "pp2/zb-v mb2", "pp3/gpipe mb2", "pp2/naive mb2 dp2", "pp2/interleaved:v2 mb2")
@@ -363,6 +364,170 @@ def test_the_output_may_be_more_than_a_tensor():
     equal(Two(), "pp2/1f1b mb2", loss=Loss())
 
 
+class Modes(nn.Module):
+    """One branch in training, one in evaluation; a setting that a person changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(W, W) for _ in range(4))
+        self.aux, self.k = nn.Linear(W, W), 1.0
+
+    def forward(self, x):
+        y = self.layers[1](self.layers[0](x)) * self.k
+        if self.training:
+            y = y + self.aux(y)
+        return self.layers[3](self.layers[2](y))
+
+
+def of_modes(world, line, start):
+    model = Modes().double()
+    if start == "eval":
+        model.eval()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    run = parallelize(model, line, world)
+    run.model.train()
+    (batch,) = run.shard([(x.double(), t) for x, t in pairs(1)])
+    found = [run.step(batch).item(), run.evaluate(batch).item(), run.step(batch).item()]
+    run.model.k = 3.0
+    found += [run.step(batch).item(), run.evaluate(batch).item(), *run.predict(pairs()[0][0].double())[0].tolist()]
+    return found
+
+
+@pytest.mark.parametrize("start", ["train", "eval"])
+def test_code_may_depend_on_training_and_on_settings_that_change_between_steps(start):
+    (expected,) = launch(of_modes, 1, "single", start, ranks="threads")
+    for line in ("pp2 mb2", "pp4/zb-h1 mb2"):
+        for found in launch(of_modes, int(line[2]), line, start, ranks="threads"):
+            assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.steps = nn.ModuleList(nn.Linear(W, W) for _ in range(2)), 0
+
+    def forward(self, x):
+        self.steps += 1
+        return self.layers[1](self.layers[0](x) * min(1, self.steps / 10))
+
+
+class LeavesLoss(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.last = inner, nn.Linear(W, W)
+
+    def forward(self, x):
+        y = self.last(self.inner(x))
+        return y + self.inner.aux
+
+
+class Leaves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.aux = nn.Linear(W, W), 0.0
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.aux = y.square().mean()
+        return y
+
+
+def test_a_value_that_a_layer_leaves_in_an_attribute_is_refused_and_not_lost():
+    with pytest.raises(RankFailedError, match=r"'inner.aux' is set while the model runs"):
+        verify(LeavesLoss(Leaves()), "pp2/cut:inner,last mb2", pairs())
+
+
+def test_random_numbers_are_refused_in_training_after_an_evaluation_too():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(W, W)
+
+        def forward(self, x):
+            return self.layer(x + torch.randn_like(x) if self.training else x)
+
+    def work(world):
+        run = parallelize(Noisy(), "dp1", world)
+        (batch,) = run.shard(pairs(1))
+        run.evaluate(batch)
+        with pytest.raises(PlanError, match="random numbers of 'randn_like'"):
+            run.step(batch)
+
+    launch(work, 1, ranks="threads")
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", "pp2 mb2"])
+def test_outputs_of_a_prediction_may_be_trees(line):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+
+        def forward(self, x):
+            hidden = self.a(x)
+            return {"hidden": hidden, "both": Both(hidden, self.b(hidden))}
+
+    torch.manual_seed(0)
+    model = Two()
+    x = torch.randn(1, W)
+    expected = model(x)
+    layout = Layout.parse(line)
+    for found in launch(lambda world: parallelize(model, layout, world).predict(x), layout, ranks="threads"):
+        torch.testing.assert_close(found, expected)
+
+
+class Both(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def test_a_parameter_that_was_frozen_since_is_refused():
+    def work(world):
+        run = parallelize(Blocks(skipping), "dp2", world)
+        run.model.layers[0].requires_grad_(False)
+        with pytest.raises(PlanError, match=r"'layers.0.weight' was frozen since"):
+            run.step(next(run.shard(pairs(1))))
+
+    launch(work, 2, ranks="threads")
+
+
+def test_a_hook_that_a_person_puts_on_a_parameter_is_called_with_its_gradient():
+    def work(world):
+        run = parallelize(Blocks(skipping), "pp2/zb-h1 mb2", world)
+        for parameter in run.parameters.values():
+            parameter.register_hook(lambda gradient: gradient * 0)
+        run.step(next(run.shard(pairs(1))))
+        return max(p.grad.abs().max().item() for p in run.parameters.values())
+
+    assert launch(work, 2, ranks="threads") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_encoder_is_cut_between_its_layers(batch_first):
+    layer = nn.TransformerEncoderLayer(W, 2, 8, batch_first=batch_first, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 4, norm=nn.LayerNorm(W), enable_nested_tensor=False)
+    batch = [(torch.randn(5, 5, W), torch.randn(5, 5, W))]
+    equal(nn.Sequential(model, nn.Linear(W, W)), "pp4 mb1", batch, loss=MeanSquaredError())
+    if batch_first:
+        equal(model, "pp4/zb-h1 mb2", batch, loss=MeanSquaredError())
+
+
+class Optional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x, mask=None):
+        y = self.first(x)
+        return self.second(y if mask is None else y * mask)
+
+
+def test_blocks_with_optional_arguments_are_looked_into():
+    equal(nn.Sequential(Optional(), Optional()), "pp4 mb2")
+
+
 # ---- what a person does by hand
 
 
@@ -472,6 +637,8 @@ BAD = {
     "no such name": (lambda: Blocks(skipping), "pp2/cut:layers.0,layers.9 mb2", "no module 'layers.9'"),
     "too few names": (lambda: Blocks(skipping), "pp3/cut:layers.0,layers.2 mb2", "3 stages begin at 2 names"),
     "names out of order": (lambda: Blocks(skipping), "pp2/cut:layers.2,layers.0 mb2", "cut:layers.0,layers.2"),
+    "code that counts": (Counts, "pp2 mb2", "cannot be followed"),
+    "auto and another": (lambda: Blocks(skipping), "pp2/auto/zb-v mb2", "'auto' chooses the schedule itself"),
     "two schedules": (lambda: Blocks(skipping), "pp2/gpipe/1f1b mb2", "runs one schedule"),
     "a file that is not there": (lambda: Blocks(skipping), "pp2/file:nowhere.csv mb2", "nowhere.csv"),
     "batch statistics of microbatches": (

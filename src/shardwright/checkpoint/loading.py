@@ -92,7 +92,10 @@ def _wanted(
             state = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             states.append((parameter, key, state))
             found.append((f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, state))
-    found += [(name, buffer_lies(run, name, b), b) for name, b in kept_buffers(run.model).items()]
+    for name, buffer in kept_buffers(run.model).items():
+        lies = buffer_lies(run, name, buffer)
+        if lies.pieces(run.coord):  # or else another stage has it
+            found.append((name, lies, buffer))
     return found, states
 
 

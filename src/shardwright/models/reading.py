@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -39,6 +40,45 @@ class Tracer(fx.proxy.GraphAppendingTracer):
         node = super().create_node(*args, **named)
         node.meta[NO_GRADIENT] = not torch.is_grad_enabled()
         return node
+
+
+ATTRIBUTES = "attributes"
+"""In the ``meta`` of a trace's output: the modules' own values that the code read, each by path and name."""
+
+
+class AttributeReads:
+    """Which plain attributes of a model's modules its code reads, as they were before it ran.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3))
+    >>> reads = AttributeReads(model)
+    >>> model[0].out_features, reads.found, reads.has_changed()
+    (3, {('0', 'out_features'): None}, False)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watches ``model``, which is a copy for this alone."""
+        self.found: dict[tuple[str, str], None] = {}
+        self._modules = dict(model.named_modules())
+        self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
+        for path, module in self._modules.items():
+            with suppress(TypeError):  # a class that cannot be taken the place of
+                module.__class__ = self._watched(type(module), path)
+
+    def _watched(self, kind: type[nn.Module], path: str) -> type[nn.Module]:
+        found, before = self.found, self._before[path]
+
+        def look(module: nn.Module, name: str) -> Any:
+            value = kind.__getattribute__(module, name)
+            own = name in before and before[name] is value
+            if own and not name.startswith("_") and name not in ("forward", "training"):
+                found[path, name] = None
+            return value
+
+        return type(kind.__name__, (kind,), {"__getattribute__": look, "__module__": kind.__module__})
+
+    def has_changed(self) -> bool:
+        """Whether the code has set what it had read before: the next step would read something else."""
+        return any(vars(self._modules[path]).get(name) is not self._before[path][name] for path, name in self.found)
 
 
 class ShowsReads(TorchFunctionMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -82,3 +82,26 @@ def _of_modules(model: nn.Module) -> Iterator[_Refusal]:
                     "modules that compute such tensors in forward, and torch's parametrizations",
                     "use torch.nn.utils.parametrizations.weight_norm, or keep the tensor out of the module",
                 )
+
+
+def check_frozen(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> None:
+    """Raises PlanError where a parameter was frozen, or no longer is, since the model was laid out.
+
+    >>> check_frozen(dict(nn.Linear(1, 1).requires_grad_(False).named_parameters()), ())
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the parameter 'weight' was frozen since the model was laid out
+      given:   requires_grad=False
+      allowed: parameters that learn, or do not, as they did then: what is sent was planned for that
+      fix:     save a checkpoint, freeze the plain model's, parallelize again, and load
+    """
+    for name, parameter in parameters.items():
+        if parameter.requires_grad == (name in frozen):
+            how = "no longer is frozen since" if parameter.requires_grad else "was frozen since"
+            raise PlanError(
+                explain(
+                    f"the parameter '{name}' {how} the model was laid out",
+                    given=f"requires_grad={parameter.requires_grad}",
+                    allowed="parameters that learn, or do not, as they did then: what is sent was planned for that",
+                    fix="save a checkpoint, freeze the plain model's, parallelize again, and load",
+                )
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -95,18 +96,17 @@ def make_plan(
 
 
 def _sent(job: Job, layout: Layout) -> float:
-    """The bytes that one rank sends in a step, those of the first rank of each stage, which holds most.
+    """The bytes that the first rank, which holds most, sends in a step if the model is not cut into stages.
 
     Without an example nothing is known of a batch but its tokens: then it is the elements that linear layers send.
     """
-    plan, strategies = make_plan(job, layout)
+    layout = replace(layout, factors=tuple(factor for factor in layout.factors if factor.axis != "pp"))
+    plan, strategies = make_plan(job, layout)  # stages send little beside layers, and are cut but once
     if job.example is None:
         return grid.sent(plan)
     inputs = tree_map_only(Tensor, lambda t: t.new_empty((len(t) * num_shares(layout), *t.shape[1:])), job.example)
-    coords = plan.mesh.coords([axis for axis in plan.mesh.axes if axis == "pp"])
-    first = dict.fromkeys(plan.mesh.axes, 0)
-    said = [expected_traffic(job, plan, strategies, inputs, {**first, **coord}) for coord in coords]
-    return max(sum(each.sent_bytes for traffic in rank.values() for each in traffic) for rank in said)
+    said = expected_traffic(job, plan, strategies, inputs, dict.fromkeys(plan.mesh.axes, 0))
+    return sum(each.sent_bytes for traffic in said.values() for each in traffic)
 
 
 def example_of(inputs: Any, layout: Layout) -> Any:

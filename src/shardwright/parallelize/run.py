@@ -18,7 +18,7 @@ from shardwright.draws import Draws
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.models.visits import call_model
 from shardwright.parallelize.bridge import from_global_parameters, to_global_parameters
-from shardwright.parallelize.checking import check_trains
+from shardwright.parallelize.checking import check_frozen, check_trains
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.planning import (
     local_samples,
@@ -125,6 +125,7 @@ class Run:
         the parameter. Call the optimizer next. Raises: PlanError: no parameter wants a gradient.
         """
         check_trains(self.plan)
+        check_frozen(self._executor.parameters, self.plan.frozen)
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
         pieces = [self._cut(batch, samples) for samples in shares]
         assert batch.num_global is not None, "a share of a global batch"
@@ -192,29 +193,28 @@ class Run:
         return self._mean(last.sums)[0]
 
     @torch.no_grad()
-    def predict(self, inputs: Any) -> Tensor:
+    def predict(self, inputs: Any) -> Any:
         """The model's whole output on inputs that every rank holds, on every rank."""
         num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
         self._in_hand(num_tokens)
         mine = on_device(self._narrow(cut_tokens(self.plan, self.coord, inputs, num_tokens)), self.world.device)
         with self._evaluating():
-            output: Tensor = (
-                self._predict_in_stages(mine, num_tokens) if self.plan.schedule is not None else self._predict(mine)
-            )
+            in_stages = self.plan.schedule is not None
+            output = self._predict_in_stages(mine, num_tokens) if in_stages else self._predict(mine)
         joined: list[str] = []
         for cut in reversed(self.plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbours
             output = self.axes[cut.axis].all_gather(output, cut.dim, self._output_sizes(cut.axis, joined))
             joined.append(cut.axis)
         if self.plan.token_axes and self._samples is not None:
             return join_tokens(self.plan, self._samples, self.axes, output)
-        return output[: num_rows(inputs)]  # what gathered rows found the same samples on every rank
+        # what gathered rows found the same samples on every rank
+        return tree_map_only(Tensor, lambda each: each[: num_rows(inputs)], output)
 
-    def _predict(self, inputs: Any) -> Tensor:
+    def _predict(self, inputs: Any) -> Any:
         if self._samples is not None:
             self._samples.alone(num_rows(inputs))
         with self._executor.during(Action("F", 0)):
-            output: Tensor = call_model(self.model, inputs)
-        return output
+            return call_model(self.model, inputs)
 
     def _in_hand(self, num_tokens: int) -> None:
         if self._samples is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from shardwright.errors import LayoutError, explain, nearest
-from shardwright.models.structure import has_choices, trace
+from shardwright.models.structure import KNOWN_LOOPS, trace
 from shardwright.pipeline.costs import Cost, by_example, by_weights, measured, total
 from shardwright.pipeline.graph import CallSite, Chunked, arguments_given, read_graph, sites, weights_by_module
 from shardwright.pipeline.writes import check_writes
@@ -40,7 +40,17 @@ class Stages:
     def with_arguments(self, given: Sequence[str]) -> Chunked:
         """The same cut of the code that runs when these arguments are given."""
         graph = read_graph(self.model, self.opened, given)
-        return Chunked(graph, self.chunked.chunk_of, self.num_chunks, self.chunked.names)
+        chunk_of, known = dict(self.chunked.chunk_of), dict[str, int]()
+        for before, chunk in self.chunked.chunk_of.items():
+            known[before.module] = max(chunk, known.get(before.module, 0))
+        for _, site in sites(graph):
+            if site is None or site in chunk_of:
+                continue
+            if site.module in known:
+                chunk_of[site] = known[site.module]
+            elif not _is_stateless(self.model.get_submodule(site.module)):
+                raise _unknown_call(site.module, given)
+        return Chunked(graph, chunk_of, self.num_chunks, self.chunked.names)
 
 
 def cut(
@@ -92,6 +102,17 @@ def cut(
     return _stages(model, graph, movable, starts, costs, tuple(sorted(opened)))
 
 
+def _unknown_call(path: str, given: Sequence[str]) -> LayoutError:
+    return LayoutError(
+        explain(
+            f"the code now calls '{path}', which it did not when the model was cut into stages",
+            given=f"the arguments {', '.join(given)}, in training or evaluation",
+            allowed="calls of modules that are called in training, on inputs of the form of the example",
+            fix="give parallelize an example with these arguments",
+        )
+    )
+
+
 def _costs(
     model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int, seconds: Mapping[str, float] | None
 ) -> dict[CallSite, Cost]:
@@ -131,8 +152,8 @@ def _worth_opening(
     share = total([costs[site] for site in movable]).work / num_chunks
     for site in sorted(movable, key=lambda site: -costs[site].work):
         module = model.get_submodule(site.module)
-        opens = next(module.children(), None) is not None and not has_choices(module)
-        if not opens or site.module in refused or type(module).__module__.startswith("torch.nn."):
+        theirs = type(module).__module__.startswith("torch.nn.") and type(module) not in KNOWN_LOOPS
+        if next(module.children(), None) is None or site.module in refused or theirs:
             continue
         if costs[site].work > share * (1 + 1e-9) or len(movable) < num_chunks:
             return site
@@ -270,7 +291,7 @@ def _by_hand(
                 f"{num_chunks} stages begin at {len(names)} names",
                 given=f"cut:{given}",
                 allowed=f"{num_chunks} names, the first of them where the model begins",
-                fix=f"write pp{len(names)}, or name {num_chunks} modules",
+                fix=f"name {num_chunks} modules, or ask for {len(names)} chunks in all",
             )
         )
     opened = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts))}
@@ -296,7 +317,7 @@ def _by_hand(
                 "the stages are not in the order in which the model runs them",
                 given=f"cut:{given}",
                 allowed="each name once, in the order of the calls: " + _words(movable),
-                fix="write cut:" + ",".join(name for _, name in order),
+                fix="write cut:" + ",".join(dict.fromkeys(name for _, name in order)) + " with as many stages",
             )
         )
     starts[0] = 0  # what comes before the first name belongs to it
@@ -315,7 +336,7 @@ def _too_many(model: nn.Module, num_chunks: int, movable: Sequence[CallSite]) ->
             given=f"{type(model).__name__}, whose code makes {len(movable)} calls that can be told apart: "
             + _words(movable),
             allowed=f"1 to {len(movable)} chunks, stages times chunks of each",
-            fix=f"write pp{max(1, len(movable))}" if movable else "leave out pp",
+            fix="ask for fewer stages, or fewer chunks on each" if len(movable) > 1 else "leave out pp",
         )
     )
 

@@ -43,8 +43,10 @@ class Deferred:
             self._open = None
 
     def takes(self, parameter: Tensor | None) -> bool:
-        """Whether the gradient of this parameter is wanted later: asked in backward."""
-        return self._open is not None and parameter is not None and parameter.is_leaf
+        """Whether this parameter's gradient is wanted later: asked in backward. One with a hook of its own is not."""
+        if self._open is None or parameter is None:
+            return False
+        return parameter.is_leaf and not parameter._backward_hooks
 
     def leave(self, work: Callable[[], None]) -> None:
         """Keeps ``work`` for the ``W`` action of what is running backward."""

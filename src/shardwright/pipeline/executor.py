@@ -243,7 +243,7 @@ class Executor:
         self.units = held_units(units, self.parameters)
         self.spans: list[Span] = []
         self._chunks = {u.name: frozenset[int]().union(*map(self.work.chunks_with, u.parameters)) for u in self.units}
-        self._has_run: set[int] = set()
+        self._has_run: set[tuple[int, bool]] = set()
         self._action = Action("F", 0)
         self._done: dict[tuple[str, int], set[int]] = {}
         self._missing: dict[str, set[str]] = {}
@@ -292,9 +292,10 @@ class Executor:
             self.samples.alone(len(microbatch.samples))
         elif self.samples is not None and microbatch.num_global is not None:
             self.samples.begin(microbatch.num_global, number, len(microbatches))
-        with nullcontext() if chunk in self._has_run else RefusesDraws():
+        key = (chunk, self.model.training)
+        with nullcontext() if key in self._has_run else RefusesDraws():
             starts = self.work.forward(chunk, number)
-        self._has_run.add(chunk)
+        self._has_run.add(key)
         return starts
 
     def _backward(self, starts: Sequence[Tensor]) -> None:

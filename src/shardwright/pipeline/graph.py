@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from shardwright.errors import LayoutError, explain
 from shardwright.models.devices import stay_put
-from shardwright.models.reading import NO_GRADIENT
+from shardwright.models.reading import ATTRIBUTES, NO_GRADIENT
 from shardwright.models.structure import trace
 from shardwright.pipeline.writes import follow_writes, name_of, written_by
 
@@ -81,6 +81,13 @@ class Chunked:
             users = [chunk for user in node.users if (chunk := found[user]) is not None]
             if node.op == "get_attr" and users:
                 found[node] = min(users)
+        return found
+
+    @property
+    def attributes(self) -> tuple[tuple[str, str], ...]:
+        """The modules' own values that the code reads, each by the module's path and its name."""
+        (output,) = (node for node in self.graph.nodes if node.op == "output")
+        found: tuple[tuple[str, str], ...] = output.meta.get(ATTRIBUTES, ())
         return found
 
     @cached_property
@@ -202,7 +209,8 @@ def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection
         raise LayoutError(
             explain(
                 f"the code of {type(model).__name__} cannot be followed, so it cannot be cut into stages",
-                given="a forward whose calls depend on values, on loops over them or on calls outside of torch",
+                given="calls that depend on values, on random numbers or on attributes that the code sets itself; or some "
+                "outside of torch",
                 allowed="a forward that makes the same calls for any values; loops over lists of modules are fine",
                 fix="move what depends on values into a module of its own, or use nn.Sequential",
             )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwright.comm import Axis, Pending
 from shardwright.errors import PlanError, explain
@@ -121,7 +121,7 @@ class Mail:
             )
         if place not in self._announced:
             self._announced.add(place)
-            said = pickle.dumps((treespec_dumps(form.spec), form.leaves))
+            said = _said(form)
             data = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(self.axis.device)
             forms = self.axis.for_strategy("core")
             forms.send(torch.tensor([data.numel()], device=self.axis.device), to)
@@ -159,14 +159,23 @@ class Mail:
     def _receive_form(self, stage: int) -> Form:
         forms = self.axis.for_strategy("core")
         size = int(forms.receive((1,), torch.int64, stage))
-        spec, leaves = pickle.loads(bytes(forms.receive((size,), torch.uint8, stage).tolist()))
-        return Form(treespec_loads(spec), leaves)
+        return _heard(bytes(forms.receive((size,), torch.uint8, stage).tolist()))
 
     def _post(self, message: Message, keys: Mapping[int, object]) -> None:
         form = self._forms[message.source, message.target, keys[message.microbatch]]
         wanted = [leaf for leaf in form.tensors if message.kind == "F" or leaf.needs_gradient]
         stage = self._from[message]
         self._posted[message] = [self.axis.receive_async(leaf.shape, leaf.dtype, stage) for leaf in wanted]
+
+
+def _said(form: Form) -> bytes:
+    """A form as bytes: a tree of the same kind, with numbers in it, and the leaves."""
+    return pickle.dumps((tree_unflatten(list(range(len(form.leaves))), form.spec), form.leaves))
+
+
+def _heard(said: bytes) -> Form:
+    tree, leaves = pickle.loads(said)
+    return Form(tree_flatten(tree)[1], leaves)
 
 
 def share_output(axis: Axis, output: Any, source: int) -> Any:
@@ -179,12 +188,11 @@ def share_output(axis: Axis, output: Any, source: int) -> Any:
     said = b""
     if here:
         form, tensors = form_of(output, "the last chunk")
-        said = pickle.dumps((treespec_dumps(form.spec), form.leaves))
+        said = _said(form)
     forms = axis.for_strategy("core")
     size = int(forms.broadcast(torch.tensor([len(said)], device=axis.device), source))
     data = torch.frombuffer(bytearray(said or bytes(size)), dtype=torch.uint8).to(axis.device)
-    spec, leaves = pickle.loads(bytes(forms.broadcast(data, source).tolist()))
-    form = Form(treespec_loads(spec), leaves)
+    form = _heard(bytes(forms.broadcast(data, source).tolist()))
     if not here:
         tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=axis.device) for leaf in form.tensors]
     return fill(form, [forms.broadcast(tensor.contiguous(), source) for tensor in tensors])

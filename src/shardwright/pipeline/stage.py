@@ -13,6 +13,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwright.comm import once
+from shardwright.errors import PlanError, explain
 from shardwright.pipeline.actions import Action, Schedule
 from shardwright.pipeline.cutting import Stages
 from shardwright.pipeline.executor import Frame, Last, Microbatch
@@ -22,6 +23,10 @@ from shardwright.pipeline.transfers import Message, arrivals, coming, receiver
 
 POSTED_AHEAD = 2
 """Receives of so many actions are posted before the first of them runs."""
+
+
+PLAIN = (bool, int, float, str, tuple, type(None))
+"""Values that a person may change between steps: the code is read again with them."""
 
 
 @dataclass
@@ -60,10 +65,15 @@ class Kept(NamedTuple):
 
 @dataclass
 class Code:
-    """A model's code for one set of arguments: how it is cut, and this stage's nodes, ready to run."""
+    """A model's code for one set of arguments: how it is cut, and this stage's nodes, ready to run.
+
+    ``attributes`` are the modules' own values that the code was read with.
+    """
 
     chunked: Chunked
     ready: Mapping[int, tuple[Ready, ...]]
+    attributes: Mapping[tuple[str, str], Any]
+    has_run: bool = False
 
 
 @dataclass
@@ -80,7 +90,7 @@ class Stage:
     mail: Mail
     repeat: Repeat
     frame: Frame | None = None
-    _codes: dict[tuple[str, ...], Code] = field(default_factory=dict)
+    _codes: dict[object, Code] = field(default_factory=dict)
     _code: Code | None = None
     _schedule: Schedule | None = None
     _microbatches: Sequence[Microbatch] = ()
@@ -102,10 +112,7 @@ class Stage:
         for microbatch in microbatches:  # what is refused is refused by every stage, before one waits for another
             with framed(self.frame, microbatch.inputs):
                 pass
-        given = arguments_given(self.stages.model, microbatches[0].inputs)
-        if given not in self._codes:
-            self._codes[given] = self._read(given)
-        self._code = self._codes[given]
+        self._code = self._code_for(arguments_given(self.stages.model, microbatches[0].inputs))
         self._schedule, self._microbatches, self._last = schedule, microbatches, last
         self._keys = {number: self._key(number, each) for number, each in enumerate(microbatches)}
         self._kept, self._here, self._inbox = {}, {}, {}
@@ -136,6 +143,9 @@ class Stage:
                 message = Message("F", number, edge.source, chunk)
                 values.update(zip(edge.values, self._take_in(message, incoming), strict=True))
         output = run(self._code.ready[chunk], values, chunked.before(self.repeat))
+        if not self._code.has_run:
+            for path, name in self._changed(self._code):
+                raise _set_while_running(path, name)
         starts: list[Tensor] = []
         outgoing = []
         for edge in chunked.edges:
@@ -183,10 +193,42 @@ class Stage:
 
     # ---- inside
 
+    def _code_for(self, given: tuple[str, ...]) -> Code:
+        """The code that runs now: it may depend on the arguments, on training, and on values that modules keep."""
+        key = (given, tuple(module.training for module in self.model.modules()))
+        code = self._codes.get(key)
+        if code is not None and (changed := self._changed(code)):
+            for path, name in changed:
+                value = getattr(self.model.get_submodule(path), name)
+                if not isinstance(value, PLAIN):
+                    raise _set_while_running(path, name)
+                setattr(self.stages.model.get_submodule(path), name, value)
+            self._codes.clear()
+            code = None
+        if code is not None:
+            code.has_run = True
+        if code is None:
+            for path, module in self.model.named_modules():
+                self.stages.model.get_submodule(path).training = module.training
+            code = self._codes[key] = self._read(given)
+        return code
+
+    def _changed(self, code: Code) -> list[tuple[str, str]]:
+        """What the code was read with and is no longer so."""
+        found = []
+        for (path, name), before in code.attributes.items():
+            now = getattr(self.model.get_submodule(path), name, None)
+            if now is not before and not (isinstance(now, PLAIN) and type(now) is type(before) and now == before):
+                found.append((path, name))
+        return found
+
     def _read(self, given: tuple[str, ...]) -> Code:
         chunked = self.stages.with_arguments(given)
         mine = [chunk for chunk, at in enumerate(self.stage_of) if at == self.stage]
-        return Code(chunked, {chunk: prepare(self.model, chunked, chunk) for chunk in mine})
+        attributes = {
+            (path, name): getattr(self.model.get_submodule(path), name, None) for path, name in chunked.attributes
+        }
+        return Code(chunked, {chunk: prepare(self.model, chunked, chunk) for chunk in mine}, attributes)
 
     def _key(self, number: int, microbatch: Microbatch) -> object:
         """All that the forms of a microbatch's values follow from, the same on every stage."""
@@ -234,6 +276,18 @@ class Stage:
 def framed(frame: Frame | None, inputs: Any) -> AbstractContextManager[Any]:
     """A forward on these inputs, which it gives as the modules inside take them."""
     return nullcontext(inputs) if frame is None else frame.within(inputs)
+
+
+def _set_while_running(path: str, name: str) -> PlanError:
+    return PlanError(
+        explain(
+            f"'{f'{path}.{name}'.lstrip('.')}' is set while the model runs, and read by code outside of the module",
+            given="an attribute that is no longer what it was when the code was read",
+            allowed="values that modules take and return: these are sent between stages; settings that do not change "
+            "within a step",
+            fix="return the value from the module's forward",
+        )
+    )
 
 
 def _places(tensors: Sequence[Tensor], starts: list[Tensor]) -> list[int]:

@@ -150,12 +150,23 @@ def _chosen(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
     def into(num_chunks: int) -> Stages:
         if by_device and num_chunks != len(names):
             raise _other_devices(factor, num_chunks, names)
+        job.model.train()  # a copy: what is called in training alone has a stage too
         return cut(
             job.model, num_chunks, names=names, example=job.example, num_tokens=job.num_tokens,
             seconds=job.seconds, closed=closed,
         )  # fmt: skip
 
     auto = factor.option("auto")
+    others = [str(option) for option in factor.options if option.name in (*SCHEDULES, "file")]
+    if auto is not None and others:
+        raise LayoutError(
+            explain(
+                "'auto' chooses the schedule itself",
+                given=str(factor),
+                allowed="auto, or one of " + ", ".join(SCHEDULES) + ", file:PATH",
+                fix=f"write pp{factor.size}/{others[0]}, or pp{factor.size}/{auto}",
+            )
+        )
     if auto is None:
         schedule = schedule_of(plan)
         return schedule, into(schedule.num_chunks)

@@ -132,6 +132,9 @@ def _json_rows(path: Path, text: str) -> tuple[str, list[list[str]]]:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         _refuse(what, given=error)
+    unknown = sorted(value.keys() - {"name", "stages"}) if isinstance(value, dict) else []
+    if unknown:
+        _refuse(what, given=f"the key {json.dumps(unknown[0])}", fix=f"leave out {json.dumps(unknown[0])}")
     stages = value.get("stages") if isinstance(value, dict) else None
     if not isinstance(stages, list):
         _refuse(what, given="no list under 'stages'", fix="put one list of cells for each stage under 'stages'")
