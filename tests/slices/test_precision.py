@@ -169,6 +169,29 @@ def test_a_checkpoint_holds_the_masters_and_any_precision_loads_them(first, seco
         assert torch.equal(one, other), name
 
 
+def test_a_run_in_fp16_goes_on_with_the_scale_that_it_had_found(tmp_path):
+    def train(world, line, steps, restart):
+        run = parallelize(mlp(), line, world)
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.01)
+        run.loss_scale.value, run.loss_scale.grow_after = 2.0**30, 2
+        if restart:
+            load(tmp_path, run, optimizer)
+        for batch in run.shard([numbers()] * (steps - run.num_steps)):
+            run.step(batch)
+            optimizer.step()
+        if not restart:
+            save(tmp_path, run, optimizer)
+        return run.loss_scale, run.num_steps
+
+    def both(line, steps, restart):
+        return launch(train, Layout.parse(line), line, steps, restart, ranks="threads")[0]
+
+    at_once = both("dp2/zero1 fp16", 18, False)
+    (tmp_path / "step-00000018").rename(tmp_path.parent / "aside")
+    both("dp2/zero1 fp16", 11, False)
+    assert both("tp2 fp16", 18, True) == at_once
+
+
 # ---- gradients that are not finite
 
 
