@@ -53,11 +53,11 @@ def on_threads(work, line):
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("line", LINES)
 def test_loss_and_gradients_are_those_of_one_device_within_roundings(line, word):
-    for style in ("gpt2", "llama"):
-        verdict = verify(gpt(style=style), f"{line} {word}".removeprefix("single "), [tokens()])
-        assert verdict.equal, str(verdict)
-        assert verdict.tolerance == 8 * torch.finfo(WORDS[word]).eps
-        assert verdict.max_relative_error > 1e-4  # it did compute in few bits
+    style = ("gpt2", "llama")[LINES.index(line) % 2]
+    verdict = verify(gpt(style=style), f"{line} {word}".removeprefix("single "), [tokens()])
+    assert verdict.equal, str(verdict)
+    assert verdict.tolerance == 8 * torch.finfo(WORDS[word]).eps
+    assert verdict.max_relative_error > 1e-4  # it did compute in few bits
 
 
 @pytest.mark.parametrize("word", WORDS)
