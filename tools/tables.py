@@ -189,6 +189,16 @@ def pipeline_lists() -> str:
     return "\n".join(lines)
 
 
+def zero_step() -> str:
+    """Stages and peers beside ranks that send nothing."""
+    lines = ["| case | variant | ms | limits (median) | range | CPU seconds, in limits | range |", "|---" * 7 + "|"]
+    for row in newest("zero_step")["table"]:
+        wall = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        cpu = f"{row['cpu_ratio_median']:.3f} | {row['cpu_ratio_min']:.2f} to {row['cpu_ratio_max']:.2f}"
+        lines.append(f"| {row['case']} | {row['name']} | {row['ms_median']:.0f} | {wall} | {cpu} |")
+    return "\n".join(lines)
+
+
 def code(name: str) -> str:
     """A layout line as code; other names as they are."""
     return f"`{name}`" if name.partition(" ")[2].startswith("mb") or name.startswith("mb") else name
@@ -208,6 +218,7 @@ TABLES = {
     "pipeline_convnet": pipeline_convnet,
     "pipeline_overhead actions": pipeline_actions,
     "pipeline_overhead lists": pipeline_lists,
+    "zero_step": zero_step,
 }
 
 

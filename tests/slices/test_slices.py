@@ -15,7 +15,9 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.models import GPTConfig, MLPConfig, build_mlp
 from shardwright.models.gpt import GPT
+from shardwright.parallelize import make_plan
 from shardwright.slices import flat
+from shardwright.strategy import Job
 
 WIDTHS = (6, 8, 8, 8, 8, 5)
 
@@ -125,6 +127,28 @@ def test_between_steps_a_rank_of_stage_3_holds_its_slices_and_no_more(batch):
     for shown, size, _ in found:
         assert shown <= 8 * 6  # one number for each unit
         assert abs(size - total / 4) < 6
+
+
+@pytest.mark.parametrize(
+    ("line", "per_parameter"),
+    [
+        ("dp4/zero1", 4),
+        ("dp4/zero2", 4),
+        ("dp4/zero3", 1),
+        ("dp4/zero1 bf16", 3),
+        ("dp4/zero3 bf16", 1),
+        ("dp2 bf16", 6),
+    ],
+)
+def test_a_plan_says_what_parameters_take_between_steps(line, per_parameter):
+    with torch.device("meta"):
+        model = build_mlp(MLPConfig(widths=WIDTHS))
+    total = sum(p.numel() for p in model.parameters())
+    plan, _ = make_plan(Job(model, nn.Identity()), Layout.parse(line))
+    for coord in plan.mesh.coords():
+        assert sum(plan.parameter_bytes(name, coord) for name in plan.rest) == pytest.approx(
+            per_parameter * total, abs=4
+        )
 
 
 @pytest.fixture
@@ -328,8 +352,5 @@ def test_a_weight_that_is_read_while_it_is_not_there_is_nan_and_one_read_in_a_fo
     ],
 )
 def test_what_zero_cannot_do_is_refused(line, fix):
-    from shardwright.parallelize import make_plan
-    from shardwright.strategy import Job
-
     with pytest.raises(LayoutError, match=fix):
         make_plan(Job(mlp(), nn.Identity()), Layout.parse(line))

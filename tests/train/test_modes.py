@@ -1,4 +1,4 @@
-"""Tensor modes and pipelines train to the curve of one device, and go on from what another layout has saved."""
+"""Tensor modes, pipelines and slices train to the curve of one device, and go on from what another layout has saved."""
 
 import pytest
 
@@ -10,6 +10,7 @@ from shardwright.train.sampling import sample
 SETTINGS = {"num_layers": 2, "width": 20, "num_heads": 5, "dropout": 0.1}
 MODES = ("tp3", "tp2/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d")
 STAGES = ("pp2/1f1b mb3", "pp3/zb-h1 mb2 dp2", "pp2/zb-v mb2 tp2", "pp2/dualpipe-v mb2 tp2x2/2d")
+SLICES = ("dp2/zero1 mb2", "dp3/zero2/bucket:0 mb2", "dp2x2/zero3/bucket:0", "pp2/zb-h1 dp2/zero3/bucket:0 tp2 mb2")
 
 
 def config(line, steps):
@@ -30,16 +31,25 @@ def curve(tmp_path_factory):
     return losses(out)
 
 
-@pytest.mark.parametrize("line", [*MODES, *STAGES])
+@pytest.mark.parametrize("line", [*MODES, *STAGES, *SLICES])
 def test_a_gpt_trains_to_the_losses_of_one_device(line, curve, tmp_path):
     train(config(line, 8), tmp_path, ranks="threads")
     assert losses(tmp_path) == pytest.approx(curve, rel=1e-4)  # float32, eight steps of AdamW
 
 
+@pytest.mark.parametrize("line", ["dp2/zero2/bucket:0 bf16", "tp2 fp16"])
+def test_mixed_precision_follows_the_curve_within_its_roundings(line, curve, tmp_path):
+    train(config(line, 8), tmp_path, ranks="threads")
+    assert losses(tmp_path) == pytest.approx(curve, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("tp2x2/2d", "tp1x2x2/3d"), ("tp2/sp", "single"), ("pp2/zb-v mb2", "dp3"), ("tp2", "pp3 mb2 tp2")],
-)
+    [
+        ("tp2x2/2d", "tp1x2x2/3d"), ("tp2/sp", "single"), ("pp2/zb-v mb2", "dp3"), ("tp2", "pp3 mb2 tp2"),
+        ("dp2/zero3/bucket:0 tp2", "dp3/zero1"),
+    ],
+)  # fmt: skip
 def test_what_one_mode_has_saved_another_goes_on_with(first, second, curve, tmp_path):
     train(config(first, 4), tmp_path, ranks="threads")
     train(config(second, 8), tmp_path, resume=True, ranks="threads")
@@ -74,7 +84,7 @@ def test_a_convnet_goes_on_under_another_layout(first, second, curve_of_pictures
     assert losses(tmp_path) == pytest.approx(curve_of_pictures, rel=1e-4)
 
 
-@pytest.mark.parametrize("line", ["tp2x2/2d", "tp3/sp", "pp2/interleaved:v2 mb2"])
+@pytest.mark.parametrize("line", ["tp2x2/2d", "tp3/sp", "dp2/zero3/bucket:0", "pp2/interleaved:v2 mb2"])
 def test_a_checkpoint_is_sampled_from_under_any_mode(line, tmp_path):
     train(config("single", 3), tmp_path, ranks="threads")
     texts = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.boxes import Lies, Piece, plan_transfer, write
 from shardwright.checkpoint.manifest import Manifest, check_files, find
 from shardwright.checkpoint.manifest import read as read_manifest
-from shardwright.checkpoint.saving import buffer_lies, kept_buffers
+from shardwright.checkpoint.saving import LOSS_SCALE, buffer_lies, kept_buffers
 from shardwright.comm.values import gather_json
 from shardwright.errors import CheckpointError, explain
 from shardwright.mesh import Coord
@@ -50,6 +50,9 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
         for parameter, key, value in states:
             optimizer.state[parameter][key] = value
         _fill_optimizer(run, optimizer, manifest)
+    if run.loss_scale is not None:
+        for key, (_, value) in manifest.scalars.get(LOSS_SCALE, {}).items():
+            setattr(run.loss_scale, key, value)
     run.num_steps = manifest.step
     run.draws.seed = manifest.seed
     return manifest.extra

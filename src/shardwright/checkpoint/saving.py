@@ -7,6 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from shardwright.comm.values import gather_json
 from shardwright.errors import CheckpointError, explain
 from shardwright.parallelize import Run
 from shardwright.units import format_bytes
+
+LOSS_SCALE = "(loss scale)"
+"""The name under which a manifest's scalars keep it: no parameter has such a one."""
 
 Entries = dict[str, tuple[str, tuple[int, ...], list[Stored]]]
 
@@ -193,7 +197,7 @@ def is_cut_like(value: Any, parameter: Tensor) -> bool:
 
 
 def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """The optimizer's state that is equal on every rank: step counts and the like."""
+    """What is equal on every rank: the optimizer's step counts and the like, and in fp16 the scale of the loss."""
     found: dict[str, dict[str, Any]] = {}
     for name, parameter in run.parameters.items() if optimizer is not None else ():
         for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
@@ -201,6 +205,8 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
                 as_json = value.tolist() if isinstance(value, Tensor) else value
                 dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else ""
                 found.setdefault(name, {})[key] = [dtype, as_json]
+    if run.loss_scale is not None:
+        found[LOSS_SCALE] = {key: ["", value] for key, value in asdict(run.loss_scale).items()}
     return found
 
 

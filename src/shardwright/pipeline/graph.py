@@ -209,8 +209,8 @@ def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection
         raise LayoutError(
             explain(
                 f"the code of {type(model).__name__} cannot be followed, so it cannot be cut into stages",
-                given="calls that depend on values, on random numbers or on attributes that the code sets itself; or some "
-                "outside of torch",
+                given="calls that depend on values, on random numbers or on attributes that the code sets itself, or "
+                "that are no calls of torch",
                 allowed="a forward that makes the same calls for any values; loops over lists of modules are fine",
                 fix="move what depends on values into a module of its own, or use nn.Sequential",
             )

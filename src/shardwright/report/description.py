@@ -164,7 +164,7 @@ def _held(plan: Plan, coord: Coord, sizes: Mapping[str, int]) -> _Held:
     entry = {
         "num_parameters": sum(parameter),
         "num_owned": sum(piece.whole.size for piece in owned),
-        "parameter_bytes": bytes_of(plan.rest, parameter),
+        "parameter_bytes": sum(plan.parameter_bytes(name, coord) for name in plan.rest),
         "gradient_bytes": bytes_of(trained, gradient),
         "optimizer_bytes": bytes_of(trained, optimizer) * _ADAMW_MOMENTS,
     }

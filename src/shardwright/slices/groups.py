@@ -70,12 +70,16 @@ def _first(lies: Lies, stage: int) -> Coord:
     return {"pp": stage} if "pp" in lies.axes else {}
 
 
-def rest_in_slices(plan: Plan, axis: str, chosen: Sequence[Group]) -> Plan:
-    """The plan with each group's parameters, gradients and optimizer state at rest in slices over ``axis``."""
+def rest_in_slices(plan: Plan, axis: str, chosen: Sequence[Group], *, drops: bool) -> Plan:
+    """The plan with each group's parameters, gradients and optimizer state at rest in slices over ``axis``.
+
+    ``drops`` says that the parameters are whole only while something computes with them.
+    """
     rest = dict(plan.rest)
     for group in chosen:
         beside = tuple(plan.compute[name] for name in group.parameters)
         for place, name in enumerate(group.parameters):
             flat = plan.compute[name].flat(axis, plan.mesh[axis], beside, place)
             rest[name] = Rest(flat, flat, flat)
-    return replace(plan, rest=rest)
+    names = [name for group in chosen for name in group.parameters] if drops else []
+    return replace(plan, rest=rest, dropped=plan.dropped.union(names))

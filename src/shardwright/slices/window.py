@@ -89,7 +89,6 @@ class Window:
     drops: bool
     most: int = 0
     _current: Block | None = None
-    _action: Action | None = None
     _path: Sequence[Block] = ()
     _place: int = 0
     _touched: list[Block] = field(default_factory=list)

@@ -45,7 +45,7 @@ class DataParallel:
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = True
     options: ClassVar[Mapping[str, str]] = {
-        "bucket": "least KiB of gradients sent at once: bucket:1024",
+        "bucket": "least KiB of parameters that travel together: bucket:1024",
         "fp32-sums": "with bf16 or fp16, gradients are added up in fp32: over microbatches, and over ranks",
     }
     source: ClassVar[str] = "Li et al. 2020, arXiv:2006.15704"

@@ -57,7 +57,7 @@ class Zero:
         """Cuts what rests into slices. Raises LayoutError for two stages at once, or none."""
         stage = _stage(plan)
         _ahead(plan)
-        return rest_in_slices(plan, "dp", _groups(plan, stage))
+        return rest_in_slices(plan, "dp", _groups(plan, stage), drops=stage == 3 and plan.mesh["dp"] > 1)
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Flattens this rank's parameters and keeps its slices."""

@@ -179,6 +179,8 @@ class Plan:
     """What each parameter rests in: wider than it computes in where the precision is mixed."""
     wide_sums: frozenset[str] = frozenset()
     """The parameters whose gradients are summed as wide as they rest, and not as narrow as they are computed."""
+    dropped: frozenset[str] = frozenset()
+    """The parameters that are whole only while something computes with them; of others a whole stays on each rank."""
     rows: Mapping[str, Rows] = field(default_factory=dict)
     token_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The dims of a module's input with tokens, where sequences are cut and these are not dim 1 alone."""
@@ -252,6 +254,18 @@ class Plan:
     def at_home(self, homes: Mapping[str, Home]) -> Plan:
         """Notes from where modules are called that take or give a part."""
         return replace(self, homes={**self.homes, **homes})
+
+    def parameter_bytes(self, name: str, coord: Coord) -> int:
+        """What ``coord`` holds of a parameter between steps: what rests, and what it computes with where that stays.
+
+        >>> Plan.of(Job(nn.Linear(2, 4), nn.Identity()), Layout.parse("bf16")).parameter_bytes("weight", {})
+        48
+        """
+        resting = self.rest[name].parameter.num_elements(coord) * self.masters[name].itemsize
+        whole = self.compute[name].num_elements(coord) * self.dtypes[name].itemsize
+        if name in self.dropped:
+            return resting
+        return max(resting, whole) if self.masters[name] == self.dtypes[name] else resting + whole
 
     @property
     def row_axes(self) -> frozenset[str]:

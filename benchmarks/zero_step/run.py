@@ -1,0 +1,195 @@
+"""What a step of ZeRO costs: stages 1, 2, 3 beside ranks that send nothing and beside peers, interleaved in one run.
+
+Every variant lives in the same processes and takes the same steps from the same start. Before anything is timed, its
+losses are compared with plain data parallel's. A round runs each variant in turn.
+"""
+
+import argparse
+import gc
+import os
+import resource
+import statistics
+import sys
+import time
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+from shardwright.models.gpt import GPT, GPTConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.common import machine, ratio_rows, write
+from benchmarks.gpt_step.run import adamw
+from benchmarks.zero_step import peers
+
+SIZES = {
+    "small": ({"num_layers": 4, "width": 256, "num_heads": 4, "vocabulary": 1024, "max_tokens": 128}, 8),
+    "large": ({"num_layers": 19, "width": 512, "num_heads": 8, "vocabulary": 1024, "max_tokens": 128}, 1),
+}
+"""By name, the model and the samples of a rank; the large one has 60 M parameters, and traffic rules."""
+
+CHECKED_STEPS, TOLERANCE = 3, 1e-5  # of relative difference: some hundred roundings in fp32
+OURS = ("", "/zero1", "/zero2", "/zero3", "/zero3/ahead:0")
+PEERS = {
+    "DDP": peers.ddp,
+    "ZeroRedundancyOptimizer": peers.redundancy,
+    "FSDP2 reshard": partial(peers.fsdp, reshard=True),
+    "FSDP2 kept": partial(peers.fsdp, reshard=False),
+    "DeepSpeed 1": partial(peers.deepspeed, stage=1),
+    "DeepSpeed 2": partial(peers.deepspeed, stage=2),
+    "DeepSpeed 3": partial(peers.deepspeed, stage=3),
+}
+
+
+def plain(config):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**config))
+
+
+def batch_of(rank, num_samples, config):
+    draw = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(config["vocabulary"], (num_samples, config["max_tokens"] + 1), generator=draw)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def ours(world, line, config, num_samples):
+    run = sw.parallelize(plain(config), line, world)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-4)
+    each = [batch_of(rank, num_samples, config) for rank in range(world.size)]
+    part = next(run.shard([tuple(torch.cat(t) for t in zip(*each, strict=True))]))
+
+    def step():
+        loss = run.step(part)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def variants(world, size, wanted):
+    """The step of every variant; and of those that cannot run here, why."""
+    config, num_samples = SIZES[size]
+    own = batch_of(world.rank, num_samples, config)
+
+    def limit(world):
+        model = plain(config)
+        return peers.plain_step(model, adamw(model.parameters()), own)
+
+    builders = {"limit": limit}
+    for option in OURS:
+        line = f"dp{world.size}{option}"
+        builders[line] = partial(ours, line=line, config=config, num_samples=num_samples)
+    for name, build in PEERS.items():
+        builders[name] = lambda world, build=build: build(plain(config), own, adamw)
+    found, left_out, expected = {}, {}, None
+    for name, build in builders.items():
+        if wanted and name != "limit" and name not in wanted:
+            continue
+        try:
+            step = build(world)
+            losses = losses_of(world, step, is_mean=name.startswith("dp"))
+            if name != "limit":  # whose ranks go different ways
+                expected = expected or losses
+                check(name, losses, expected)
+            found[name] = step
+        except Exception as problem:  # what a peer cannot do on this machine is said, not hidden
+            if name not in PEERS:
+                raise
+            left_out[name] = f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
+    return found, left_out
+
+
+def losses_of(world, step, *, is_mean):
+    """The mean losses of the first steps over all ranks."""
+    losses = torch.tensor([step() for _ in range(CHECKED_STEPS)], dtype=torch.float64)
+    return losses.tolist() if is_mean else (world.everyone().all_reduce(losses) / world.size).tolist()
+
+
+def check(name, losses, wanted):
+    """Raises AssertionError unless a variant computes what plain data parallel does: it would be no peer otherwise."""
+    off = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
+    assert off < TOLERANCE, f"{name}: losses {losses} are off by {off:.1e} from {wanted}"
+
+
+def measure(world, size, rounds, steps, wanted):
+    each, left_out = variants(world, size, wanted)
+    rows, cpu_rows = [], []
+    for number in range(rounds + 1):
+        row, cpu = {}, {}
+        order = list(each)
+        order = order[number % len(order) :] + order[: number % len(order)]
+        for name in order:
+            dist.barrier()
+            gc.disable()
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            start = time.perf_counter()
+            for _ in range(steps):
+                each[name]()
+            dist.barrier()
+            row[name] = (time.perf_counter() - start) / steps
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            gc.enable()
+            used = torch.tensor([after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime])
+            dist.all_reduce(used)
+            cpu[name] = used.item() / steps
+        if number:  # the first warms up
+            rows.append(row)
+            cpu_rows.append(cpu)
+    return rows, cpu_rows, left_out
+
+
+def table_of(case, rows, cpu_rows):
+    """A row for each variant: wall and CPU ratios."""
+    limits = dict.fromkeys((name for name in rows[0] if name != "limit"), "limit")
+    keys = ("ratio_median", "ratio_min", "ratio_max")
+    return [
+        {"case": case, **row, **{f"cpu_{key}": used[key] for key in keys}}
+        for row, used in zip(ratio_rows(rows, limits), ratio_rows(cpu_rows, limits), strict=True)
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--only", nargs="*", default=[], help="names of variants, where not all are to run")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=4, help="of each variant in its turn")
+    parser.add_argument(
+        "--quick", action="store_true", help="small, two ranks, one round of two steps: whether it runs"
+    )
+    parser.add_argument("--write", action="store_true", help="keep the raw rows under results/")
+    options = parser.parse_args()
+    if options.quick:
+        options.ranks, options.sizes, options.rounds, options.steps = [2], ["small"], 1, 2
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    facts, table, raw, left_out = machine(), [], {}, {}
+    for size in options.sizes:
+        for num_ranks in options.ranks:
+            case = f"{size}, {num_ranks} ranks"
+            work = (size, options.rounds, options.steps, options.only)
+            rows, cpu_rows, missing = sw.launch(measure, num_ranks, *work)[0]
+            raw[case] = {"rounds": rows, "cpu_rounds": cpu_rows}
+            left_out |= missing
+            table += table_of(case, rows, cpu_rows)
+            print(f"{case}: limit {statistics.median(row['limit'] for row in rows) * 1000:.1f} ms")
+            for row in (row for row in table if row["case"] == case):
+                print(
+                    f"  {row['name']:24} {row['ms_median']:7.1f} ms   {row['ratio_median']:.3f} limits "
+                    f"({row['ratio_min']:.3f} to {row['ratio_max']:.3f})   CPU seconds {row['cpu_ratio_median']:.3f}"
+                )
+    for name, why in left_out.items():
+        print(f"{name} is left out: {why}")
+    if any(name.startswith("DeepSpeed") for rows in raw.values() for name in rows["rounds"][0]):
+        facts["deepspeed"] = metadata.version("deepspeed")
+    if options.write:
+        write(Path(__file__).parent, {"machine": facts, "sizes": SIZES, "table": table, "left_out": left_out,
+              "raw": raw})  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
