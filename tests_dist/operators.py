@@ -150,7 +150,7 @@ def write_a_row(a: Tensor, b: Tensor) -> Tensor:
 
 def write_a_chunk(a: Tensor) -> Tensor:
     a = a * 1
-    a.chunk(3, 0)[1].zero_()
+    a.narrow(0, 1, 2).zero_()
     a.flatten()[:4].zero_()
     return a
 
@@ -314,7 +314,7 @@ OPERATORS = [
     Operator("write_a_number", write_a_number, (X,), True),
     Operator("accumulate", lambda a, i, b: (a * 1).index_put_((i,), b, accumulate=True), (X, integers(0, 5, 5), X)),
     Operator("scatter", lambda a, i: (a * 1).scatter_(1, i, 2.0), (X, integers(0, 6, 5, 1))),
-    Operator("inverse", lambda x: torch.linalg.inv(x + 9 * torch.eye(4)), ((4, 4),), True),
+    Operator("inverse", torch.linalg.inv, ((4, 4),), True),
     Operator("cholesky", lambda x: torch.linalg.cholesky(x @ x.mT), ((4, 4),), True),
     Operator("bmm_uneven", torch.bmm, ((5, 3, 7), (5, 7, 2))),
     Operator("swiglu", lambda x, a, b: F.silu(F.linear(x, a)) * F.linear(x, b), (X, (7, 6), (7, 6))),

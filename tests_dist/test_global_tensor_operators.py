@@ -11,10 +11,9 @@ MOST = 3
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 def test_an_operator_is_equal_to_one_device_for_every_layout(pools, operator):
-    for tried, wrong, refused in pools(4).run(sweep_by_name, operator.name, MOST):
+    for _, wrong, refused in pools(4).run(sweep_by_name, operator.name, MOST):
         assert not wrong, "\n".join(wrong[:5])
         assert operator.refuses or not refused, "\n".join(refused[:3])
-        assert len(refused) < tried
 
 
 def sweep_by_name(world, name: str, most: int):

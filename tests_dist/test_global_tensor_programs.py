@@ -265,3 +265,33 @@ def test_bad_input_is_refused_alike_on_every_rank_and_nobody_waits(pools):
     for said in others:
         for mine, theirs in zip(first, said, strict=True):
             assert mine == theirs
+
+
+# ---- what torch does with tensors
+
+
+def used_by_torch(world) -> None:
+    where = placement("cpu", ranks=[1, 2, 3])
+    layer = module_to_global(nn.Linear(6, 5), where, {"weight": sbp.split(0)})
+    x = randn(4, 6, placement=where, sbp=sbp.split(1), seed=0)
+    whole, weight, bias = (each.full_tensor().detach() for each in (x, layer.weight, layer.bias))
+    expected = nn.functional.linear(whole, weight, bias)
+    with torch.inference_mode():  # operators come whole there
+        torch.testing.assert_close(layer(x).full_tensor(), expected)
+        torch.testing.assert_close((x @ layer.weight.t() + layer.bias).full_tensor(), expected)
+    layer.double()
+    assert layer.weight.dtype == layer.weight.to_local().dtype == torch.float64
+    layer.load_state_dict({name: 2 * each for name, each in layer.state_dict().items()})
+    torch.testing.assert_close(layer.weight.full_tensor().detach(), 2 * weight.double())
+    again = copy.deepcopy(layer)
+    assert again.weight.sbp == (sbp.split(0),)
+    for _ in range(2):  # gradients add up, however each of them lies
+        again(x.double()).square().sum().backward()
+    twice = (2 * weight.double()).requires_grad_()
+    loss = 2 * nn.functional.linear(whole.double(), twice, 2 * bias.double()).square().sum()
+    (wanted,) = torch.autograd.grad(loss, [twice])
+    torch.testing.assert_close(again.weight.grad.full_tensor(), wanted)
+
+
+def test_modules_of_global_tensors_are_cast_copied_loaded_and_used_without_gradients(pools):
+    pools(4).run(used_by_torch)

@@ -199,12 +199,63 @@ def zero_step() -> str:
     return "\n".join(lines)
 
 
+def global_rows(key: str) -> dict:
+    """The rows of one question of ``global_tensors`` measured last."""
+    found = sorted((ROOT / "benchmarks" / "global_tensors" / "results").glob("*.json"))
+    every = [json.loads(path.read_text()) for path in found]
+    return next((each for each in reversed(every) if key in each), {key: []})
+
+
+def global_sweep() -> str:
+    """Transfers drawn by seed."""
+    row = global_rows("sweep")["sweep"]
+    lines = ["| transfers | wrong | sbp pairs | sources | destinations | seconds | CPU seconds, each rank |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    placements = row["of_placements"]
+    cells = f"{row['transfers']} | {len(row['wrong'])} | {row['sbp_pairs']} of {row['of_sbp_pairs']}"
+    cells += f" | {row['sources']} of {placements} | {row['destinations']} of {placements} | {row['seconds']:.0f}"
+    return "\n".join([*lines, f"| {cells} | {max(row['cpu_seconds_per_rank']):.0f} |"])
+
+
+def global_operators() -> str:
+    """Operators against one device."""
+    rows = global_rows("operators")["operators"]
+    lines = ["| operators | layouts tried | wrong | refused | operators that refuse some |", "|---|---|---|---|---|"]
+    refusing = ", ".join(f"`{row['name']}`" for row in rows if row["refused"])
+    tried, refused = (sum(row[key] for row in rows) for key in ("tried", "refused"))
+    wrong = sum(len(row["wrong"]) for row in rows)
+    return "\n".join([*lines, f"| {len(rows)} | {tried} | {wrong} | {refused} | {refusing} |"])
+
+
+def global_bytes() -> str:
+    """Bytes of transfers, beside gathering first."""
+    lines = ["| from | to | by | MB | gathered first, MB |", "|---|---|---|---|---|"]
+    for row in global_rows("transfers")["transfers"]:
+        by, mb = ", ".join(row["kinds"]), f"{row['bytes'] / 1e6:.2f} | {row['gather_bytes'] / 1e6:.2f}"
+        lines.append(f"| `{row['source']}` | `{row['destination']}` | {by} | {mb} |")
+    return "\n".join(lines)
+
+
+def global_redistribute() -> str:
+    """``to_global`` beside ``redistribute``."""
+    lines = ["| shape | transfer | ms | redistribute, ms | ratio (median) | range |", "|---|---|---|---|---|---|"]
+    for row in global_rows("redistribute")["redistribute"]:
+        times = f"{row['ours_ms']:.2f} | {row['dtensor_ms']:.2f} | {row['ratio_median']:.2f}"
+        span = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        lines.append(f"| {row['shape']} | `{row['pair']}` | {times} | {span} |")
+    return "\n".join(lines)
+
+
 def code(name: str) -> str:
     """A layout line as code; other names as they are."""
     return f"`{name}`" if name.partition(" ")[2].startswith("mb") or name.startswith("mb") else name
 
 
 TABLES = {
+    "global_sweep": global_sweep,
+    "global_operators": global_operators,
+    "global_bytes": global_bytes,
+    "global_redistribute": global_redistribute,
     "strategies": strategies,
     "gpt_step": gpt_step,
     "collectives": collectives,

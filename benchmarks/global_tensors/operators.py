@@ -29,6 +29,8 @@ def main():
     facts = machine()
     found = sw.launch(swept, 4, options.most)
     rows = found[0]
+    for row, *others in zip(*found, strict=True):  # what one rank finds wrong with its copy is wrong
+        row["wrong"] = sorted({each for other in (row, *others) for each in other["wrong"]})
     for row in rows:
         if row["wrong"] or row["refused"]:
             print(row)

@@ -159,14 +159,16 @@ def _wrong_sums(world: World, sums: list, seed: int) -> list[str]:
     parts = list(world.everyone().all_gather(mine, sizes=sizes).split(sizes))
     for number, y, whole in sums:
         total = torch.zeros(whole.shape, dtype=torch.float64)
-        counted = set()
+        counted: dict[tuple, Tensor] = {}
         for rank, coord in y.placement.coords:
             piece = part_of(total, y.placement, y.sbp, rank, terms=False)
             values, parts[rank] = parts[rank][: piece.numel()].view(piece.shape), parts[rank][piece.numel() :]
             key = tuple(-1 if one == sbp.broadcast else i for one, i in zip(y.sbp, coord, strict=True))
             if key not in counted:
-                counted.add(key)
+                counted[key] = values
                 piece += values
+            elif not torch.equal(values, counted[key]):
+                wrong.append(f"{number}: rank {rank} holds another copy of a term")
         if not torch.equal(total, whole.double()):
             wrong.append(f"{number}: the terms do not add up to the whole")
     return wrong

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwright.boxes import execute_locally
@@ -43,16 +43,24 @@ def parts(whole: torch.Tensor, where: Where) -> dict[int, torch.Tensor]:
 
 def joined(local: dict[int, torch.Tensor], shape: tuple[int, ...], where: Where) -> torch.Tensor:
     """The whole, each box of each term once."""
-    whole, seen = torch.zeros(shape, dtype=torch.int64), set()
+    whole, seen = torch.zeros(shape, dtype=torch.int64), {}
     for rank, box in boxes(shape, where).items():
-        if (terms(where)[rank], box) not in seen:
-            seen.add((terms(where)[rank], box))
+        term = (terms(where)[rank], box)
+        if term not in seen:
+            seen[term] = local[rank]
             whole[box.slices] += local[rank]
+        assert torch.equal(local[rank], seen[term]), "copies of a term are equal"
     return whole
+
+
+GRID = placement("cpu", [[0, 1], [2, 3]])
+COPIED_TERMS = Where(GRID, (sbp.partial_sum, sbp.broadcast))
 
 
 @settings(max_examples=300, deadline=None)
 @given(transfers())
+@example(((5, 6), Where(GRID, (sbp.split(1), sbp.split(0))), COPIED_TERMS))
+@example(((5, 6), Where(placement("cpu", [3, 0]), (sbp.split(1),)), COPIED_TERMS))
 def test_any_layout_turns_into_any_other_and_the_whole_stays_the_same(drawn):
     shape, source, destination = drawn
     whole = torch.arange(torch.Size(shape).numel()).view(shape) + 1

@@ -176,22 +176,32 @@ def _messages(shape: tuple[int, ...], source: Where, destination: Where) -> Tran
 
 
 def _shares(shape: tuple[int, ...], destination: Where, holders: Pieces, term: int) -> dict[int, tuple[Piece, ...]]:
-    """Which member of each sum takes which part of a term: what it holds already; the rest goes to one of them."""
-    sums: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    """Which term of each sum takes which part of a term: where it is held already; the rest goes to one of them.
+
+    All copies of a term take the same parts: whoever adds terms up may fetch each from another copy.
+    """
+    sums: defaultdict[tuple[int, ...], defaultdict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, coord in destination.placement.coords:
-        kept = (i for i, one in zip(coord, destination.sbp, strict=True) if not one.is_partial())
-        sums[tuple(kept)].append(rank)
+        both = list(zip(coord, destination.sbp, strict=True))
+        cut, partial = tuple(i for i, one in both if is_split(one)), tuple(i for i, one in both if one.is_partial())
+        sums[cut][partial].append(rank)
     shares: defaultdict[int, list[Piece]] = defaultdict(list)
     held = boxes(shape, destination)
     for members in sums.values():
-        box = held[members[0]]
+        copies = list(members.values())
+        box = held[copies[0][0]]
         missing = [box] if box.size else []
-        for rank in members:
-            for piece in holders.get(rank, ()):
-                here = [part for part in (rest.intersect(piece.whole) for rest in missing) if part is not None]
+        parts: list[list[Box]] = [[] for _ in copies]
+        for number, ranks in enumerate(copies):
+            for piece in (piece for rank in ranks for piece in holders.get(rank, ())):
+                parts[number] += [
+                    part for part in (rest.intersect(piece.whole) for rest in missing) if part is not None
+                ]
                 missing = [part for rest in missing for part in rest.minus(piece.whole)]
-                shares[rank] += [_inside(box, part) for part in here]
-        shares[members[term % len(members)]] += [_inside(box, part) for part in missing]
+        parts[term % len(copies)] += missing
+        for number, ranks in enumerate(copies):
+            for rank in ranks:
+                shares[rank] += [_inside(box, part) for part in parts[number]]
     return {rank: tuple(pieces) for rank, pieces in shares.items()}
 
 

@@ -71,6 +71,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise refusal(call, "its random numbers would depend on the layout", "randn, rand, dropout")
     if call.name in _READERS:
         return _READERS[call.name](call)
+    if _is_composite(call):  # it comes whole only where autograd has not taken it apart
+        return func.decompose(*args, **kwargs)
     decision = _decision(call)
     written = [x for x, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)]
     if any(getattr(x, "_is_apart", False) for x in written):
@@ -80,7 +82,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
     ]
     if here().rank not in call.placement:
-        return _returned(call, decision, _nothing(call, decision))
+        return _returned(call, decision, results(call, decision))
     local = iter(lost)
     here_args, here_kwargs = put_together([next(local) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec)
     return _returned(call, decision, run_here(call, decision, here_args, here_kwargs))
@@ -104,11 +106,18 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list
     return Call(func, args, kwargs, tensors, next(iter(places)))
 
 
+def _is_composite(call: Call) -> bool:
+    if call.name in RULES or pointwise.is_pointwise(call):
+        return False
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(call.func.name(), key))
+
+
 def _decision(call: Call) -> Decision:
     whole = all(one.is_replicate() for x in call.tensors for one in x.sbp)
     if call.name in _VALUE_DEPENDENT or (call.name == "index" and indexing.by_mask(call)):
-        if not whole:
-            raise refusal(call, "the shape of what it returns depends on the values")
+        if not whole or call.placement.size < here().size:
+            raise refusal(call, "the shape of what it returns depends on values that not every rank has")
         return Decision([x.sbp for x in call.tensors], [])
     call.outputs = _outputs(call)
     rule = RULES.get(call.name) or (pointwise.rule if pointwise.is_pointwise(call) else None)
@@ -155,6 +164,8 @@ def _returned(call: Call, decision: Decision, found: Any) -> Any:
         shapes = _told_shapes(call, found)
         decision.outs = [call.tensors[0].sbp] * len(shapes)
         call.outputs = [torch.empty(shape, device="meta") for shape in shapes]
+    # in inference mode the view of a tensor from outside of it is, as in torch, like that tensor
+    is_plain_view = schema._is_view_op() and not call.tensors[0].is_inference()
     many, member = isinstance(found, (tuple, list)), here().rank in call.placement
     wrapped = []
     for number, local in enumerate(found if many else [found]):
@@ -163,22 +174,16 @@ def _returned(call: Call, decision: Decision, found: Any) -> Any:
             where = Where(call.placement, decision.outs[number])
             if member and tuple(local.shape) != tuple(meta.shape) and all(one.is_replicate() for one in where.sbp):
                 meta = local  # an unused output, of another shape than torch foretells
-            local = wrap(local, tuple(meta.shape), where, meta.stride())
+            with torch.inference_mode(mode=not is_plain_view and torch.is_inference_mode_enabled()):
+                local = wrap(local, tuple(meta.shape), where, meta.stride())
         wrapped.append(local)
     result = type(found)(wrapped) if many else wrapped[0]
     if schema.returns and any(each.alias_info is not None for each in schema.returns):
         for each in (each for each in wrapped if _is_apart(call, decision, each)):
             each._is_apart = True
-    if member and schema.returns and call.func._schema._is_view_op() and not many:
+    if member and schema._is_view_op() and not many and not torch.is_inference_mode_enabled():
         return return_and_correct_aliasing(call.func, call.args, call.kwargs, result)
     return result
-
-
-def _nothing(call: Call, decision: Decision) -> Any:
-    """What a rank that is not a member has for results."""
-    if not decision.outs:
-        raise refusal(call, "the shape of what it returns depends on values that this rank does not have")
-    return results(call, decision)
 
 
 def _told_shapes(call: Call, found: Any) -> list[tuple[int, ...]]:

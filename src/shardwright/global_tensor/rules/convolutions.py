@@ -32,7 +32,8 @@ def _convolution_backward(call: Call) -> Decision:
     if call.arg("groups") == 1:
         into, out = (0, 1) if call.arg("transposed") else (1, 0)
         ways.append((call.letters(grad_output=1, weight=out), ("P", out, 0)))
-        ways.append((call.letters(input=1, weight=into), (1, into, "B")))
+        if call.shapes[call.place("input") or 0][1] % call.placement.size == 0:  # torch finds no gradient without input
+            ways.append((call.letters(input=1, weight=into), (1, into, "B")))
     return decide(call, ways, _backward_here)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.tensor import Shard
 
 from shardwright.global_tensor.lying import Where, boxes
-from shardwright.global_tensor.rules.call import Call, Decision, Run, Way, decide
+from shardwright.global_tensor.rules.call import Call, Decision, Run, Way, decide, refusal
 from shardwright.global_tensor.sbp import broadcast, split
 
 PARTIAL: Way = (("P",), ("P",))
@@ -25,6 +25,8 @@ PARTIAL: Way = (("P",), ("P",))
 
 
 def _reshape(call: Call) -> Decision:
+    if call.func._overloadname == "dtype":  # other bytes: of whole tensors only
+        raise refusal(call, "it reads the bytes as another dtype")
     before, after = call.shapes[0], call.out_shape
     sbp = tuple(call.tensors[0].sbp)
     ins, outs = list(sbp), list(sbp)
