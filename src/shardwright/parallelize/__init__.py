@@ -13,6 +13,7 @@ from shardwright.comm import Axis, World
 from shardwright.draws import Draws, key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.again import compute_again
 from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import samples_of, tokens_of
 from shardwright.parallelize.checking import check_model, check_trains
@@ -94,13 +95,14 @@ def parallelize(
     axes = _axes(plan, world)
     rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
     key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
-    _, applied = apply_in_turn(chosen, job, axes, plan)
+    job, applied = apply_in_turn(chosen, job, axes, plan)
     late = frozenset[str]().union(*(one.late for one in applied))
 
     def joined(names: tuple[str, ...]) -> Axis:
         return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
 
     sync = GradientSync(job.model, plan, coord, joined)
+    compute_again(job, plan)
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
     executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)

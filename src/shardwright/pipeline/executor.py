@@ -123,6 +123,10 @@ class Frame(Protocol):
         """Earlier chunks have called a module so often, of ``total`` calls in this forward."""
         ...
 
+    def moment(self) -> Callable[[], None]:
+        """A function that goes back to this moment of this forward."""
+        ...
+
 
 class WholeModel:
     """A model that begins and ends on this rank: one chunk, which takes in the microbatch itself."""

@@ -100,15 +100,12 @@ def _no_value(layout: Layout, factor: Factor, option: Option) -> LayoutError:
 
 
 def _check_words(layout: Layout) -> None:
-    recompute = f"recompute:{layout.recompute}" if layout.recompute else ""
-    for word in (layout.precision if layout.precision != "fp32" else "", recompute):
-        if word:
-            rest = str(Layout(layout.factors, layout.num_microbatches))
-            raise LayoutError(
-                explain(
-                    f"'{word}' is not built yet",
-                    given=str(layout),
-                    allowed="fp32",
-                    fix=f"leave it out: {rest}",
-                )
+    if layout.precision != "fp32":
+        raise LayoutError(
+            explain(
+                f"'{layout.precision}' is not built yet",
+                given=str(layout),
+                allowed="fp32",
+                fix=f"leave it out: {replace(layout, precision='fp32')}",
             )
+        )
