@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -28,6 +28,7 @@ from shardwright.parallelize.planning import (
 from shardwright.parallelize.sequences import check_long_enough, cut_tokens, join_tokens, num_tokens_of
 from shardwright.pipeline import (
     Action,
+    Events,
     Executor,
     Last,
     LossEnd,
@@ -41,6 +42,7 @@ from shardwright.pipeline import (
 from shardwright.pipeline.mail import share_output
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.pipeline.schedules import forward_only, one_by_one
+from shardwright.pipeline.stage import Stage
 from shardwright.strategy import OUTPUT, Applied, Job, Plan
 
 
@@ -110,8 +112,7 @@ class Run:
         the parameter. Call the optimizer next. Raises: PlanError: no parameter wants a gradient.
         """
         check_trains(self.plan)
-        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
-        pieces = [self._cut(batch, samples) for samples in shares]
+        pieces = self.pieces(batch)
         assert batch.num_global is not None, "a share of a global batch"
         expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
         self._in_hand(batch.num_tokens)
@@ -217,10 +218,34 @@ class Run:
         total = torch.stack(list(sums)).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
         if self.plan.loss_axes:
             total = self.axes[joint(self.plan, self.plan.loss_axes)].for_strategy("loss").all_reduce(total)
+        if total.is_meta:  # a rehearsal has no values
+            return total[0], 1.0
         count = float(total[1])
         return total[0] / max(count, 1.0), max(count, 1.0)
 
     # ---- what happens when
+
+    @contextmanager
+    def observed(self, events: Events, before_action: Callable[[Action], None]) -> Iterator[None]:
+        """While it lasts, somebody is told of the actions that run."""
+        executor = self._executor
+        before, executor.events = executor.events, (*executor.events, events)
+        executor.before_action = before_action
+        try:
+            yield
+        finally:
+            executor.events, executor.before_action = before, _ignore
+
+    def rehearse_with(self, batch: Microbatch, values: Sequence[Mapping[str, Any]]) -> None:
+        """Readies a stage for steps beside stages that are not there: ``values`` cross between them, by microbatch."""
+        work = self._executor.work
+        if isinstance(work, Stage):
+            work.expect(self.pieces(batch), values)
+
+    def pieces(self, batch: Microbatch) -> list[Microbatch]:
+        """The microbatches of this rank's part of a batch."""
+        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
+        return [self._cut(batch, samples) for samples in shares]
 
     def timeline(self, batch: Microbatch) -> Timeline:
         """Takes one step as ``step`` does, and says what every stage of this rank's pipeline did when.
@@ -291,6 +316,10 @@ class Run:
         if gradients and scale < 1:
             torch._foreach_mul_(gradients, scale.item())
         return norm
+
+
+def _ignore(_: Action) -> None:
+    return None
 
 
 def is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:

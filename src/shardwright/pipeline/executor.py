@@ -241,6 +241,7 @@ class Executor:
         self._chunks = {u.name: frozenset[int]().union(*map(self.work.chunks_with, u.parameters)) for u in self.units}
         self._has_run: set[int] = set()
         self._action = Action("F", 0)
+        self.before_action: Callable[[Action], None] = _nothing
         self._done: dict[tuple[str, int], set[int]] = {}
         self._missing: dict[str, set[str]] = {}
         self._watch()
@@ -252,6 +253,7 @@ class Executor:
         starts: dict[tuple[int, int], Sequence[Tensor]] = {}
         for place, action in enumerate(schedule.actions[stage]):
             kind, number, chunk = self._action = action
+            self.before_action(action)
             self.work.wait(place)
             began = perf_counter()
             if kind == "F":

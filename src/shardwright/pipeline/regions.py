@@ -13,13 +13,14 @@ Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -99,12 +100,13 @@ class _Region:
     kept: list[Any] = field(default_factory=list)
     restore: tuple[Callable[[], None], ...] = ()
     versions: tuple[int, ...] = ()
+    modes: tuple[TorchFunctionMode, ...] = ()
     found: dict[int, Tensor] | None = None
 
     def forward(self) -> Any:
         """The first run."""
         self.restore = tuple(each.moment() for each in self.block.states)
-        self.versions = self._versions()
+        self.versions, self.modes = self._versions(), tuple(_get_current_function_mode_stack())
         buffers = {name: buffer._version for name, buffer in self.block.other_buffers()}
         with saved_tensors_hooks(self._save, self._load), self._keeping():
             result = self.block.forward(*self.args, **self.named)
@@ -152,7 +154,9 @@ class _Region:
         gives = _Gives(self.kept) if self.block.selective else nullcontext()
         saving = saved_tensors_hooks(save, found.__getitem__)
         try:
-            with torch.enable_grad(), saving, gives, self.block.counting_nothing():
+            with ExitStack() as stack, torch.enable_grad(), saving, gives, self.block.counting_nothing():
+                for mode in self.modes:  # autograd does not bring them along
+                    stack.enter_context(mode)
                 self.block.forward(*apart[0], **apart[1])
         except _Enough:
             pass
