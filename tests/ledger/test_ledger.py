@@ -122,3 +122,16 @@ def test_a_rehearsal_draws_nothing_and_leaves_the_model_alone():
     predict_memory(Job(model, CrossEntropy()), "dp2", 1, (torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)))
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
+
+
+def test_a_stage_lets_go_of_what_came_in_once_its_gradients_are_back():
+    def work(world):
+        gc.disable()
+        try:
+            return measured(world, "pp2/1f1b mb4")
+        finally:
+            gc.enable()
+
+    last = sw.launch(work, 2, ranks="threads")[1]
+    message = 2 * 16 * 32 * 4
+    assert last.most()["messages"] <= 3 * message, "one microbatch in hand, and what is posted ahead"

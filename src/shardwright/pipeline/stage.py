@@ -183,6 +183,7 @@ class Stage:
             found = incoming.gradients or [None] * len(incoming.tensors)
             pairs = zip(found, incoming.tensors, strict=True)
             gradients = [torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in pairs]
+            incoming.tensors = incoming.gradients = ()  # autograd knows of them: a circle, that only gc would free
             back = incoming.message._replace(kind="B")
             if receiver(back, self.stage_of) == self.stage:
                 self._here[back] = gradients
