@@ -32,6 +32,8 @@ Optimizer = torch.optim.Optimizer
 def measure_memory(run: Run, batch: Microbatch, optimizer: Optimizer) -> Account:
     """What this rank holds while it takes one step, the optimizer's with it; take a step or two before.
 
+    Every rank calls it. Traffic: beside the step's, one barrier.
+
     >>> import shardwright as sw
     >>> def work(world):
     ...     run = sw.parallelize(nn.Linear(4, 4), "dp2", world)
@@ -42,6 +44,7 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: Optimizer) -> Account
     >>> sw.launch(work, 2, ranks="threads")[0]
     (80, True)
     """
+    run.axes["world"].for_strategy("core").barrier()  # nobody reads any more what the step before sent
     tracker = Tracker()
     tracker.hold("parameters", (*run.parameters.values(), *run.model.parameters(), *run.model.buffers()))
     tracker.hold("gradients", (p.grad for p in _learning(run)))

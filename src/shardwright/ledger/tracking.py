@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,10 +91,12 @@ class Tracker(TorchDispatchMode):
         self._said: str | None = None
         self._known: dict[int, _Held] = {}
         self._totals: Counter[str] = Counter()
+        self._gone: deque[int] = deque()  # by whichever thread let go of them
         self._moments: list[Moment] = []
 
     def hold(self, kind: str, tensors: Iterable[Any]) -> None:
         """These are of this kind, whether or not they were seen before."""
+        self._forget()
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._add(tensor.untyped_storage(), kind)
@@ -110,6 +112,7 @@ class Tracker(TorchDispatchMode):
 
     def mark(self) -> None:
         """Notes what is held now."""
+        self._forget()
         self._moments.append(Moment(self.action, tuple(self._totals[kind] for kind in KINDS)))
 
     def account(self) -> Account:
@@ -118,12 +121,14 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named: Mapping[str, Any] = kwargs or {}
+        self._forget()
         given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
         for tensor in given:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
                 self._add(storage, "")  # it was there before, and nobody spoke of it
         result = function(*args, **named)
+        self._forget()
         made = False
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -154,7 +159,8 @@ class Tracker(TorchDispatchMode):
             self._totals[known.kind] -= known.num_bytes
             known.kind, known.num_bytes = kind, storage.nbytes()
         else:
-            known = self._known[key] = _Held(storage.nbytes(), kind, weakref.ref(storage, lambda _: self._gone(key)))
+            alive = weakref.ref(storage, lambda _: self._gone.append(key))
+            known = self._known[key] = _Held(storage.nbytes(), kind, alive)
         self._totals[kind] += known.num_bytes
 
     def _resized(self, tensor: Tensor) -> bool:
@@ -165,9 +171,10 @@ class Tracker(TorchDispatchMode):
         self._add(storage, known.kind)
         return True
 
-    def _gone(self, key: int) -> None:
-        known = self._known.pop(key, None)
-        if known is not None:
+    def _forget(self) -> None:
+        """Counts out what is gone."""
+        while self._gone:
+            known = self._known.pop(self._gone.popleft())
             self._totals[known.kind] -= known.num_bytes
 
 
