@@ -25,7 +25,7 @@ FLAGS = {
     | {"--save-every", "--keep", "--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
     | {"--out", "--resume", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
-    "show": RUN | {"--png", "--timeline", "--measured", "--ranks"},
+    "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--ranks"},
     "sample": {"--from", "--layout", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
     "doctor": {"--json"},
     "checkpoint inspect": {"PATH", "--json"},

@@ -68,6 +68,15 @@ class Draws:
         self._calls[layer] += 1
         return f"{layer}#{number}" if number else layer
 
+    def moment(self) -> Callable[[], None]:
+        """A function that goes back to this moment of this forward: what is computed again drops the same."""
+        step, samples, calls = self.step, self._samples, Counter(self._calls)
+
+        def back() -> None:
+            self.step, self._samples, self._calls = step, samples, Counter(calls)
+
+        return back
+
     def repeat(self, layer: str, times: int) -> None:
         """The layer, and those inside it, were called so often in this forward, by another rank."""
         for name in (layer, *(each for each in self.layers if each.startswith(f"{layer}."))):

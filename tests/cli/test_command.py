@@ -29,6 +29,23 @@ def test_show_prints_ranks_and_parameters():
     assert {"ranks", "parameters"} <= json.loads(found.stdout).keys()
 
 
+def test_show_lists_what_ranks_hold_predicted_and_measured(tmp_path):
+    asked = ("show", "--layout", "dp2 recompute:full", "--memory", "--measured", "--ranks", "threads", *TINY)
+    found = run(*asked, "--json", "--memory-png", str(tmp_path / "memory.png"))
+    assert found.exit_code == 0, found.output
+    ranks = json.loads(found.stdout)["memory"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    for rank in ranks:
+        assert -0.01 <= rank["predicted"]["peak_bytes"] / rank["measured"]["peak_bytes"] - 1 <= 0.02
+    assert (tmp_path / "memory.png").exists()
+    assert "KiB at the peak" in run(*asked).stdout
+
+
+def test_the_memory_of_a_model_whose_batches_nobody_knows_is_refused():
+    found = run("show", "--memory", "--model", "shardwright.models.mlp:MLPConfig")
+    assert found.exit_code == 2
+
+
 def test_train_resume_inspect_sample_and_export_work_one_after_the_other(tmp_path):
     out = str(tmp_path / "run")
     first = run("train", "--layout", "dp2", "--steps", "3", "--ranks", "threads", "--out", out, "--json", *TINY)

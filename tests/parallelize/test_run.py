@@ -16,8 +16,8 @@ from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MLPConfig, build_mlp
 from shardwright.models.visits import call_model
 from shardwright.parallelize import make_plan, parallelize, place_parameters, twin
+from shardwright.parallelize.elementwise import is_elementwise
 from shardwright.parallelize.planning import local_samples, microbatch_samples
-from shardwright.parallelize.run import is_elementwise
 from shardwright.strategy import Job
 
 ONE_KV_HEAD = GPTConfig(

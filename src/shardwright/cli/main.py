@@ -227,6 +227,12 @@ def show(
     timeline: Annotated[
         Path | None, typer.Option(help="Draw a pipeline's timeline: .png, .html to hover over, .json for Perfetto.")
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Rehearse a step, and list every byte that ranks hold at its peak.")
+    ] = False,
+    memory_png: Annotated[
+        Path | None, typer.Option(help="Draw what a rank holds over the step into this file; takes --memory.")
+    ] = None,
     measured: Annotated[
         bool, typer.Option("--measured", help="Run some steps, and draw what happened below what was predicted.")
     ] = False,
@@ -259,13 +265,20 @@ def show(
     if png is not None:
         draw_layout(description, png)
     drawn = [] if (predicted := timeline_of(description)) is None else [predicted]
-    if (measured or timeline is not None) and not drawn:
+    accounting = memory or memory_png is not None
+    if (timeline is not None or (measured and not accounting)) and not drawn:
         raise PlanError(
             explain("there is no pipeline to draw", given=str(layout), allowed="a layout with pp", fix="write pp2 mb4")
         )
     width = shutil.get_terminal_size((100, 40)).columns
     text = show_text(description, width)
-    if measured:
+    if accounting:
+        from shardwright.cli.memory import ledger_of
+
+        on = ranks if measured else None
+        found, ledger = ledger_of(whole, job, model_config, on, memory_png, width)  # type: ignore[arg-type]
+        description, text = {**description, "memory": found}, f"{text}\n{ledger}"
+    if measured and drawn:
         drawn.append(measure(whole, ranks))  # type: ignore[arg-type]
         text += "\n\n" + timeline_text(drawn[1:], width)
         description = {**description, "measured": timeline_data(drawn[1])}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from shardwright.comm.axis import Call, Channel, Pending, done
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.world import World
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class GhostChannel:
@@ -23,19 +26,19 @@ class GhostChannel:
 
     def all_reduce(self, call: Call, tensors: list[Tensor], op: str) -> Pending[None]:
         """Leaves the tensors as they are."""
-        return done(None)
+        return _kept(None, tensors)
 
     def all_gather(self, call: Call, parts: list[Tensor], index: int) -> Pending[None]:
         """Leaves the others' parts as they are."""
-        return done(None)
+        return _kept(None, parts)
 
     def reduce_scatter(self, call: Call, out: Tensor, parts: list[Tensor]) -> Pending[Tensor]:
         """This rank's share, of no meaning."""
-        return done(out)
+        return _kept(out, parts)
 
     def all_to_all(self, call: Call, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
         """The others' parts, of no meaning."""
-        return done(outs)
+        return _kept(outs, parts)
 
     def broadcast(self, call: Call, tensor: Tensor, source: int) -> Pending[Tensor]:
         """The tensor as it is."""
@@ -52,6 +55,11 @@ class GhostChannel:
     def subset(self, indices: tuple[int, ...]) -> Channel:
         """Some of those who are not there."""
         return self
+
+
+def _kept(result: T, tensors: list[Tensor]) -> Pending[T]:
+    """A call that is over at once, and keeps what it was given as long as one that is not."""
+    return Pending(lambda: (result, tensors)[0])
 
 
 @dataclass

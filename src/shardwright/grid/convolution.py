@@ -238,7 +238,9 @@ def price_convolution(note: ConvolutionNote, plan: Plan, coord: Coord, visit: Vi
         if note.enters and visit.needs_gradient:
             yield Traffic("all_reduce", axis, prod(visit.x_shape) * visit.element_bytes, plan.mesh[axis])
         if note.leaves and not note.y.names:
-            yield Traffic("all_reduce", axis, prod(visit.y_shape) * visit.element_bytes, plan.mesh[axis])
+            num_bytes = prod(visit.y_shape) * visit.element_bytes
+            yield Traffic("all_reduce", axis, num_bytes, plan.mesh[axis], visit.num_forwards)
     pixels = prod(visit.y_shape) // note.y.size
     for axis, sizes in note.joins(coord):
-        yield Traffic("all_gather", axis, pixels * sum(sizes) * visit.element_bytes, plan.mesh[axis])
+        num_bytes = pixels * sum(sizes) * visit.element_bytes
+        yield Traffic("all_gather", axis, num_bytes, plan.mesh[axis], visit.num_forwards)

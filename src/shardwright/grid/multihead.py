@@ -247,7 +247,7 @@ def price_multihead(pricing: Pricing, note: MultiheadNote, visit: Visit) -> Iter
     operands += [(rows, 1, call.padding, call.padding_learns)] if call.padding else []
     for gatherings, tokens, width, learns in operands:
         shape = (call.num_samples, tokens, width)
-        operand = Visit(shape, shape, visit.element_bytes, learns)
+        operand = Visit(shape, shape, visit.element_bytes, learns, num_forwards=visit.num_forwards)
         yield from pricing._taken(gatherings, before, Features.balanced(width, ()), operand)
     of_each = [call.mask] * call.mask_learns + [call.padding] * call.padding_learns
     learnt = [call.shared_mask, *(pricing._num_rows(before, 1) * size for size in of_each)]
@@ -255,18 +255,18 @@ def price_multihead(pricing: Pricing, note: MultiheadNote, visit: Visit) -> Iter
         for size in learnt:
             yield Traffic("all_reduce", axis, size * visit.element_bytes, pricing.plan.mesh[axis])
     for _, name, axes in note.projections:
-        yield from _fetched(pricing, name, axes)
+        yield from _fetched(pricing, name, axes, visit.num_forwards)
     if call.weights:
         given = (pricing._num_rows(note.after.rows_gathered, 1), call.weights)
         yield from pricing._summed(note.gives(), given, replace(visit, y_shape=given), call.weights_learn)
 
 
-def _fetched(pricing: Pricing, name: str, axes: Sequence[str]) -> Iterator[Traffic]:
+def _fetched(pricing: Pricing, name: str, axes: Sequence[str], num_forwards: int) -> Iterator[Traffic]:
     plan = pricing.plan
     for number, axis in enumerate(axes):
         there = plan.mesh.coords(axes[: number + 1])
         num_elements = sum(plan.compute[name].num_elements({**pricing.coord, **at}) for at in there)
         num_bytes, size = num_elements * plan.dtypes[name].itemsize, plan.mesh[axis]
-        yield Traffic("all_gather", axis, num_bytes, size)
+        yield Traffic("all_gather", axis, num_bytes, size, num_forwards)
         if name not in plan.frozen:
             yield Traffic("reduce_scatter", axis, num_bytes, size)

@@ -92,6 +92,15 @@ class _Running:
             if f"{name}.".startswith(f"{path}."):
                 self.num_calls[name] = len(numbers) // total * times
 
+    def moment(self) -> Callable[[], None]:
+        """A function that goes back to this moment of this forward."""
+        settled, num_calls = self.settled, Counter(self.num_calls)
+
+        def back() -> None:
+            self.settled, self.num_calls = settled, Counter(num_calls)
+
+        return back
+
     def before(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """A forward begins."""
         bound = self.begin(self.signature.bind(*args, **named))
@@ -284,31 +293,34 @@ class _Pricing:
         """The calls of forward and backward."""
         for number, step in enumerate(self.maps.steps):
             for traffic in self._step(number, step) if self.times.get(number) else ():
-                yield traffic._replace(times=self.times[number])
+                yield traffic._replace(times=traffic.times * self.times[number])
 
     def _step(self, number: int, step: Step) -> Iterator[Traffic]:
         if number in self.settled.take:
             for value in (step.arguments or {}).values():
                 if value in self.settled.cut:
-                    yield self._whole("all_gather", value)
+                    yield self._whole("all_gather", value, self._num_forwards(number))
         if number in self.settled.work and step.call is not None:
             yield from self._work(number, step, self.visits[number])
         if number in self.settled.give:
-            yield self._whole("all_gather", number)
+            yield self._whole("all_gather", number, self._num_forwards(number))
         if number in self.settled.share and (self.visits[number].needs_gradient or self._learns(step.path)):
             yield self._whole("all_reduce", number)
 
     def _learns(self, path: str) -> bool:
         return any(use.module == path and use.parameter not in self.plan.frozen for use in self.plan.uses)
 
-    def _whole(self, kind: str, value: int) -> Traffic:
-        return Traffic(kind, "tp", prod(self.shapes[value]) * self.element_bytes, self.maps.parts)
+    def _num_forwards(self, number: int) -> int:
+        return self.visits[number].num_forwards if number in self.visits else 1
+
+    def _whole(self, kind: str, value: int, times: int = 1) -> Traffic:
+        return Traffic(kind, "tp", prod(self.shapes[value]) * self.element_bytes, self.maps.parts, times)
 
     def _work(self, number: int, step: Step, visit: Visit) -> Iterator[Traffic]:
         if step.kind == "resize":
             yield from self._halo(step, visit)
         elif step.kind == "mean":
-            yield self._whole("all_reduce", number)
+            yield self._whole("all_reduce", number, visit.num_forwards)
         elif step.kind == "batch norm" and step.path in self.plan.statistics:
             plan = replace(self.plan, statistics=(step.path,))
             yield from statistics_traffic(plan, Batch(({step.path: (visit,)},), 0), self.coord, "tp")
@@ -317,7 +329,7 @@ class _Pricing:
             num_bytes = max(visit.element_bytes, 4)  # statistics are no narrower than float32
             parts = self.maps.parts
             if num_groups:
-                yield Traffic("all_gather", "tp", parts * (2 * num_groups + 1) * num_bytes, parts)
+                yield Traffic("all_gather", "tp", parts * (2 * num_groups + 1) * num_bytes, parts, visit.num_forwards)
             if num_groups and visit.needs_gradient:
                 yield Traffic("all_reduce", "tp", 2 * num_groups * num_bytes, parts)
 
@@ -329,8 +341,8 @@ class _Pricing:
         for other in range(parts):
             if other != me:
                 gives, gets = reading.num_given(me, other) * row_bytes, reading.num_given(other, me) * row_bytes
-                yield Traffic("send", "tp", gives, parts)
-                yield Traffic("receive", "tp", gets, parts)
+                yield Traffic("send", "tp", gives, parts, visit.num_forwards)
+                yield Traffic("receive", "tp", gets, parts, visit.num_forwards)
                 if visit.needs_gradient:
                     yield Traffic("send", "tp", gets, parts)
                     yield Traffic("receive", "tp", gives, parts)

@@ -111,7 +111,7 @@ class _Pricing:
                 shape = (shape[0], sum(each.feature_sizes(self.coord)))
             num_bytes, size = prod(shape) * visit.element_bytes, self.plan.mesh[each.axis]
             if each.lies != "whole":
-                yield Traffic("all_gather", each.axis, num_bytes, size, times=2 if again else 1)
+                yield Traffic("all_gather", each.axis, num_bytes, size, visit.num_forwards + again)
             if visit.needs_gradient:
                 kind = "all_reduce" if each.lies == "whole" else "reduce_scatter"
                 yield Traffic(kind, each.axis, num_bytes, size)
@@ -133,9 +133,9 @@ class _Pricing:
         for each in gatherings:
             num_bytes, size = prod(shape) * visit.element_bytes, self.plan.mesh[each.axis]
             if each.lies == "whole":
-                yield Traffic("all_reduce", each.axis, num_bytes, size)
+                yield Traffic("all_reduce", each.axis, num_bytes, size, visit.num_forwards)
                 continue
-            yield Traffic("reduce_scatter", each.axis, num_bytes, size)
+            yield Traffic("reduce_scatter", each.axis, num_bytes, size, visit.num_forwards)
             if learns:
                 yield Traffic("all_gather", each.axis, num_bytes, size)
             index = self.coord[each.axis]
@@ -153,7 +153,7 @@ class _Pricing:
             num_elements = sum(lies.num_elements({**self.coord, **at}) for at in there)
             num_bytes, size = num_elements * self.plan.dtypes[name].itemsize, self.plan.mesh[axis]
             again = not self.mode.keep and visit.needs_gradient
-            yield Traffic("all_gather", axis, num_bytes, size, times=2 if again else 1)
+            yield Traffic("all_gather", axis, num_bytes, size, visit.num_forwards + again)
             if name not in self.plan.frozen:
                 yield Traffic("reduce_scatter", axis, num_bytes, size)
 
@@ -163,7 +163,7 @@ class _Pricing:
             seen = visit.x_shape[1] if note.tokens is None else self._num_seen(note.tokens)
             queries = visit.x_shape[1] if note.tokens is None else len(self.samples.tokens(note.rows))
             num_bytes = len(self.samples.ids(note.rows)) * queries * seen * visit.element_bytes
-            yield Traffic("all_reduce", note.heads.names[0], num_bytes, members, times=2)
+            yield Traffic("all_reduce", note.heads.names[0], num_bytes, members, visit.num_forwards + 1)
 
     def _num_seen(self, note: TokensNote) -> int:
         return self.samples.span(note.rows).stop if note.causal else self.samples.num_tokens
@@ -174,8 +174,10 @@ class _Pricing:
         learns = visit.needs_gradient or any(maker in self.trained for maker in note.makers)
         for each in note.gathers:
             num_bytes = sum(self.samples.sizes(each.rows, each.axis)) * elements * visit.element_bytes
-            for kind in ("all_gather", "reduce_scatter") if learns else ("all_gather",):
-                yield Traffic(kind, each.axis, num_bytes, self.plan.mesh[each.axis])
+            size = self.plan.mesh[each.axis]
+            yield Traffic("all_gather", each.axis, num_bytes, size, visit.num_forwards)
+            if learns:
+                yield Traffic("reduce_scatter", each.axis, num_bytes, size)
 
     def _norm(self, path: str, note: NormNote, visit: Visit, learns: bool) -> Iterator[Traffic]:
         num_rows = prod(visit.x_shape[:-1])
@@ -184,9 +186,9 @@ class _Pricing:
         for axis in note.features.names:
             size = self.plan.mesh[axis]
             if note.centred:
-                yield Traffic("all_gather", axis, size * two * num_rows * element_bytes, size)
+                yield Traffic("all_gather", axis, size * two * num_rows * element_bytes, size, visit.num_forwards)
             else:
-                yield Traffic("all_reduce", axis, num_rows * element_bytes, size)
+                yield Traffic("all_reduce", axis, num_rows * element_bytes, size, visit.num_forwards)
             if learns:
                 yield Traffic("all_reduce", axis, two * num_rows * element_bytes, size)
 
@@ -194,7 +196,7 @@ class _Pricing:
         numbers, rows = self._each((*visit.x_shape, 1)), note.rows
         for each in note.gathers:
             num_bytes = sum(self.samples.sizes(each.rows, each.axis)) * numbers * INDEX_BYTES
-            yield Traffic("all_gather", each.axis, num_bytes, self.plan.mesh[each.axis])
+            yield Traffic("all_gather", each.axis, num_bytes, self.plan.mesh[each.axis], visit.num_forwards)
         num_rows = self._num_rows(rows, self._each(visit.y_shape)) if note.per_sample else prod(visit.y_shape[:-1])
         yield from self._summed(note.sums, (num_rows, note.width(self.coord)), visit, trained)
 
@@ -213,10 +215,11 @@ class _Pricing:
 
     def _gate(self, path: str, note: GateNote, visit: Visit) -> Iterator[Traffic]:
         shape = visit.y_shape if path == OUTPUT else visit.x_shape
+        times = 1 if path == OUTPUT or path in self.plan.again else visit.num_forwards  # hooks are outside of a block
         for features in note.arguments:
             joined: tuple[str, ...] = ()
             for axis in reversed(features.names) if features is not None else ():
                 assert features is not None
                 num_bytes = prod(shape[:-1]) * sum(features.sizes(self.coord, axis, joined)) * visit.element_bytes
                 joined += (axis,)
-                yield Traffic("all_gather", axis, num_bytes, self.plan.mesh[axis])
+                yield Traffic("all_gather", axis, num_bytes, self.plan.mesh[axis], times)

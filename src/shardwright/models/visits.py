@@ -15,13 +15,17 @@ from shardwright.models.devices import StaysOn
 
 @dataclass(frozen=True)
 class Visit:
-    """One call of a module: the shapes of its first input and of its output, and whether gradients flow back."""
+    """One call of a module: the shapes of its first input and of its output, and whether gradients flow back.
+
+    ``num_forwards`` is 2 where the backward computes it again.
+    """
 
     x_shape: tuple[int, ...]
     y_shape: tuple[int, ...]
     element_bytes: int
     needs_gradient: bool
     call: AttentionCall | None = field(default=None, repr=False)
+    num_forwards: int = field(default=1, repr=False)
 
 
 Visits = Mapping[str, tuple[Visit, ...]]

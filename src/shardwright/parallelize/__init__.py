@@ -13,6 +13,7 @@ from shardwright.comm import Axis, World
 from shardwright.draws import Draws, key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.again import compute_again
 from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import samples_of, tokens_of
 from shardwright.parallelize.checking import check_model, check_trains
@@ -102,7 +103,8 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
     axes = _axes(plan, world)
     rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
     key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
-    applied = list(apply_in_turn(chosen, job, axes, plan)[1])
+    job, added = apply_in_turn(chosen, job, axes, plan)
+    applied = list(added)
     resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}
     if plan.layout.precision != "fp32":
         masters = Masters(job.model, plan, resting)
@@ -115,6 +117,7 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
         return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
 
     sync = GradientSync(job.model, plan, coord, joined, resting)
+    compute_again(job, plan)
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
     executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)

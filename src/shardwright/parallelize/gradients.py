@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -158,16 +159,16 @@ def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:
         module = model.get_submodule(use.module)
         own = [key for key, p in module._parameters.items() if p is not None and names[id(p)] == use.parameter]
 
-        def hide(module: nn.Module, *_: Any, own: list[str] = own) -> None:
-            for key in own:
-                kept = module._parameters[key]
-                assert kept is not None
-                module.__dict__.setdefault("_contributes_nothing", {})[key] = kept
-                module._parameters[key] = kept.detach()  # type: ignore[assignment]
+        module.forward = partial(_without, module, own, module.forward)
 
-        def restore(module: nn.Module, *_: Any, own: list[str] = own) -> None:
-            for key in own:
-                module._parameters[key] = module.__dict__["_contributes_nothing"].pop(key)
 
-        module.register_forward_pre_hook(hide)
-        module.register_forward_hook(restore, always_call=True)
+def _without(module: nn.Module, own: Sequence[str], forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """A forward to which these parameters are constants. No hook: what is computed again is computed like this too."""
+    kept = {key: module._parameters[key] for key in own}
+    for key, parameter in kept.items():
+        assert parameter is not None
+        module._parameters[key] = parameter.detach()  # type: ignore[assignment]
+    try:
+        return forward(*args, **named)
+    finally:
+        module._parameters.update(kept)

@@ -49,7 +49,7 @@ def place_parameters(model: nn.Module, lies: Mapping[str, Lies], coord: Coord, s
             continue
         requires_grad = {key: parameter.requires_grad for key, parameter in own.items()}
         buffers = dict(module.named_buffers(recurse=False))
-        if any(tensor.is_meta for tensor in (*own.values(), *buffers.values())):
+        if device.type != "meta" and any(tensor.is_meta for tensor in (*own.values(), *buffers.values())):
             _draw(model, path, module, seed)
         for key, value in _values(module, device).items():
             if key in buffers:

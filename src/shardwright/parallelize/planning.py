@@ -31,6 +31,7 @@ from shardwright.product import forget_batches
 from shardwright.slices.masters import narrow, narrow_buffers
 from shardwright.strategies import choose
 from shardwright.strategy import NUM_TOKENS, Batch, Job, Plan, Strategy, Traffic, check_table
+from shardwright.strategy.recompute import blocks_again, run_twice, with_opened
 
 
 def hollow(model: nn.Module) -> nn.Module:
@@ -86,13 +87,16 @@ def make_plan(
                     )
                 )
     overrides_of(whole)  # names that the model does not have are refused under any layout
+    again = blocks_again(whole.model, layout)
     plan = Plan.of(whole, layout)
     for strategy in strategies:
         try:
             plan = strategy.place(whole, plan)
         except GridError as error:
             raise advised(error, whole, layout) from None
-    return plan, strategies
+    if plan.stages is not None:
+        again = with_opened(whole.model, again, plan.stages.opened)
+    return replace(plan, again=again), strategies
 
 
 def _sent(job: Job, layout: Layout) -> float:
@@ -185,7 +189,9 @@ def expected_traffic(
     num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
     on_meta = cut_tokens(plan, coord, on_meta, num_tokens)
     shares = microbatch_samples(local_samples(plan, coord, num_global), plan.layout.num_microbatches)
-    everywhere = tuple(observe(whole, rows(on_meta, s.start, s.stop)) for s in shares)
+    trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
+    seen = (observe(whole, rows(on_meta, s.start, s.stop)) for s in shares)
+    everywhere = tuple(run_twice(each, plan.again, trained) for each in seen)
     visits = tuple(_on_stage(each, plan, coord) for each in everywhere)
     element_bytes = next(whole.parameters()).element_size()
     mine = [rows(on_meta, share.start, share.stop) for share in shares]

@@ -35,7 +35,23 @@ def crossings(
     coord: Coord,
     num_tokens: int = 0,
 ) -> tuple[Crossings, ...]:
-    """By microbatch and value, the tensors that cross between chunks as ``coord`` holds them.
+    """By microbatch and value, the tensors that cross between chunks as ``coord`` holds them."""
+    found = values_crossing(job, plan, strategies, microbatches, num_global, coord, num_tokens)
+    return tuple(
+        {name: tuple(_crossing(leaf) for leaf in _tensors(value)) for name, value in each.items()} for each in found
+    )
+
+
+def values_crossing(
+    job: Job,
+    plan: Plan,
+    strategies: Sequence[Strategy],
+    microbatches: Sequence[Any],
+    num_global: int,
+    coord: Coord,
+    num_tokens: int = 0,
+) -> tuple[Mapping[str, Any], ...]:
+    """By microbatch, the values that cross between chunks, on the meta device, by their names in the model's code.
 
     ``job.model`` and ``job.loss`` are changed, the model whole and on the meta device; ``microbatches`` are the rank's
     own inputs there, of a global batch of so many samples, each of so many tokens where ranks cut them.
@@ -68,7 +84,7 @@ def crossings(
                 values = {**bind(plan.stages.model, chunked.graph, given), **crossed}
                 run(ready, values, chunked.before(_ignore if job.frame is None else job.frame.repeat))
             crossed.update({name: value for name, value in values.items() if name in wanted})
-        found.append({name: tuple(_crossing(leaf) for leaf in _tensors(crossed[name])) for name in wanted})
+        found.append({name: crossed[name] for name in wanted})
     return tuple(found)
 
 

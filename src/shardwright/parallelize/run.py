@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.models.visits import call_model
 from shardwright.parallelize.bridge import from_global_parameters, to_global_parameters
 from shardwright.parallelize.checking import check_frozen, check_trains
+from shardwright.parallelize.elementwise import is_elementwise
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.planning import (
     local_samples,
@@ -31,6 +32,7 @@ from shardwright.parallelize.precision import LEAST, LossScale, are_finite, stop
 from shardwright.parallelize.sequences import check_long_enough, cut_tokens, join_tokens, num_tokens_of
 from shardwright.pipeline import (
     Action,
+    Events,
     Executor,
     Last,
     LossEnd,
@@ -44,6 +46,7 @@ from shardwright.pipeline import (
 from shardwright.pipeline.mail import share_output
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.pipeline.schedules import forward_only, one_by_one
+from shardwright.pipeline.stage import Stage
 from shardwright.slices.masters import narrow
 from shardwright.strategy import OUTPUT, Applied, Job, Plan
 
@@ -126,8 +129,7 @@ class Run:
         """
         check_trains(self.plan)
         check_frozen(self._executor.parameters, self.plan.frozen)
-        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
-        pieces = [self._cut(batch, samples) for samples in shares]
+        pieces = self.pieces(batch)
         assert batch.num_global is not None, "a share of a global batch"
         expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
         self._in_hand(batch.num_tokens)
@@ -259,10 +261,34 @@ class Run:
         total = torch.stack(list(sums)).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
         if self.plan.loss_axes:
             total = self.axes[joint(self.plan, self.plan.loss_axes)].for_strategy("loss").all_reduce(total)
+        if total.is_meta:  # a rehearsal has no values
+            return total[0], 1.0
         count = float(total[1])
         return total[0] / max(count, 1.0), max(count, 1.0)
 
     # ---- what happens when
+
+    @contextmanager
+    def observed(self, events: Events, before_action: Callable[[Action], None]) -> Iterator[None]:
+        """While it lasts, somebody is told of the actions that run."""
+        executor = self._executor
+        before, executor.events = executor.events, (*executor.events, events)
+        executor.before_action = before_action
+        try:
+            yield
+        finally:
+            executor.events, executor.before_action = before, _ignore
+
+    def rehearse_with(self, batch: Microbatch, values: Sequence[Mapping[str, Any]]) -> None:
+        """Readies a stage for steps beside stages that are not there: ``values`` cross between them, by microbatch."""
+        work = self._executor.work
+        if isinstance(work, Stage):
+            work.expect(self.pieces(batch), values)
+
+    def pieces(self, batch: Microbatch) -> list[Microbatch]:
+        """The microbatches of this rank's part of a batch."""
+        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
+        return [self._cut(batch, samples) for samples in shares]
 
     def timeline(self, batch: Microbatch) -> Timeline:
         """Takes one step as ``step`` does, and says what every stage of this rank's pipeline did when.
@@ -358,28 +384,8 @@ class Run:
         from_global_parameters(self, tensors)
 
 
-def is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
-    """Whether stepping a tensor whole and in two slices gives the same: found out by doing it.
-
-    >>> is_elementwise(torch.optim.AdamW, {"lr": 0.1}), is_elementwise(torch.optim.Adafactor, {"lr": 0.1})
-    (True, False)
-    """
-    start = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
-    gradients = [torch.linspace(1, 3, 24, dtype=torch.float64).view(6, 4).sin() * k for k in (1.0, -2.0, 0.5)]
-
-    def stepped(ranges: Sequence[tuple[int, int]]) -> Tensor:
-        parameters = [nn.Parameter(start[a:b].clone()) for a, b in ranges]
-        optimizer = kind(parameters, **options)
-        for gradient in gradients:
-            for parameter, (a, b) in zip(parameters, ranges, strict=True):
-                parameter.grad = gradient[a:b].clone()
-            optimizer.step()
-        return torch.cat([p.detach() for p in parameters])
-
-    try:
-        return bool(torch.allclose(stepped([(0, 6)]), stepped([(0, 2), (2, 6)]), rtol=1e-12, atol=1e-12))
-    except (TypeError, ValueError, RuntimeError, AttributeError):
-        return False  # it needs a closure, or another shape: not an update of single elements
+def _ignore(_: Action) -> None:
+    return None
 
 
 def joint(plan: Plan, axes: Iterable[str]) -> str:

@@ -127,6 +127,10 @@ class Frame(Protocol):
         """Earlier chunks have called a module so often, of ``total`` calls in this forward."""
         ...
 
+    def moment(self) -> Callable[[], None]:
+        """A function that goes back to this moment of this forward."""
+        ...
+
 
 class WholeModel:
     """A model that begins and ends on this rank: one chunk, which takes in the microbatch itself."""
@@ -245,6 +249,7 @@ class Executor:
         self._chunks = {u.name: frozenset[int]().union(*map(self.work.chunks_with, u.parameters)) for u in self.units}
         self._has_run: set[tuple[int, bool]] = set()
         self._action = Action("F", 0)
+        self.before_action: Callable[[Action], None] = _nothing
         self._done: dict[tuple[str, int], set[int]] = {}
         self._missing: dict[str, set[str]] = {}
         self._watch()
@@ -256,6 +261,7 @@ class Executor:
         starts: dict[tuple[int, int], Sequence[Tensor]] = {}
         for place, action in enumerate(schedule.actions[stage]):
             kind, number, chunk = self._action = action
+            self.before_action(action)
             self.work.wait(place)
             began = perf_counter()
             with self.during(action):

@@ -12,7 +12,7 @@ Where the axes of a mode cut sequences, rows are tokens: every rank has the same
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Literal
 
@@ -111,6 +111,11 @@ class Samples:
         """From now on each sample in hand has so many tokens, on all ranks together."""
         if num_tokens != self.num_tokens:
             self.num_tokens, self._known_tokens = num_tokens, {}
+
+    def moment(self) -> Callable[[], None]:
+        """A function that goes back to the samples that are now in hand."""
+        held = dict(vars(self))
+        return lambda: vars(self).update(held)
 
     def ids(self, rows: Rows, at: Coord | None = None) -> tuple[int, ...]:
         """The places in the global batch of the samples in dim 0 at ``at`` (here, when left out)."""

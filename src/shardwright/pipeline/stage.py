@@ -105,6 +105,19 @@ class Stage:
         """This rank's place among the stages."""
         return self.mail.axis.index
 
+    def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
+        """Learns the forms of all that will come from others, for a rehearsal in which nobody tells.
+
+        ``values``, by microbatch, are those that cross between chunks, by their names in the model's code.
+        """
+        chunked = self.stages.with_arguments(arguments_given(self.stages.model, microbatches[0].inputs))
+        for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
+            for edge in chunked.edges:
+                sent = [_past(chunked, name, crossing[name]) for name in edge.values]
+                form, _ = form_of(sent, f"chunk {edge.source}")
+                message = Message("F", number, edge.source, edge.target)
+                self.mail.remember(message, self._key(number, microbatch, len(microbatches)), form)
+
     # ---- what the executor asks, see Work
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: Last) -> None:
@@ -114,7 +127,8 @@ class Stage:
                 pass
         self._code = self._code_for(arguments_given(self.stages.model, microbatches[0].inputs))
         self._schedule, self._microbatches, self._last = schedule, microbatches, last
-        self._keys = {number: self._key(number, each) for number, each in enumerate(microbatches)}
+        count = len(microbatches)
+        self._keys = {number: self._key(number, each, count) for number, each in enumerate(microbatches)}
         self._kept, self._here, self._inbox = {}, {}, {}
         self.mail.begin(arrivals(schedule, self._code.chunked.edges, self.stage))
 
@@ -179,6 +193,7 @@ class Stage:
             found = incoming.gradients or [None] * len(incoming.tensors)
             pairs = zip(found, incoming.tensors, strict=True)
             gradients = [torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in pairs]
+            incoming.tensors = incoming.gradients = ()  # autograd knows of them: a circle, that only gc would free
             back = incoming.message._replace(kind="B")
             if receiver(back, self.stage_of) == self.stage:
                 self._here[back] = gradients
@@ -230,11 +245,11 @@ class Stage:
         }
         return Code(chunked, {chunk: prepare(self.model, chunked, chunk) for chunk in mine}, attributes)
 
-    def _key(self, number: int, microbatch: Microbatch) -> object:
+    def _key(self, number: int, microbatch: Microbatch, count: int) -> object:
         """All that the forms of a microbatch's values follow from, the same on every stage."""
         leaves, spec = tree_flatten(microbatch.inputs)
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        place = (number, len(self._microbatches), microbatch.num_global, microbatch.num_tokens)
+        place = (number, count, microbatch.num_global, microbatch.num_tokens)
         return (str(spec), shapes, place, self.model.training, torch.is_grad_enabled())
 
     def _coming(self, action: Action) -> tuple[Message, ...]:
@@ -258,8 +273,7 @@ class Stage:
     def _to_send(self, values: Mapping[str, Any], name: str) -> Any:
         """A value as others get it: without its past, where no gradient can come back."""
         assert self._code is not None
-        value = values[name]
-        return value if name in self._code.chunked.learning else tree_map_only(Tensor, Tensor.detach, value)
+        return _past(self._code.chunked, name, values[name])
 
     def _give(self, message: Message, values: list[Any]) -> list[Tensor]:
         """Hands values on; returns the tensors among them whose gradients come back."""
@@ -288,6 +302,11 @@ def _set_while_running(path: str, name: str) -> PlanError:
             fix="return the value from the module's forward",
         )
     )
+
+
+def _past(chunked: Chunked, name: str, value: Any) -> Any:
+    """A value with its past where a gradient can come back, and without one where none can."""
+    return value if name in chunked.learning else tree_map_only(Tensor, Tensor.detach, value)
 
 
 def _places(tensors: Sequence[Tensor], starts: list[Tensor]) -> list[int]:

@@ -46,7 +46,7 @@ def show_text(description: Description, width: int = 100) -> str:
     if "samples" in description["ranks"][0]:
         tables.append(_traffic_table(description))
     drawn = [] if (timeline := timeline_of(description)) is None else [timeline_text([timeline], width)]
-    texts = (_table_text(table, width) for table in tables)
+    texts = (table_text(table, width) for table in tables)
     return "\n".join([title, *_grid_texts(description, width), *texts, *drawn])
 
 
@@ -75,7 +75,7 @@ def _cell(rank: Rank) -> str:
 
 
 def _layer_table(description: Description) -> Table:
-    table = _table("layers", "what was done", "why", "parameters, whole -> on each rank")
+    table = table_of("layers", "what was done", "why", "parameters, whole -> on each rank")
     for row in layer_rows(description):
         count = f" x{row.num_layers}" if row.num_layers > 1 else ""
         table.add_row(*map(Text, (row.module + count, row.role, row.why, "\n".join(row.shapes))))
@@ -86,7 +86,7 @@ def _stage_table(description: Description) -> Iterable[Table]:
     """Which layers live on which stage, and its share of time and memory."""
     if "stages" not in description:
         return
-    table = _table("stages", "layers", "share of time", "parameters", "activations of a microbatch")
+    table = table_of("stages", "layers", "share of time", "parameters", "activations of a microbatch")
     for stage in description["stages"]:
         chunks = [_calls(chunk["calls"]) for chunk in stage["chunks"]]
         numbers = [f"{chunk['chunk']}: " if len(chunks) > 1 else "" for chunk in stage["chunks"]]
@@ -107,7 +107,7 @@ def _calls(names: Sequence[str]) -> str:
 
 
 def _memory_table(description: Description) -> Table:
-    table = _table("memory", "parameters", "their bytes", "gradients", "AdamW", "sum", numbers=True)
+    table = table_of("memory", "parameters", "their bytes", "gradients", "AdamW", "sum", numbers=True)
     for name, group in rank_groups(description):
         states = [group[0][state] for state in STATES]
         count = format_count(group[0]["num_parameters"])
@@ -117,7 +117,7 @@ def _memory_table(description: Description) -> Table:
 
 def _traffic_table(description: Description) -> Table:
     names = [strategy["name"] for strategy in description["strategies"]]
-    table = _table("sent in a step", "samples", *(name.replace("_", " ") for name in names), numbers=True)
+    table = table_of("sent in a step", "samples", *(name.replace("_", " ") for name in names), numbers=True)
     for name, group in rank_groups(description):
         sent = group[0]["sent_bytes"]
         table.add_row(name, _samples(group[0]), *(format_bytes(sent[strategy]) for strategy in names))
@@ -130,7 +130,7 @@ def _samples(rank: Rank) -> str:
     return str(rank["samples"]) if tokens is None else f"{rank['samples']}, {tokens} tokens of each"
 
 
-def _table(*heads: str, numbers: bool = False) -> Table:
+def table_of(*heads: str, numbers: bool = False) -> Table:
     """A table that keeps its first column whole; with ``numbers`` the others stand to the right."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for position, head in enumerate(heads):
@@ -139,7 +139,7 @@ def _table(*heads: str, numbers: bool = False) -> Table:
     return table
 
 
-def _table_text(table: Table, width: int) -> str:
+def table_text(table: Table, width: int) -> str:
     out = StringIO()
     Console(file=out, width=width, color_system=None, force_terminal=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

@@ -32,7 +32,6 @@ def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[
     >>> [strategy.name for strategy in choose(Layout.parse("dp2 tp2"))]
     ['data_parallel', 'tensor_1d']
     """
-    _check_words(layout)
     chosen = {phase: [s for f in layout.factors if (s := _choice(f, phase, layout, known))] for phase in PHASES}
     for factor in layout.factors:
         of_axis = [s for strategies in chosen.values() for s in strategies if s.axis == factor.axis]
@@ -97,16 +96,3 @@ def _no_value(layout: Layout, factor: Factor, option: Option) -> LayoutError:
             fix=f"write {replace(layout, factors=mended)}",
         )
     )
-
-
-def _check_words(layout: Layout) -> None:
-    if layout.recompute:
-        rest = str(Layout(layout.factors, layout.num_microbatches, layout.precision))
-        raise LayoutError(
-            explain(
-                f"'recompute:{layout.recompute}' is not built yet",
-                given=str(layout),
-                allowed="layouts that keep activations",
-                fix=f"leave it out: {rest}",
-            )
-        )

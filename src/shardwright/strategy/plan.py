@@ -189,6 +189,8 @@ class Plan:
     """The modules that compute statistics of the batch: over all axes that cut its samples."""
     buffers: Mapping[str, Lies] = field(default_factory=dict)
     """Where buffers lie that are cut; any other is whole on every rank."""
+    again: tuple[str, ...] = ()
+    """The modules that the backward computes again, in place of keeping what they make."""
     homes: Mapping[str, Home] = field(default_factory=dict)
     """Where the calls of modules come from that take or give a part: from elsewhere they would be wrong."""
 

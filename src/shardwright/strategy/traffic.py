@@ -187,7 +187,7 @@ def statistics_traffic(plan: Plan, batch: Batch, coord: Coord, axis: str) -> tup
                 held = sum(b - a for a, b in cuts.get(1, ((0, visit.x_shape[1]),)))
                 num_bytes = max(visit.element_bytes, 4)  # statistics are no narrower than float32
                 size = plan.mesh[axis]
-                found.append(Traffic("all_gather", axis, size * (2 * held + 1) * num_bytes, size))
+                found.append(Traffic("all_gather", axis, size * (2 * held + 1) * num_bytes, size, visit.num_forwards))
                 if visit.needs_gradient:
                     found.append(Traffic("all_reduce", axis, 2 * held * num_bytes, size))
     return tuple(each for each in found if each.num_ranks > 1)

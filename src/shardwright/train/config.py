@@ -108,10 +108,15 @@ class TrainConfig:
 
     def example(self, model_config: Any) -> Any:
         """The inputs of a batch of the right shapes; None for a model of one's own, of which nobody knows."""
+        batch = self.example_batch(model_config)
+        return None if batch is None else batch[0]
+
+    def example_batch(self, model_config: Any) -> tuple[Any, Any] | None:
+        """The same, with targets."""
         if model_config is None:
             return None
         draw = torch.Generator().manual_seed(0)
-        return MODELS[self.model].example_batch(model_config, self.batch, self.seq, draw)[0]
+        return MODELS[self.model].example_batch(model_config, self.batch, self.seq, draw)
 
     def to_dict(self) -> dict[str, Any]:
         """The run as JSON takes it."""

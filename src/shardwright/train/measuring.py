@@ -1,4 +1,4 @@
-"""What a pipeline's stages really did when: some steps of a run, and the timeline of the last."""
+"""What really happened: some steps of a run, and of the last what stages did when, or what every rank held."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from shardwright.comm import World, launch
 from shardwright.comm.launch import Ranks
 from shardwright.draws import without_values
 from shardwright.layout import Layout
-from shardwright.parallelize import parallelize
-from shardwright.pipeline import Timeline
+from shardwright.ledger import Account, measure_memory
+from shardwright.parallelize import Run, parallelize
+from shardwright.pipeline import Microbatch, Timeline
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Order, global_batch, open_data
 
@@ -22,7 +23,23 @@ def measure(config: TrainConfig, ranks: Ranks = "processes") -> Timeline:
     return launch(_rank, Layout.parse(config.layout), config, ranks=ranks)[0]
 
 
+def measure_accounts(config: TrainConfig, ranks: Ranks = "processes") -> list[Account]:
+    """What every rank holds over one step under ``config.layout``, the optimizer's with it."""
+    return list(launch(_account, Layout.parse(config.layout), config, ranks=ranks))
+
+
 def _rank(world: World, config: TrainConfig) -> Timeline:
+    run, _, batch = _warmed_up(world, config)
+    return run.timeline(batch)
+
+
+def _account(world: World, config: TrainConfig) -> Account:
+    run, optimizer, batch = _warmed_up(world, config)
+    return measure_memory(run, batch, optimizer)
+
+
+def _warmed_up(world: World, config: TrainConfig) -> tuple[Run, torch.optim.Optimizer, Microbatch]:
+    """A run that has taken some steps, and the batch of the next."""
     with without_values():
         plain, loss, model_config = config.build()
     run = parallelize(
@@ -37,4 +54,4 @@ def _rank(world: World, config: TrainConfig) -> Timeline:
         run.step(batch)
         optimizer.step()
     (batch,) = run.shard([global_batch(data, order.batch(WARM_UP))])
-    return run.timeline(batch)
+    return run, optimizer, batch

@@ -1,0 +1,33 @@
+"""Which optimizers update each element alone, so that a slice of a tensor can be stepped by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+    """Whether stepping a tensor whole and in two slices gives the same: found out by doing it.
+
+    >>> is_elementwise(torch.optim.AdamW, {"lr": 0.1}), is_elementwise(torch.optim.Adafactor, {"lr": 0.1})
+    (True, False)
+    """
+    start = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
+    gradients = [torch.linspace(1, 3, 24, dtype=torch.float64).view(6, 4).sin() * k for k in (1.0, -2.0, 0.5)]
+
+    def stepped(ranges: Sequence[tuple[int, int]]) -> Tensor:
+        parameters = [nn.Parameter(start[a:b].clone()) for a, b in ranges]
+        optimizer = kind(parameters, **options)
+        for gradient in gradients:
+            for parameter, (a, b) in zip(parameters, ranges, strict=True):
+                parameter.grad = gradient[a:b].clone()
+            optimizer.step()
+        return torch.cat([p.detach() for p in parameters])
+
+    try:
+        return bool(torch.allclose(stepped([(0, 6)]), stepped([(0, 2), (2, 6)]), rtol=1e-12, atol=1e-12))
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False  # it needs a closure, or another shape: not an update of single elements

@@ -1,0 +1,214 @@
+"""Blocks that the backward computes again: equal to one device, with the calls that are stated, and refused clearly."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from contract.cases import CASES, CONVNET, DEEP, GPT2, check_equal, check_refused, check_traffic
+from shardwright import launch, parallelize, verify
+from shardwright.errors import PlanError
+
+NAMED = {case.name: case for case in CASES}
+
+EQUAL = [
+    ("recompute:selective", "gpt2 partly frozen"),
+    ("dp2 mb3 recompute:full", "gpt2 apart"),
+    ("dp2 tp2/sp recompute:selective", "gpt2 tied"),
+    ("tp2x2/2d recompute:full", "gpt2 tied"),
+    ("tp2x2/2d/regather recompute:selective", "gpt2 tied"),
+    ("tp2x2x2/3d recompute:full", "llama grouped heads"),
+    ("tp2/seq recompute:full", "gpt2 tied"),
+    ("pp2/zb-h1 mb3 recompute:full", "gpt2 apart"),
+    ("pp2 mb3 tp2/sp recompute:selective", "llama one kv head"),
+    ("tp2/spatial recompute:full", "convnet"),
+    ("tp2 recompute:selective", "convnet"),
+    ("dp2 recompute:full", "deep mlp"),
+]
+
+
+@pytest.mark.parametrize(("line", "name"), EQUAL)
+def test_what_is_computed_again_is_that_of_one_device_and_sends_what_is_stated(line, name):
+    check_equal(line, NAMED[name])
+    check_traffic(line, NAMED[name])
+
+
+class Blocks(nn.Module):
+    """Blocks that ``make`` gives, one after the other, between two layers."""
+
+    def __init__(self, make, num=2):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(make() for _ in range(num))
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def wide():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(16, 8), nn.Tanh())
+
+
+def normed():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+
+
+class Encoder(nn.TransformerEncoderLayer):
+    def __init__(self):
+        super().__init__(8, 2, 12, dropout=0.2, batch_first=True)
+
+
+def batch(*shape):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, 6, generator=generator), torch.randint(5, shape, generator=generator)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
+
+
+def doubled():
+    return nn.Sequential(nn.Linear(8, 8), Doubled(), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 8))
+
+
+MADE = [("dp2", wide, (5,)), ("tp2", wide, (5,)), ("dp2", doubled, (5,)), ("dp2", normed, (6,))]
+MADE += [("dp2 tp2", normed, (6,)), ("tp2", Encoder, (3, 4))]
+
+
+@pytest.mark.parametrize("word", ["full", "selective"])
+@pytest.mark.parametrize(("line", "make", "shape"), MADE)
+def test_blocks_that_overwrite_drop_or_keep_statistics_come_out_right(word, line, make, shape):
+    verdict = verify(Blocks(make), f"{line} recompute:{word}", [batch(*shape), batch(*shape)])
+    assert verdict.equal, str(verdict)
+
+
+class Counts(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def calls_of(line):
+    def work(world):
+        run = parallelize(Blocks(wide), line, world)
+        (mine,) = run.shard([batch(5)])
+        run.step(mine)
+        with Counts() as counts:
+            run.step(mine)
+        return counts.calls
+
+    return launch(work, 1, ranks="threads")[0]
+
+
+def test_full_computes_products_again_as_far_as_they_are_wanted_and_selective_none():
+    plain, full, selective = (calls_of(line) for line in ("single", "recompute:full", "recompute:selective"))
+    assert plain["addmm"] == selective["addmm"] == 6
+    assert full["addmm"] == 10
+    assert plain["tanh"] == 2
+    assert full["tanh"] == 4
+    assert selective["tanh"] == 4
+
+
+def test_a_pattern_names_what_is_computed_again():
+    assert calls_of("recompute:blocks.1")["addmm"] == 8
+    assert calls_of("recompute:blocks.*")["addmm"] == 10
+
+
+def test_without_gradients_nothing_is_kept_or_computed_again():
+    def work(world):
+        run = parallelize(Blocks(wide), "recompute:full", world)
+        (mine,) = run.shard([batch(5)])
+        with Counts() as counts:
+            run.evaluate(mine)
+        return counts.calls["addmm"]
+
+    assert launch(work, 1, ranks="threads") == [6]
+
+
+@pytest.mark.parametrize(
+    ("line", "model", "word"),
+    [
+        ("dp2 recompute:block.*", lambda: GPT2.model, "recompute:blocks"),
+        ("tp2 recompute:layers.*", lambda: DEEP.model, "recompute:"),
+        ("dp2 recompute:full", lambda: nn.Linear(3, 3), "leave it out: dp2"),
+        ("tp2 recompute:conv9", lambda: CONVNET.model, "recompute:conv"),
+    ],
+)
+def test_a_word_that_means_no_module_is_refused_on_every_rank(line, model, word):
+    text = check_refused(line, model())
+    assert "nothing to compute again" in text
+    assert word in text
+
+
+class Overwriting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x.mul_(2))
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        self.seen += x.detach().mean(0)
+        return self.layer(x) * self.seen
+
+
+@pytest.mark.parametrize(("make", "what"), [(Overwriting, "what is given to it"), (Remembering, "blocks.0.seen")])
+def test_a_block_that_changes_what_it_is_computed_from_is_refused(make, what):
+    def work(world):
+        run = parallelize(Blocks(make), "dp2 recompute:full", world)
+        (mine,) = run.shard([batch(5)])
+        with pytest.raises(PlanError, match="cannot be computed again") as refusal:
+            run.step(mine)
+        return str(refusal.value)
+
+    assert all(what in text for text in launch(work, 2, ranks="threads"))
+
+
+class Undecided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.count = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.layer(x.sin()) if self.count % 2 else self.layer(x)
+
+
+class Moving(Undecided):
+    def forward(self, x):
+        self.count += 1
+        return self.layer(x.sin()) if self.count % 2 else self.layer(torch.cat([x, x]).sin())[: len(x)]
+
+
+@pytest.mark.parametrize("make", [Undecided, Moving])
+def test_a_block_that_does_something_else_the_second_time_is_an_error(make):
+    def work(world):
+        run = parallelize(Blocks(make, num=1), "dp2 recompute:full", world)
+        (mine,) = run.shard([batch(5)])
+        with pytest.raises(PlanError, match="does something else"):
+            run.step(mine)
+
+    launch(work, 2, ranks="threads")

@@ -1,0 +1,43 @@
+"""The ledger over processes, where every rank's memory is its own."""
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.ledger import measure_memory, predict_memory
+from shardwright.models import GPT, CrossEntropy, GPTConfig
+from shardwright.strategy import Job
+
+LINES = ["dp2", "dp4", "tp2", "tp2/sp", "tp2x2/2d", "pp2 mb4"]
+WORDS = ["", "recompute:full", "recompute:selective"]
+
+
+def plain():
+    with sw.without_values():
+        return GPT(GPTConfig(num_layers=3, num_heads=4, width=64, max_tokens=32, dropout=0.1))
+
+
+def data():
+    tokens = torch.randint(256, (8, 33), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def measured(world, line):
+    run = sw.parallelize(plain(), line, world, example=data()[0])
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-3)
+    (batch,) = run.shard([data()])
+    for _ in range(2):
+        run.step(batch)
+        optimizer.step()
+    return measure_memory(run, batch, optimizer).peak_bytes
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("line", LINES)
+def test_the_peak_is_predicted_within_two_percent_and_not_under_by_more_than_one(pools, line, word):
+    line = f"{line} {word}".strip()
+    found = pools(sw.Layout.parse(line).num_ranks).run(measured, line)
+    for rank, num_bytes in enumerate(found):
+        off = predict_memory(Job(plain(), CrossEntropy()), line, rank, data()).peak_bytes / num_bytes - 1
+        print(f"{line}, rank {rank}: {num_bytes}, {off:+.2%}")
+        assert -0.01 <= off <= 0.02
