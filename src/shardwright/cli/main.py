@@ -246,7 +246,6 @@ def show(
     import shutil
 
     from shardwright.draws import without_values
-    from shardwright.errors import PlanError, explain
     from shardwright.layout import Layout as LayoutLine
     from shardwright.parallelize import job_for
     from shardwright.report import describe, draw_layout, show_text
@@ -266,10 +265,8 @@ def show(
         draw_layout(description, png)
     drawn = [] if (predicted := timeline_of(description)) is None else [predicted]
     accounting = memory or memory_png is not None
-    if (timeline is not None or (measured and not accounting)) and not drawn:
-        raise PlanError(
-            explain("there is no pipeline to draw", given=str(layout), allowed="a layout with pp", fix="write pp2 mb4")
-        )
+    if timeline is not None or (measured and not accounting):
+        opt.check_pipeline(drawn, layout)
     width = shutil.get_terminal_size((100, 40)).columns
     text = show_text(description, width)
     if accounting:

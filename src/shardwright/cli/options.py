@@ -97,6 +97,14 @@ def check_ranks(ranks: str) -> None:
         )
 
 
+def check_pipeline(drawn: object, layout: object) -> None:
+    """Raises PlanError where a timeline is wanted and there is none."""
+    if not drawn:
+        raise PlanError(
+            explain("there is no pipeline to draw", given=layout, allowed="a layout with pp", fix="write pp2 mb4")
+        )
+
+
 def given(**options: Any) -> dict[str, Any]:
     """The options that were given: flags left out are None."""
     return {key: value for key, value in options.items() if value is not None}

@@ -16,11 +16,11 @@ from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.again import compute_again
 from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import samples_of, tokens_of
-from shardwright.parallelize.checking import check_model, check_trains
+from shardwright.parallelize.checking import check_model, check_trains, check_world
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import expected_traffic, hollow, job_for, make_plan, twin
-from shardwright.parallelize.run import Run, check_world
+from shardwright.parallelize.run import Run
 from shardwright.pipeline import Deferred, Executor, Samples
 from shardwright.slices.masters import Masters, narrow_buffers
 from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, apply_in_turn, sync_axes

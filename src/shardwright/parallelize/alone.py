@@ -14,11 +14,10 @@ from shardwright.grid.mode import SEQ, LinearNote, Mode
 from shardwright.layout import Layout
 from shardwright.models.structure import is_exactly, runs_as
 from shardwright.parallelize.auto import settle
-from shardwright.parallelize.checking import check_model
+from shardwright.parallelize.checking import check_model, check_world
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import hollow, twin
-from shardwright.parallelize.run import check_world
 from shardwright.pipeline import Rows, Samples
 from shardwright.product import Later, weight_of
 from shardwright.strategies import choose

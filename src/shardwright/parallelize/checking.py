@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from shardwright.errors import PlanError, explain
+from shardwright.comm import World
+from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.strategy import Plan
 
 
@@ -105,3 +106,16 @@ def check_frozen(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]
                     fix="save a checkpoint, freeze the plain model's, parallelize again, and load",
                 )
             )
+
+
+def check_world(plan: Plan, world: World) -> None:
+    """Raises LayoutError unless the world has as many ranks as the layout asks for."""
+    if plan.mesh.size != world.size:
+        raise LayoutError(
+            explain(
+                "the layout does not fit the ranks available",
+                given=f"{plan.layout}: {plan.mesh.size} ranks, on {world.size}",
+                allowed=f"layouts whose sizes multiply to {world.size}",
+                fix=f"write dp{world.size}, or start {plan.mesh.size} ranks",
+            )
+        )

@@ -15,7 +15,7 @@ from shardwright.boxes import read
 from shardwright.comm import Axis, World
 from shardwright.comm.values import gather_json
 from shardwright.draws import Draws
-from shardwright.errors import LayoutError, PlanError, explain
+from shardwright.errors import PlanError, explain
 from shardwright.models.visits import call_model
 from shardwright.parallelize.bridge import from_global_parameters, to_global_parameters
 from shardwright.parallelize.checking import check_frozen, check_trains
@@ -391,16 +391,3 @@ def _ignore(_: Action) -> None:
 def joint(plan: Plan, axes: Iterable[str]) -> str:
     """The name of the axis that joins these."""
     return "+".join(sorted(axes, key=plan.mesh.axes.index))
-
-
-def check_world(plan: Plan, world: World) -> None:
-    """Raises LayoutError unless the world has as many ranks as the layout asks for."""
-    if plan.mesh.size != world.size:
-        raise LayoutError(
-            explain(
-                "the layout does not fit the ranks available",
-                given=f"{plan.layout}: {plan.mesh.size} ranks, on {world.size}",
-                allowed=f"layouts whose sizes multiply to {world.size}",
-                fix=f"write dp{world.size}, or start {plan.mesh.size} ranks",
-            )
-        )
