@@ -640,6 +640,9 @@ BAD = {
     "code that counts": (Counts, "pp2 mb2", "cannot be followed"),
     "auto and another": (lambda: Blocks(skipping), "pp2/auto/zb-v mb2", "'auto' chooses the schedule itself"),
     "two schedules": (lambda: Blocks(skipping), "pp2/gpipe/1f1b mb2", "runs one schedule"),
+    "a norm that iterates": (
+        lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(W, W)), nn.Linear(W, W)),
+        "pp2 mb2", "with every call"),
     "a file that is not there": (lambda: Blocks(skipping), "pp2/file:nowhere.csv mb2", "nowhere.csv"),
     "batch statistics of microbatches": (
         lambda: nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W)), "pp2 mb2", "statistics over the batch"

@@ -276,9 +276,9 @@ def show(
         found, ledger = ledger_of(whole, job, model_config, on, memory_png, width)  # type: ignore[arg-type]
         description, text = {**description, "memory": found}, f"{text}\n{ledger}"
     if measured and drawn:
-        drawn.append(measure(whole, ranks))  # type: ignore[arg-type]
-        text += "\n\n" + timeline_text(drawn[1:], width)
-        description = {**description, "measured": timeline_data(drawn[1])}
+        drawn = [drawn[0].at_speed_of(seen := measure(whole, ranks)), seen]  # type: ignore[arg-type]
+        text += "\n\n" + timeline_text(drawn, width)
+        description = {**description, "measured": timeline_data(seen)}
     if timeline is not None:
         write_timelines(timeline, drawn, title=str(layout))
     emit(description, text, as_json=as_json)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._pytree import tree_map_only
 
 from shardwright import grid
@@ -77,13 +78,15 @@ def make_plan(
     if layout.num_microbatches > 1:
         for name, module in whole.model.named_modules():
             check_table(name, module, f"mb{layout.num_microbatches}", ["scale_grad_by_freq"])
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, nn.modules.batchnorm._BatchNorm | _SpectralNorm):
                 raise LayoutError(
                     explain(
-                        f"'{name}' computes statistics over the batch, which 'mb' cuts",
+                        f"'{name}' changes what it keeps with every call, and 'mb' makes several of one"
+                        if isinstance(module, _SpectralNorm)
+                        else f"'{name}' computes statistics over the batch, which 'mb' cuts",
                         given=f"{type(module).__name__} under {layout}",
                         allowed="layers that treat each sample alone",
-                        fix="use GroupNorm or LayerNorm, or leave out mb",
+                        fix="leave out mb, or use GroupNorm or LayerNorm",
                     )
                 )
     overrides_of(whole)  # names that the model does not have are refused under any layout

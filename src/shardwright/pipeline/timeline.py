@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardwright.pipeline.actions import Action
@@ -48,6 +48,25 @@ class Timeline:
         """The share of all stages' time in which they wait."""
         whole = self.makespan_s * len(self.spans)
         return 1 - sum(self.busy_s(stage) for stage in range(len(self.spans))) / whole if whole else 0.0
+
+    def at_speed_of(self, other: Timeline) -> Timeline:
+        """The same with all times scaled, so that the stages compute for as long as those of ``other`` do.
+
+        >>> action = Action("F", 0)
+        >>> predicted, measured = (Timeline("", ((Span(action, 0, end),),)) for end in (1, 3))
+        >>> predicted.at_speed_of(measured).makespan_s
+        3.0
+        """
+        busy, others = (sum(map(each.busy_s, range(len(each.spans)))) for each in (self, other))
+        factor = others / busy if busy else 1.0
+        return replace(
+            self,
+            name=f"{self.name} at the measured speed",
+            spans=tuple(
+                tuple(Span(s.action, s.start_s * factor, s.end_s * factor) for s in each) for each in self.spans
+            ),
+            memory=tuple(tuple((at * factor, num_bytes) for at, num_bytes in each) for each in self.memory),
+        )
 
     def peak_bytes(self, stage: int) -> int:
         """The most that ``stage`` holds at any time; 0 where nobody counted."""
