@@ -265,8 +265,7 @@ def show(
         draw_layout(description, png)
     drawn = [] if (predicted := timeline_of(description)) is None else [predicted]
     accounting = memory or memory_png is not None
-    if timeline is not None or (measured and not accounting):
-        opt.check_pipeline(drawn, layout)
+    opt.check_pipeline(drawn, layout, wanted=timeline is not None or (measured and not accounting))
     width = shutil.get_terminal_size((100, 40)).columns
     text = show_text(description, width)
     if accounting:

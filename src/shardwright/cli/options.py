@@ -97,9 +97,9 @@ def check_ranks(ranks: str) -> None:
         )
 
 
-def check_pipeline(drawn: object, layout: object) -> None:
+def check_pipeline(drawn: object, layout: object, *, wanted: bool) -> None:
     """Raises PlanError where a timeline is wanted and there is none."""
-    if not drawn:
+    if wanted and not drawn:
         raise PlanError(
             explain("there is no pipeline to draw", given=layout, allowed="a layout with pp", fix="write pp2 mb4")
         )
