@@ -54,16 +54,21 @@ class _Parts:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def keeping(self, whole: Tensor) -> saved_tensors_hooks:
-        """While an operator runs on ``whole``: the parts are saved in its place."""
+        """While an operator runs on ``whole``: the parts are saved in its place; of the rest whoever asked before decides.
+
+        torch asks the innermost alone.
+        """
+        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack_rest, unpack_rest = outer or (_same, _same)
         known = (whole.data_ptr(), whole.shape, whole.stride())  # torch keeps the hooks: they must not hold the whole
         self.versions = [part._version for part in self.parts]
 
         def pack(saved: Tensor) -> Any:
-            return self if (saved.data_ptr(), saved.shape, saved.stride()) == known else saved
+            return self if (saved.data_ptr(), saved.shape, saved.stride()) == known else pack_rest(saved)
 
         def unpack(kept: Any) -> Tensor:
             if kept is not self:
-                return cast(Tensor, kept)
+                return cast(Tensor, unpack_rest(kept))
             if self.versions != [part._version for part in self.parts]:
                 raise PlanError(
                     explain(
@@ -77,6 +82,10 @@ class _Parts:
             return joined
 
         return saved_tensors_hooks(pack, unpack)
+
+
+def _same(saved: Any) -> Any:
+    return saved
 
 
 class _Halo(Function):
