@@ -30,7 +30,7 @@ def test_show_prints_ranks_and_parameters():
 
 
 def test_show_lists_what_ranks_hold_predicted_and_measured(tmp_path):
-    asked = ("show", "--layout", "dp2 recompute:full", "--memory", "--measured", "--ranks", "threads", *TINY)
+    asked = ("show", "--layout", "dp2 recompute:full", "--memory", "--measured", *TINY)
     found = run(*asked, "--json", "--memory-png", str(tmp_path / "memory.png"))
     assert found.exit_code == 0, found.output
     ranks = json.loads(found.stdout)["memory"]

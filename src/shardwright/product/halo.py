@@ -54,9 +54,9 @@ class _Parts:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def keeping(self, whole: Tensor) -> saved_tensors_hooks:
-        """While an operator runs on ``whole``: the parts are saved in its place; of the rest whoever asked before decides.
+        """While an operator runs on ``whole``: the parts are saved in its place.
 
-        torch asks the innermost alone.
+        Of the rest those decide who asked before: torch asks the innermost alone.
         """
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         pack_rest, unpack_rest = outer or (_same, _same)
