@@ -61,7 +61,7 @@ class Timeline:
         factor = others / busy if busy else 1.0
         return replace(
             self,
-            name=f"{self.name} at the measured speed",
+            name=f"{self.name} (scaled)",
             spans=tuple(
                 tuple(Span(s.action, s.start_s * factor, s.end_s * factor) for s in each) for each in self.spans
             ),
