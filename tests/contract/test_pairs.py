@@ -15,6 +15,7 @@ from contract.cases import (
     check_shapes,
     check_traffic,
     lays_out,
+    line_of,
     pairs,
     spelling,
     spellings,
@@ -47,10 +48,17 @@ def test_a_strategy_keeps_its_promises_beside_every_other(one, other, case):
             check(line, case)
 
 
+def stands_alone(factor):
+    named = any(f"/{name}:" in factor for name in (*OF_ONE_MODEL, "file"))
+    return named or any(lays_out(line_of(case, factor), case) for case in OPTION_CASES)
+
+
 @EVERY_PAIR
 def test_every_option_keeps_the_promises_beside_every_other_strategy(one, other):
     # each option of one beside the plainest of the other: all products would take minutes and say no more
     first, second = spellings(one, 2), spellings(other, 2)
+    # two options that exclude each other are refused without the other strategy too
+    first, second = (each[:1] + [factor for factor in each[1:] if stands_alone(factor)] for each in (first, second))
     lines = [f"{a} {second[0]}" for a in first] + [f"{first[0]} {b}" for b in second[1:]]
     # three microbatches where it must be so many: a file says for how many its schedule is
     ways = {line: [(each, case) for each in (line, f"{line} mb3") for case in OPTION_CASES] for line in lines}

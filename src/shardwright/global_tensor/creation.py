@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwright.boxes import Box, plan_transfer
+from shardwright.comm import once
 from shardwright.comm.here import everyone_here, here
 from shardwright.comm.values import gather_json
 from shardwright.errors import LayoutError, PlanError, explain
@@ -343,6 +344,7 @@ class _FromLocal(torch.autograd.Function):
         return wrap(mine, shape, where)
 
     @staticmethod
+    @once
     def backward(ctx: Any, grad: GlobalTensor) -> Any:
         local = move(grad._local_tensor, ctx.shape, Where(grad.placement, grad.sbp), ctx.back)
         if here().rank not in ctx.where.placement:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from shardwright.comm import once
 from shardwright.comm.here import here
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.global_tensor import sbp as words
@@ -265,6 +266,7 @@ class _ToGlobal(torch.autograd.Function):
         return wrap(local.view_as(local), tuple(x.shape), there)
 
     @staticmethod
+    @once
     def backward(ctx: Any, grad: GlobalTensor) -> Any:
         return grad.to_global(ctx.back.placement, ctx.back.sbp), None, None
 
@@ -276,5 +278,6 @@ class _ToLocal(torch.autograd.Function):
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         return wrap(grad, ctx.shape, ctx.where), None

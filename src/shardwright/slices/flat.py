@@ -132,7 +132,7 @@ class Flat:
         """Gives the resting parameters their gradients; the next step starts from none."""
         for name, (a, b) in self.ranges.items():
             part = None if self.gradient is None else self.gradient[a:b]
-            if name in self.unreached and part is not None and not part.any():
+            if name in self.unreached and part is not None and part.numel() and not part.any():
                 part = None  # no rank's forward reached it: as on one device
             self.resting[name].grad = part
         self.gradient, self.unreached = None, set(self.parameters)
