@@ -8,6 +8,8 @@ import pytest
 import torch
 from examples import global_tensors as example
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 from shardwright.errors import CheckpointError, LayoutError, PlanError
 from shardwright.global_tensor import (
@@ -295,3 +297,40 @@ def used_by_torch(world) -> None:
 
 def test_modules_of_global_tensors_are_cast_copied_loaded_and_used_without_gradients(pools):
     pools(4).run(used_by_torch)
+
+
+# ---- what must not be silently wrong
+
+
+def never_silently(world) -> None:
+    where = placement("cpu", ranks=[0, 1, 2, 3])
+    terms = full((4, 4), 1.0, placement=where, sbp=sbp.partial_sum)
+    there = zeros(4, 4, placement=where, sbp=sbp.broadcast)
+    with pytest.raises(PlanError, match="out="):
+        torch.add(terms, terms, out=there)
+    assert terms.full_tensor().eq(1).all()
+    numbers = randn(5, 6, placement=where, sbp=sbp.split(0), seed=1).to_global(where, sbp.partial_sum) * 9
+    expected = numbers.full_tensor().cumsum(0, dtype=torch.int64)
+    assert torch.equal(numbers.cumsum(0, dtype=torch.int64).full_tensor(), expected)
+    index = full((2,), 99, placement=where, sbp=sbp.broadcast, dtype=torch.int64)
+    with pytest.raises(IndexError, match="out of range"):
+        nn.functional.embedding(index, ones(7, 3, placement=where, sbp=sbp.split(0)))
+    mesh = init_device_mesh("cpu", (4,))
+    for lies in (Partial("avg"), Partial("max")):
+        with pytest.raises(LayoutError, match="no sbp"):
+            to_global(DTensor.from_local(torch.ones(3), mesh, [lies]), where, sbp.broadcast)
+    cut = randn(8, placement=where, sbp=sbp.split(0), seed=2)
+    assert cut.to_global(where, sbp.split(0)) is cut
+    # a second derivative follows a transfer, and is refused where a plain tensor is between
+    leaf = full((8,), 2.0, placement=where, sbp=sbp.split(0), dtype=torch.float64).requires_grad_()
+    cubes = (leaf.to_global(where, sbp.broadcast) ** 3).sum()
+    (first,) = torch.autograd.grad(cubes, [leaf], create_graph=True)
+    (first**2).sum().backward()
+    torch.testing.assert_close(leaf.grad.full_tensor(), torch.full((8,), 288.0, dtype=torch.float64))
+    plain = torch.full((2,), 2.0, requires_grad=True)
+    with pytest.raises(PlanError, match="create_graph"):
+        torch.autograd.grad((from_local(plain, where, sbp.split(0)) ** 3).sum().to_local(), [plain], create_graph=True)
+
+
+def test_what_cannot_be_right_is_refused_and_not_silently_wrong(pools):
+    pools(4).run(never_silently)

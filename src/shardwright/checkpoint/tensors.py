@@ -97,6 +97,16 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
                     fix="give the tensors that were saved, by their names",
                 )
             )
+        stored = getattr(torch, manifest.tensors[name][0])
+        if stored != tensor.dtype and not (stored.is_floating_point and tensor.dtype.is_floating_point):
+            raise CheckpointError(
+                explain(
+                    f"'{name}' was saved as another kind of number",
+                    given=f"{tensor.dtype}, saved as {stored}",
+                    allowed=f"{stored}; floating-point numbers are rounded to each other",
+                    fix=f"give a tensor of {stored}",
+                )
+            )
     _check_everywhere(folder, manifest, tensors)
     with torch.no_grad():
         for name, tensor in tensors.items():

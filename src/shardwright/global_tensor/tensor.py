@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwright.comm import once
@@ -238,7 +238,10 @@ def to_global(
                 fix=f"write sbp=({', '.join(['sbp.broadcast'] * where.ndim)},)",
             )
         )
+    check_source(x, here_)
     there = Where(where, words.checked(here_.sbp if sbp is None else sbp, where, x.ndim))
+    if there == here_ and grad_sbp is None and isinstance(x, GlobalTensor):
+        return x
     if grad_sbp is not None:
         back = words.checked(grad_sbp, here_.placement, x.ndim)
     elif x.is_leaf:
@@ -246,6 +249,32 @@ def to_global(
     else:
         back = without_sums(here_.sbp)
     return _ToGlobal.apply(x, there, back)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def check_source(x: DTensor, where: Where) -> None:
+    """Raises LayoutError for a DTensor that lies in a way which no sbp says."""
+    if isinstance(x, GlobalTensor):
+        return
+    for one in where.sbp:
+        plain = type(one) in (Shard, Replicate) or (one.is_partial() and getattr(one, "reduce_op", "sum") == "sum")
+        if not plain:
+            raise LayoutError(
+                explain(
+                    "a DTensor lies in a way that is no sbp",
+                    given=repr(one),
+                    allowed="Shard(dim), Replicate() and Partial('sum')",
+                    fix="redistribute it to Replicate() first",
+                )
+            )
+    if x._local_tensor.shape != local_shape(tuple(x.shape), where, here().rank):
+        raise LayoutError(
+            explain(
+                "a DTensor is not cut as torch.chunk cuts",
+                given=f"{list(x._local_tensor.shape)} of {list(x.shape)} on rank {here().rank}",
+                allowed=f"{list(local_shape(tuple(x.shape), where, here().rank))} there",
+                fix="redistribute it to Replicate() first",
+            )
+        )
 
 
 def without_sums(sbp: Sequence[Sbp]) -> tuple[Sbp, ...]:
@@ -266,7 +295,6 @@ class _ToGlobal(torch.autograd.Function):
         return wrap(local.view_as(local), tuple(x.shape), there)
 
     @staticmethod
-    @once
     def backward(ctx: Any, grad: GlobalTensor) -> Any:
         return grad.to_global(ctx.back.placement, ctx.back.sbp), None, None
 

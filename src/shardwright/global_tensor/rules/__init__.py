@@ -75,6 +75,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func.decompose(*args, **kwargs)
     decision = _decision(call)
     written = [x for x, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)]
+    if any(kwargs.get(each.name) is not None for each in func._schema.arguments if each.is_out) and (
+        not args or any(kwargs.get(each.name) is not args[0] for each in func._schema.arguments if each.is_out)
+    ):
+        raise refusal(call, "the result would be written into a tensor that lies otherwise: leave out 'out='")
     if any(getattr(x, "_is_apart", False) for x in written):
         raise refusal(call, "what is written to is a part of a cut tensor, and was gathered to be looked at")
     lost = [

@@ -58,7 +58,10 @@ def _last(num: int, *, linear: bool) -> Callable[[Call], Decision]:
 
 def _linear_along(name: str) -> Callable[[Call], Decision]:
     def rule(call: Call) -> Decision:
-        return decide(call, [*kept(call, named(call, name), removed=False), (("P",), ("P",))])
+        ways = kept(call, named(call, name), removed=False)
+        out = call.outputs[0]
+        rounds = out is not None and out.dtype != call.tensors[0].dtype and not out.dtype.is_floating_point
+        return decide(call, ways if rounds else [*ways, (("P",), ("P",))])  # a rounded term is no term
 
     return rule
 

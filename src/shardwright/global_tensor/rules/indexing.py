@@ -34,6 +34,10 @@ def _looked_up(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: di
     if held.shape[0] == call.shapes[0][0]:
         return torch.nn.functional.embedding(index, table)
     first, last = held.start[0], held.stop[0]
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < call.shapes[0][0]:
+        raise IndexError(
+            f"an index is out of range: {int(index.min())} to {int(index.max())} of {call.shapes[0][0]} rows"
+        )
     out: Tensor = table.new_zeros((*index.shape, table.shape[1]))
     here_ = (index >= first) & (index < last)
     out[here_] = table[index[here_] - first]
