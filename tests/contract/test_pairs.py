@@ -53,6 +53,7 @@ def stands_alone(factor):
     return named or any(lays_out(line_of(case, factor), case) for case in OPTION_CASES)
 
 
+@pytest.mark.timeout(600)
 @EVERY_PAIR
 def test_every_option_keeps_the_promises_beside_every_other_strategy(one, other):
     # each option of one beside the plainest of the other: all products would take minutes and say no more
