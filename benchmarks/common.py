@@ -1,15 +1,20 @@
 """What the benchmarks share: rows, medians, and the facts of the machine."""
 
+import gc
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
+import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 
 
 def machine() -> dict:
@@ -56,6 +61,36 @@ def ratio_rows(rounds: list[dict[str, float]], limits: dict[str, str]) -> list[d
             }
         )
     return rows
+
+
+def in_turn(each: Mapping[str, Callable[[], object]], rounds: int, steps: int) -> tuple[list[dict], list[dict]]:
+    """Wall and CPU seconds of a step of each variant, all of them once in each round, each round in another order.
+
+    Every rank calls it, in torch's default group; CPU seconds are those of all ranks.
+    """
+    rows, cpu_rows = [], []
+    for number in range(rounds + 1):
+        row, cpu = {}, {}
+        order = list(each)
+        order = order[number % len(order) :] + order[: number % len(order)]
+        for name in order:
+            dist.barrier()
+            gc.disable()
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            start = time.perf_counter()
+            for _ in range(steps):
+                each[name]()
+            dist.barrier()
+            row[name] = (time.perf_counter() - start) / steps
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            gc.enable()
+            used = torch.tensor([after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime])
+            dist.all_reduce(used)
+            cpu[name] = used.item() / steps
+        if number:  # the first warms up
+            rows.append(row)
+            cpu_rows.append(cpu)
+    return rows, cpu_rows
 
 
 def write(folder: str, result: dict) -> None:

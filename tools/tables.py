@@ -123,14 +123,19 @@ def tensor_overlap() -> str:
     return "\n".join(lines)
 
 
+def in_limits(row: dict) -> str:
+    """A step's milliseconds, and its wall and CPU seconds in those of its limit, as cells."""
+    wall = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+    cpu = f"{row['cpu_ratio_median']:.3f} | {row['cpu_ratio_min']:.2f} to {row['cpu_ratio_max']:.2f}"
+    return f"{row['ms_median']:.0f} | {wall} | {cpu}"
+
+
 def pipeline_step() -> str:
     """Every schedule and every peer beside one process with two threads."""
     result = newest("pipeline_step")
     lines = ["| variant | ms | limits (median) | range | CPU seconds, in limits | range |", "|---|---|---|---|---|---|"]
     for row in result["table"]:
-        wall = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
-        cpu = f"{row['cpu_ratio_median']:.3f} | {row['cpu_ratio_min']:.2f} to {row['cpu_ratio_max']:.2f}"
-        lines.append(f"| {code(row['name'])} | {row['ms_median']:.0f} | {wall} | {cpu} |")
+        lines.append(f"| {code(row['name'])} | {in_limits(row)} |")
     lines += [f"| {name} | left out: {why} | | | | |" for name, why in result.get("left_out", {}).items()]
     return "\n".join(lines)
 
@@ -193,9 +198,7 @@ def zero_step() -> str:
     """Stages and peers beside ranks that send nothing."""
     lines = ["| case | variant | ms | limits (median) | range | CPU seconds, in limits | range |", "|---" * 7 + "|"]
     for row in newest("zero_step")["table"]:
-        wall = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
-        cpu = f"{row['cpu_ratio_median']:.3f} | {row['cpu_ratio_min']:.2f} to {row['cpu_ratio_max']:.2f}"
-        lines.append(f"| {row['case']} | {row['name']} | {row['ms_median']:.0f} | {wall} | {cpu} |")
+        lines.append(f"| {row['case']} | {row['name']} | {in_limits(row)} |")
     return "\n".join(lines)
 
 

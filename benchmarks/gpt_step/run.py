@@ -5,17 +5,13 @@ the other rank waits in a barrier.
 """
 
 import argparse
-import gc
 import os
-import resource
 import statistics
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +19,7 @@ import shardwright as sw
 from shardwright.models.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, ratio_rows, write
+from benchmarks.common import in_turn, machine, ratio_rows, write
 
 CONFIG = {"num_layers": 4, "width": 256, "num_heads": 4, "vocabulary": 1024, "max_tokens": 128}
 BATCH, SEQ = 8, 128
@@ -181,29 +177,7 @@ def variants(world):
 
 def measure(world, rounds, steps):
     each = variants(world)
-    rows, cpu_rows = [], []
-    for number in range(rounds + 1):
-        row, cpu = {}, {}
-        order = list(each)
-        order = order[number % len(order) :] + order[: number % len(order)]
-        for name in order:
-            dist.barrier()
-            gc.disable()
-            before = resource.getrusage(resource.RUSAGE_SELF)
-            start = time.perf_counter()
-            for _ in range(steps):
-                each[name]()
-            dist.barrier()
-            row[name] = (time.perf_counter() - start) / steps
-            after = resource.getrusage(resource.RUSAGE_SELF)
-            gc.enable()
-            used = torch.tensor([after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime])
-            dist.all_reduce(used)
-            cpu[name] = used.item() / steps
-        if number:  # the first warms up
-            rows.append(row)
-            cpu_rows.append(cpu)
-    return rows, cpu_rows
+    return in_turn(each, rounds, steps)
 
 
 def main():

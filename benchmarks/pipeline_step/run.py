@@ -6,24 +6,20 @@ rank waits in a barrier.
 """
 
 import argparse
-import gc
 import os
-import resource
 import statistics
 import sys
-import time
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import shardwright as sw
 from shardwright.pipeline.schedules import SCHEDULES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, ratio_rows, write
+from benchmarks.common import in_turn, machine, ratio_rows, write
 from benchmarks.gpt_step.run import BATCH, CONFIG, SEQ, adamw, batch_of, plain
 from benchmarks.pipeline_step.peers import Part, cross_entropy, deepspeed_pipeline, torch_pipeline
 
@@ -132,29 +128,7 @@ def check(name, losses, wanted):
 
 def measure(world, rounds, steps):
     each, left_out = variants(world)
-    rows, cpu_rows = [], []
-    for number in range(rounds + 1):
-        row, cpu = {}, {}
-        order = list(each)
-        order = order[number % len(order) :] + order[: number % len(order)]
-        for name in order:
-            dist.barrier()
-            gc.disable()
-            before = resource.getrusage(resource.RUSAGE_SELF)
-            start = time.perf_counter()
-            for _ in range(steps):
-                each[name]()
-            dist.barrier()
-            row[name] = (time.perf_counter() - start) / steps
-            after = resource.getrusage(resource.RUSAGE_SELF)
-            gc.enable()
-            used = torch.tensor([after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime])
-            dist.all_reduce(used)
-            cpu[name] = used.item() / steps
-        if number:  # the first warms up
-            rows.append(row)
-            cpu_rows.append(cpu)
-    return rows, cpu_rows, left_out
+    return *in_turn(each, rounds, steps), left_out
 
 
 def table_of(rows, cpu_rows):

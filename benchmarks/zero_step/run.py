@@ -5,24 +5,20 @@ losses are compared with plain data parallel's. A round runs each variant in tur
 """
 
 import argparse
-import gc
 import os
-import resource
 import statistics
 import sys
-import time
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import shardwright as sw
 from shardwright.models.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, ratio_rows, write
+from benchmarks.common import in_turn, machine, ratio_rows, write
 from benchmarks.gpt_step.run import adamw
 from benchmarks.zero_step import peers
 
@@ -117,29 +113,7 @@ def check(name, losses, wanted):
 
 def measure(world, size, rounds, steps, wanted):
     each, left_out = variants(world, size, wanted)
-    rows, cpu_rows = [], []
-    for number in range(rounds + 1):
-        row, cpu = {}, {}
-        order = list(each)
-        order = order[number % len(order) :] + order[: number % len(order)]
-        for name in order:
-            dist.barrier()
-            gc.disable()
-            before = resource.getrusage(resource.RUSAGE_SELF)
-            start = time.perf_counter()
-            for _ in range(steps):
-                each[name]()
-            dist.barrier()
-            row[name] = (time.perf_counter() - start) / steps
-            after = resource.getrusage(resource.RUSAGE_SELF)
-            gc.enable()
-            used = torch.tensor([after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime])
-            dist.all_reduce(used)
-            cpu[name] = used.item() / steps
-        if number:  # the first warms up
-            rows.append(row)
-            cpu_rows.append(cpu)
-    return rows, cpu_rows, left_out
+    return *in_turn(each, rounds, steps), left_out
 
 
 def table_of(case, rows, cpu_rows):

@@ -23,7 +23,7 @@ from shardwright.mesh import Coord
 from shardwright.models.visits import Visit, Visits, observe
 from shardwright.parallelize.advice import advised
 from shardwright.parallelize.auto import num_shares, samples_of, settle
-from shardwright.parallelize.rehearsal import crossings
+from shardwright.parallelize.rehearsal import crossings, values_crossing
 from shardwright.parallelize.sequences import cut_tokens, num_tokens_of
 from shardwright.pipeline import Samples, samples
 from shardwright.pipeline.cutting import stages_by_device
@@ -199,7 +199,7 @@ def expected_traffic(
     element_bytes = next(whole.parameters()).element_size()
     mine = [rows(on_meta, share.start, share.stop) for share in shares]
     apart = job._replace(model=_narrow_model(hollow(job.model), plan), loss=hollow(job.loss))
-    crossing = crossings(apart, plan, strategies, mine, num_global, coord, num_tokens)
+    crossing = crossings(values_crossing(apart, plan, strategies, mine, num_global, coord, num_tokens))
     batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global, num_tokens), crossing, everywhere)
     return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in strategies}
 

@@ -26,17 +26,8 @@ from shardwright.strategy import Crossing, Job, Plan, Strategy, apply_in_turn
 Crossings = Mapping[str, tuple[Crossing, ...]]
 
 
-def crossings(
-    job: Job,
-    plan: Plan,
-    strategies: Sequence[Strategy],
-    microbatches: Sequence[Any],
-    num_global: int,
-    coord: Coord,
-    num_tokens: int = 0,
-) -> tuple[Crossings, ...]:
-    """By microbatch and value, the tensors that cross between chunks as ``coord`` holds them."""
-    found = values_crossing(job, plan, strategies, microbatches, num_global, coord, num_tokens)
+def crossings(found: Sequence[Mapping[str, Any]]) -> tuple[Crossings, ...]:
+    """By microbatch and value, the tensors of :func:`values_crossing`."""
     return tuple(
         {name: tuple(_crossing(leaf) for leaf in _tensors(value)) for name, value in each.items()} for each in found
     )

@@ -318,8 +318,3 @@ def _places(tensors: Sequence[Tensor], starts: list[Tensor]) -> list[int]:
             starts.append(tensor)
         places.append(place)
     return places
-
-
-def on_meta(inputs: Any) -> Any:
-    """A batch's inputs without values."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)

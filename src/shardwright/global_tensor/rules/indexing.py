@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.here import here
+from shardwright.errors import explain
 from shardwright.global_tensor.lying import Where, boxes
 from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide
 
@@ -36,7 +37,12 @@ def _looked_up(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: di
     first, last = held.start[0], held.stop[0]
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < call.shapes[0][0]:
         raise IndexError(
-            f"an index is out of range: {int(index.min())} to {int(index.max())} of {call.shapes[0][0]} rows"
+            explain(
+                "an index of a table is out of range",
+                given=f"{int(index.min())} to {int(index.max())}",
+                allowed=f"0 to {call.shapes[0][0] - 1}, the table's rows",
+                fix="look up rows that the table has, or make it larger",
+            )
         )
     out: Tensor = table.new_zeros((*index.shape, table.shape[1]))
     here_ = (index >= first) & (index < last)
