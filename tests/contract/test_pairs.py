@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 
 from contract.cases import (
+    CHECKS,
     OF_ONE_MODEL,
     OPTION_CASES,
     PAIR_CASES,
-    check_divides,
-    check_equal,
-    check_names,
     check_refused,
-    check_shapes,
-    check_traffic,
     lays_out,
     line_of,
     pairs,
@@ -21,8 +17,6 @@ from contract.cases import (
     spellings,
     whole_size,
 )
-
-CHECKS = (check_equal, check_divides, check_shapes, check_traffic, check_names)
 
 
 def lines(one, other):

@@ -47,8 +47,7 @@ def values_crossing(
     ``job.model`` and ``job.loss`` are changed, the model whole and on the meta device; ``microbatches`` are the rank's
     own inputs there, of a global batch of so many samples, each of so many tokens where ranks cut them.
     """
-    if plan.stages is None:
-        return tuple({} for _ in microbatches)
+    assert plan.stages is not None, "placed"
     plan = replace(
         plan,
         compute={name: lies.on_all("pp") for name, lies in plan.compute.items()},
