@@ -27,7 +27,7 @@ from shardwright.models import (
     MLPConfig,
     entry_of,
 )
-from shardwright.parallelize import StepTraffic, make_plan, parallelize
+from shardwright.parallelize import StepTraffic, job_for, make_plan, parallelize, tokens_of
 from shardwright.parallelize.sequences import is_sequence
 from shardwright.strategies import STRATEGIES, choose
 from shardwright.strategy import Job, Plan
@@ -333,10 +333,16 @@ def _steps(line: str, case: Case, strategies: Sequence | None) -> tuple[Verdict,
     return _known_steps(line, case) if strategies is None else two_steps(line, case, strategies)
 
 
+def job_of(line: str, case: Case) -> Job:
+    """What :func:`shardwright.verify.verify` has laid out."""
+    layout, (inputs, _) = Layout.parse(line), case.batches[0]
+    return job_for(case.model, case.loss, layout, inputs, tokens_of(inputs, layout))
+
+
 def planned(line: str, case: Case, strategies: Sequence | None = None) -> tuple[Plan, tuple]:
     """The plan, and the strategies that made it. Raises LayoutError if the layout does not fit the model."""
     if strategies is not None:
-        return make_plan(Job(case.model, case.loss), Layout.parse(line), strategies)
+        return make_plan(job_of(line, case), Layout.parse(line), strategies)
     found = _known_plan(line, case)
     if isinstance(found, LayoutError):
         raise found
@@ -346,7 +352,7 @@ def planned(line: str, case: Case, strategies: Sequence | None = None) -> tuple[
 @cache
 def _known_plan(line: str, case: Case) -> tuple[Plan, tuple] | LayoutError:
     try:
-        return make_plan(Job(case.model, case.loss), Layout.parse(line))
+        return make_plan(job_of(line, case), Layout.parse(line))
     except LayoutError as refusal:
         return refusal
 
@@ -385,7 +391,7 @@ def _divided(plan: Plan, axis: str) -> set[tuple[str, str]]:
 def check_divides(line: str, case: Case, strategies: Sequence | None = None) -> None:
     """Promise 2: every axis divides something, and every strategy something that was whole before it."""
     layout = Layout.parse(line)
-    job = Job(case.model, case.loss)
+    job = job_of(line, case)
     plan, (_, chosen) = Plan.of(job, layout), planned(line, case, strategies)
     idle = {axis for axis in plan.mesh.axes if plan.mesh[axis] > 1}
     for strategy in chosen:
@@ -416,7 +422,7 @@ def check_shapes(line: str, case: Case, strategies: Sequence | None = None) -> N
 def check_traffic(line: str, case: Case, strategies: Sequence | None = None) -> None:
     """Promise 3: each rank makes the calls that the strategies say: source, kind, axis, bytes, number."""
     plan, chosen = planned(line, case, strategies)
-    job, (_, every) = Job(case.model, case.loss), _steps(line, case, strategies)
+    job, (_, every) = job_of(line, case), _steps(line, case, strategies)
     for number, (inputs, _) in enumerate(case.batches):
         traffic_at = StepTraffic(job, plan, chosen, inputs).at
         for rank, found in enumerate(every):

@@ -31,7 +31,7 @@ from shardwright.pipeline.samples import microbatch_samples
 from shardwright.product import forget_batches
 from shardwright.slices.masters import narrow, narrow_buffers
 from shardwright.strategies import choose
-from shardwright.strategy import NUM_TOKENS, Batch, Job, Plan, Strategy, Traffic, check_table
+from shardwright.strategy import NUM_TOKENS, Batch, Crossing, Job, Plan, Strategy, Traffic, check_table
 from shardwright.strategy.recompute import blocks_again, run_twice, with_opened
 
 
@@ -195,6 +195,7 @@ class StepTraffic:
         self._num_samples, self._num_tokens = num_rows(inputs), num_tokens_of(inputs) if plan.token_axes else 0
         self._trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
         self._seen: dict[tuple[torch.Size, ...], Visits] = {}
+        self._crossed: dict[tuple[object, ...], tuple[Mapping[str, tuple[Crossing, ...]], ...]] = {}
 
     def at(self, coord: Coord) -> dict[str, tuple[Traffic, ...]]:
         """By strategy, the messages of the rank at ``coord``."""
@@ -204,9 +205,9 @@ class StepTraffic:
         mine = [rows(inputs, share.start, share.stop) for share in shares]
         everywhere = tuple(map(self._visits, mine))
         visits = tuple(_on_stage(each, plan, coord) for each in everywhere)
-        crossing = crossings(self._crossing(mine, coord))
-        in_hands = in_hand(plan, coord, self._num_samples, self._num_tokens)
-        batch = Batch(visits, next(self._whole.parameters()).element_size(), in_hands, crossing, everywhere)
+        samples = in_hand(plan, coord, self._num_samples, self._num_tokens)
+        crossing = self._crossing(mine, samples, coord)
+        batch = Batch(visits, next(self._whole.parameters()).element_size(), samples, crossing, everywhere)
         return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
 
     def _visits(self, microbatch: Any) -> Visits:
@@ -215,14 +216,23 @@ class StepTraffic:
             self._seen[shapes] = run_twice(observe(self._whole, microbatch), self.plan.again, self._trained)
         return self._seen[shapes]
 
-    def _crossing(self, microbatches: Sequence[Any], coord: Coord) -> tuple[Mapping[str, Any], ...]:
+    def _crossing(
+        self, microbatches: Sequence[Any], samples: Sequence[Samples], coord: Coord
+    ) -> tuple[Mapping[str, tuple[Crossing, ...]], ...]:
         if self.plan.stages is None:
             return tuple({} for _ in microbatches)
-        apart = _narrow_model(hollow(self.job.model), self.plan)  # it will be changed
-        job = self.job._replace(model=apart, loss=hollow(self.job.loss))
-        return values_crossing(
-            job, self.plan, self.strategies, microbatches, self._num_samples, coord, self._num_tokens
-        )
+        axes = [axis for axis in self.plan.mesh.axes if axis not in ("pp", "replica", "dp")]
+        # stages share the values, and copies of the model compute alike on as many samples
+        key = (*(coord[axis] for axis in axes), *(each.counts(axes) for each in samples))
+        if key not in self._crossed:
+            apart = _narrow_model(hollow(self.job.model), self.plan)  # it will be changed
+            job = self.job._replace(model=apart, loss=hollow(self.job.loss))
+            self._crossed[key] = crossings(
+                values_crossing(
+                    job, self.plan, self.strategies, microbatches, self._num_samples, coord, self._num_tokens
+                )
+            )
+        return self._crossed[key]
 
 
 def _narrow_model(model: nn.Module, plan: Plan) -> nn.Module:
