@@ -321,12 +321,13 @@ def _errors(
         for rank, local in found.items():
             coord: Coord = mesh.coord(rank)
             part = cut(whole, lies[name].pieces(coord), lies[name].local_shape(coord))
-            if not part.numel() and (name not in local or not lies[name].pieces(coord)):
+            mine = local.get(name)
+            if not part.numel() and (mine is None or not lies[name].pieces(coord)):
                 continue  # another stage has it
-            if part.shape != local[name].shape:
+            if mine is None or mine.shape != part.shape:
                 worst = float("inf")
             elif part.numel():
-                difference = (local[name] - part).abs().max()
+                difference = (mine - part).abs().max()
                 worst = max(worst, float(difference.nan_to_num(nan=float("inf"))) / scale)
         errors[name] = worst
     return errors

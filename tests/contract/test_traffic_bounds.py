@@ -13,7 +13,7 @@ from contract.cases import ASIDE
 from shardwright.comm import launch, ring_factor
 from shardwright.layout import Layout
 from shardwright.models import MeanSquaredError
-from shardwright.parallelize import expected_traffic, make_plan, parallelize
+from shardwright.parallelize import StepTraffic, make_plan, parallelize
 from shardwright.strategy import Job
 
 WIDTH, HIDDEN = 48, 96
@@ -49,9 +49,9 @@ def sent(line, model, num_samples, num_tokens):
             run.step(batch)
         return [record for record in records if record.source not in ASIDE]
 
-    found = []
+    found, traffic_at = [], StepTraffic(job, plan, chosen, x).at
     for rank, records in enumerate(launch(work, layout, ranks="threads")):
-        said = expected_traffic(job, plan, chosen, x, plan.mesh.coord(rank))
+        said = traffic_at(plan.mesh.coord(rank))
         calls = [traffic for each in said.values() for traffic in each]
         # along a joined axis those share a gradient who hold the same part of the weight
         members = {traffic.axis: traffic.num_ranks for traffic in calls} | dict(plan.mesh.sizes)

@@ -19,7 +19,7 @@ from shardwright.parallelize.auto import samples_of, tokens_of
 from shardwright.parallelize.checking import check_model, check_trains, check_world
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
-from shardwright.parallelize.planning import expected_traffic, hollow, job_for, make_plan, twin
+from shardwright.parallelize.planning import StepTraffic, hollow, job_for, make_plan, twin
 from shardwright.parallelize.run import Run
 from shardwright.pipeline import Deferred, Executor, Samples
 from shardwright.slices.masters import Masters, narrow_buffers
@@ -28,9 +28,9 @@ from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, apply_in_turn,
 __all__ = [
     "LayerAlone",
     "Run",
+    "StepTraffic",
     "check_model",
     "check_trains",
-    "expected_traffic",
     "hollow",
     "job_for",
     "layer_alone",

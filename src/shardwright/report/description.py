@@ -14,7 +14,7 @@ from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.models.structure import owners
 from shardwright.parallelize.planning import (
-    expected_traffic,
+    StepTraffic,
     in_hand,
     local_samples,
     make_plan,
@@ -232,7 +232,7 @@ class _Sent:
     """What each rank computes and sends in one step on a global batch."""
 
     def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
-        self.job, self.plan, self.strategies, self.inputs = job, plan, strategies, inputs
+        self.plan, self.traffic = plan, StepTraffic(job, plan, strategies, inputs)
         self.num_samples = num_rows(inputs)
         self.num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
         self.found: dict[object, dict[str, float]] = {}
@@ -252,8 +252,8 @@ class _Sent:
         )
         key = (apart, held.counts, tuple(map(len, microbatches)), together)
         if key not in self.found:
-            traffic = expected_traffic(self.job, self.plan, self.strategies, self.inputs, coord)
-            self.found[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
+            said = self.traffic.at(coord)
+            self.found[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in said.items()}
         found = {"samples": len(samples), "sent_bytes": self.found[key]}
         return found | ({"tokens_of_each": len(all_in_hand[0].tokens(()))} if self.plan.token_axes else {})
 
