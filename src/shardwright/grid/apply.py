@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwright.comm import Axis, cut_to_whole
 from shardwright.errors import PlanError, explain
 from shardwright.grid.convolution import ChannelsNote, ConvolutionNote, apply_convolution, apply_statistics
-from shardwright.grid.features import Features
+from shardwright.grid.features import Features, width
 from shardwright.grid.mode import (
     EntryNote,
     GateNote,
@@ -171,7 +171,9 @@ class _Applying:
             ahead=self.ahead,
             weight=lambda: weight_of(module),
         )
-        module.forward = partial(_linear_forward, module, product)
+        joined = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "h"]
+        num_given = width(note.x.held(self.coord, over=() if note.enters else joined))
+        module.forward = partial(_linear_forward, path, module, product, (num_given, note.x.size))
 
     def _fetches(self, path: str, names: Sequence[str]) -> tuple[Fetch, ...]:
         if not names:
@@ -328,8 +330,21 @@ def _overwritten(path: str) -> PlanError:
     )
 
 
-def _linear_forward(module: nn.Module, product: Product, input: Tensor) -> Tensor:
+def _linear_forward(path: str, module: nn.Module, product: Product, sizes: tuple[int, int], input: Tensor) -> Tensor:
+    if input.shape[-1] != sizes[0]:
+        raise _not_its_part(path, input.shape[-1], *sizes)
     return product(input, weight_of(module), module._parameters["bias"])
+
+
+def _not_its_part(path: str, given: int, part: int, whole: int) -> PlanError:
+    return PlanError(
+        explain(
+            f"'{path}' is called with other features than the part that it multiplies",
+            given=f"{given} features, where this rank multiplies {part} of {whole}",
+            allowed="a column called before its row, with what treats each element alone between them",
+            fix=f'let the layer that is called first be the column, or keep both whole: roles={{"{path}": "copied"}}',
+        )
+    )
 
 
 def _norm_forward(module: nn.Module, size: int, splits: Sequence[Split], input: Tensor) -> Tensor:
