@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -66,12 +66,20 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Lat
     applying = _Applying(job, axes, plan, mode, job.samples, ahead, later or Later())
     applying.everything()
     late = frozenset(
-        own_names(job.model, path)["weight"]
+        own_names(job.model, path)[own]
         for path, note in plan.notes.items()
-        if isinstance(note, LinearNote) and note.fetches
-        if job.model.get_submodule(path)._parameters["weight"] is not None
+        for own, fetches in _fetched(note)
+        if fetches and job.model.get_submodule(path)._parameters[own] is not None
     )
     return Applied(events=Events(after_backward=applying.later.finish, after_action=ahead.finish), late=late)
+
+
+def _fetched(note: object) -> Iterator[tuple[str, Sequence[str]]]:
+    """A module's own names for the weights whose gradients are summed behind autograd's back, and over what."""
+    if isinstance(note, LinearNote):
+        yield "weight", note.fetches
+    if isinstance(note, MultiheadNote):
+        yield from ((own, axes) for own, _, axes in note.projections if own == "in_proj_weight")
 
 
 @dataclass
@@ -157,19 +165,25 @@ class _Applying:
                 found.append(Move(axis, "whole"))
         return tuple(found)
 
-    def _linear(self, path: str, module: nn.Module, note: LinearNote) -> None:
-        terms = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "k"]
-        product = Product(
-            take=self.moves(note.takes()),
-            give=self.moves(note.gives()),
-            fetch=self._fetches(path, note.fetches),
-            bias_here=all(self.coord[name] == 0 for name in terms),
+    def product(self, take: tuple[Move, ...], fetch: tuple[Fetch, ...], weight: Callable[[], Tensor]) -> Product:
+        """A product as the mode runs all of them, whose output is not summed."""
+        return Product(
+            take=take,
+            fetch=fetch,
             keep=self.mode.keep,
             overlap=self.mode.overlap,
             later=self.later,
             leaves=self.job.deferred,
             ahead=self.ahead,
-            weight=lambda: weight_of(module),
+            weight=weight,
+        )
+
+    def _linear(self, path: str, module: nn.Module, note: LinearNote) -> None:
+        terms = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "k"]
+        product = replace(
+            self.product(self.moves(note.takes()), self._fetches(path, note.fetches), partial(weight_of, module)),
+            give=self.moves(note.gives()),
+            bias_here=all(self.coord[name] == 0 for name in terms),
         )
         joined = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "h"]
         num_given = width(note.x.held(self.coord, over=() if note.enters else joined))
