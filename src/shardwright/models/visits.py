@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.draws import with_names
 from shardwright.models.calls import AttentionCall, attention_call, leads_to
 from shardwright.models.devices import StaysOn
-from shardwright.models.structure import runs_as
+from shardwright.models.known import asking_nothing
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def observe(model: nn.Module, inputs: Any) -> Visits:
 
     handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in model.named_modules()]
     try:
-        with torch.enable_grad(), StaysOn(torch.device("meta")), _asking_nothing(model):
+        with torch.enable_grad(), StaysOn(torch.device("meta")), asking_nothing(model):
             result = call_model(model, inputs)
     finally:
         for handle in handles:
@@ -78,28 +75,6 @@ def observe(model: nn.Module, inputs: Any) -> Visits:
         assert visit.call is not None, "an attention was called"
         seen[path][number] = replace(visit, call=visit.call._replace(weights_learn=used))
     return {path: tuple(visits) for path, visits in seen.items()}
-
-
-@contextmanager
-def _asking_nothing(model: nn.Module) -> Iterator[None]:
-    """Lets torch's transformers run without values: they look whether a mask is causal, to be faster if it is."""
-    asking = [module for module in model.modules() if any(runs_as(module, kind) for kind in ASKING)]
-    for module in asking:
-        forward = with_names(type(module).forward, _detect_is_causal_mask=_is_causal)
-        module.forward = partial(forward, module)
-    try:
-        yield
-    finally:
-        for module in asking:
-            del module.forward
-
-
-ASKING = (nn.TransformerEncoder, nn.TransformerDecoder)
-
-
-def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Only what a person has said."""
-    return is_causal is True
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
