@@ -211,15 +211,32 @@ def attend_dropping(
     >>> attend_dropping(q, q, q, mask, causal=False, drop=lambda weights: weights)[0, 0, :, 0]
     tensor([1., 0.])
     """
-    scores = q_BNTD @ k_BNSD.mT * q_BNTD.shape[-1] ** -0.5
+    scores_BNTS = masked(q_BNTD @ k_BNSD.mT * q_BNTD.shape[-1] ** -0.5, mask, causal=causal)
+    return drop(softmax_of_seen(scores_BNTS)) @ v_BNSD
+
+
+def masked(scores_BNTS: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """The scores with ``mask`` added, those of later keys hidden if ``causal``: queries and keys begin together.
+
+    >>> masked(torch.zeros(1, 1, 2, 2), None, causal=True)[0, 0]
+    tensor([[0., -inf],
+            [0., 0.]])
+    """
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    if mask is not None:
-        scores = scores + mask
-    blind = (scores == -torch.inf).all(dim=-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0.0).softmax(dim=-1).masked_fill(blind, 0.0)
-    return drop(weights) @ v_BNSD
+        hidden_TS = torch.ones(scores_BNTS.shape[-2:], dtype=torch.bool, device=scores_BNTS.device).triu(1)
+        scores_BNTS = scores_BNTS.masked_fill(hidden_TS, -torch.inf)
+    return scores_BNTS if mask is None else scores_BNTS + mask
+
+
+def softmax_of_seen(scores_BNTS: Tensor) -> Tensor:
+    """The weights of the keys that each query sees; zeros where it sees none.
+
+    >>> softmax_of_seen(torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf]]))
+    tensor([[1., 0.],
+            [0., 0.]])
+    """
+    blind_BNT1 = (scores_BNTS == -torch.inf).all(dim=-1, keepdim=True)
+    return scores_BNTS.masked_fill(blind_BNT1, 0.0).softmax(dim=-1).masked_fill(blind_BNT1, 0.0)
 
 
 def _keyed_multihead(module: nn.MultiheadAttention, drop: Dropper) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from shardwright.models.known import asking_nothing
 from shardwright.models.visits import call_model
 from shardwright.pipeline.graph import CallSite, Chunked, bind, prepare, run, sites
 
@@ -82,7 +83,7 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
         each._replace(call=counting(each.node, each.call)) if each.node in counted else each
         for each in prepare(model, chunked, 0)
     ]
-    with torch.no_grad():
+    with torch.no_grad(), asking_nothing(model):
         run(ready, values)
     return found
 
