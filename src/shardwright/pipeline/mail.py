@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwright.comm import Axis, Pending
 from shardwright.errors import PlanError, explain
+from shardwright.pipeline.buffers import Buffers
 from shardwright.pipeline.transfers import Message
 
 PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice)
@@ -106,6 +107,7 @@ class Mail:
     _queues: dict[int, deque[Message]] = field(default_factory=dict)
     _posted: dict[Message, list[Pending[Tensor]]] = field(default_factory=dict)
     _from: dict[Message, int] = field(default_factory=dict)
+    _buffers: Buffers = field(default_factory=Buffers)
 
     def begin(self, arrivals: Mapping[int, Sequence[Message]], keys: Sequence[object]) -> None:
         """A list of actions begins: these messages will come, in this order from each stage.
@@ -115,6 +117,7 @@ class Mail:
         assert not self._posted, "every message of the last list was taken"
         self._queues = {stage: deque(messages) for stage, messages in arrivals.items()}
         self._from = {message: stage for stage, messages in arrivals.items() for message in messages}
+        self._buffers.begin()
         self._by_number = {}
         for number, key in enumerate(keys):
             self._by_number[number] = self._known[key] = self._known.pop(key, _Known())
@@ -195,7 +198,11 @@ class Mail:
     def _post(self, message: Message) -> None:
         form, stage = self.form(message), self._from[message]
         wanted = [leaf for leaf in form.tensors if message.kind == "F" or leaf.needs_gradient]
-        self._posted[message] = [self.axis.receive_async(leaf.shape, leaf.dtype, stage) for leaf in wanted]
+        found = []
+        for leaf in wanted:
+            into = self._buffers.take(leaf.shape, leaf.dtype, self.axis.device)
+            found.append(self.axis.receive_async(leaf.shape, leaf.dtype, stage, into))
+        self._posted[message] = found
 
 
 def _said(form: Form) -> bytes:
