@@ -47,18 +47,18 @@ class SliceOfDim:
 class Draws:
     """The key of this moment's random numbers; the executor sets ``step`` and ``samples`` before each forward."""
 
-    def __init__(self, seed: int = 0, step: int = 0, samples: range = range(0)) -> None:
+    def __init__(self, seed: int = 0, step: int = 0, samples: Sequence[int] = range(0)) -> None:
         self.seed, self.step = seed, step
         self.samples = samples
         self.layers: set[str] = set()
 
     @property
-    def samples(self) -> range:
+    def samples(self) -> Sequence[int]:
         """The places in the global batch of the samples in hand; setting them begins a forward."""
         return self._samples
 
     @samples.setter
-    def samples(self, samples: range) -> None:
+    def samples(self, samples: Sequence[int]) -> None:
         self._samples = samples
         self._calls: Counter[str] = Counter()
 

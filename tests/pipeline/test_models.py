@@ -708,3 +708,8 @@ def test_stages_are_balanced_by_what_was_measured():
 
     assert parts() == [3, 3]
     assert parts(seconds=seconds) == [1, 5]
+
+    held = []
+    verdict = verify(model, "pp2", pairs(), seconds=seconds, alter=lambda run: held.append(len(run.parameters)))
+    assert verdict.equal
+    assert sorted(held) == [2, 10]

@@ -47,7 +47,7 @@ def _config(shared: opt.Shared, base: dict[str, Any] | None = None, **flags: Any
 
 @app.command()
 @exits_well
-@takes("layout", "model", "set_", "role", "data", "batch", "seq", "seed", "config")
+@takes("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "seed", "config")
 def train(
     shared: opt.Shared,
     steps: Annotated[int | None, typer.Option(help="Steps in all.", show_default="100")] = None,
@@ -158,13 +158,13 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
     with without_values():
         model, loss, model_config = config.build()
     layout, data = LayoutLine.parse(config.layout), open_data(config.data, seq=config.seq, model=model_config)
+    kept = json.loads((out / "run.json").read_text())
     job = job_for(model, loss, layout, inputs_of(data, config.batch), config.num_tokens, config.roles)
-    description = describe(job, layout)
+    description = describe(job._replace(seconds=kept["seconds"]), layout)
     rows = read_metrics(out)
     pictures = {"loss": out / "loss.png", "layout": out / "layout.png"}
     draw_loss(rows, pictures["loss"])
     draw_layout(description, pictures["layout"])
-    kept = json.loads((out / "run.json").read_text())
     run = {**kept["options"], **{k: kept[k] for k in ("world_size", "started", "versions")}, "steps": summary["steps"]}
     return write_page(
         out,
@@ -178,7 +178,7 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
 
 @app.command()
 @exits_well
-@takes("layout", "model", "set_", "role", "data", "batch", "seq", "seed", "config")
+@takes("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "seed", "config")
 def verify(
     shared: opt.Shared,
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 2,
@@ -192,12 +192,14 @@ def verify(
     from shardwright.draws import without_values
     from shardwright.errors import PlanError, explain
     from shardwright.train.data import Order, global_batch, open_data
+    from shardwright.train.measuring import layer_seconds
     from shardwright.verify import verify as compare
 
     opt.check_ranks(ranks)
     if dtype not in ("float64", "float32"):
         raise PlanError(explain("verify compares in float64 or float32", given=dtype, allowed="both", fix="float64"))
     whole = _config(shared, {"seq": 64}, steps=steps)
+    opt.check_alone(whole)
     with without_values():
         plain, loss, model_config = whole.build()
     dropped = False
@@ -209,7 +211,7 @@ def verify(
     batches = [global_batch(samples, order.batch(step)) for step in range(whole.steps)]
     verdict = compare(
         plain, whole.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=whole.seed, ranks=ranks,  # type: ignore[arg-type]
-        roles=whole.roles,
+        roles=whole.roles, seconds=layer_seconds(whole),
     )  # fmt: skip
     note = ", with dropout 0.1" if dropped else ""
     if _is_first_rank() or not verdict.equal:
@@ -220,7 +222,7 @@ def verify(
 
 @app.command()
 @exits_well
-@takes("layout", "model", "set_", "role", "batch", "seq", "config")
+@takes("layout", "model", "set_", "role", "measured_costs", "batch", "seq", "config")
 def show(
     shared: opt.Shared,
     png: Annotated[Path | None, typer.Option(help="Draw the layout into this file as well.")] = None,
@@ -251,15 +253,16 @@ def show(
     from shardwright.report import describe, draw_layout, show_text
     from shardwright.report.description import timeline_data, timeline_of
     from shardwright.report.timelines import timeline_text, write_timelines
-    from shardwright.train.measuring import measure
+    from shardwright.train.measuring import layer_seconds, measure
 
     opt.check_ranks(ranks)
     whole = _config(shared)
+    opt.check_alone(whole)
     with without_values():
         plain, loss, model_config = whole.build()
     inputs = whole.example(model_config)
     layout = LayoutLine.parse(whole.layout)
-    job = job_for(plain, loss, layout, inputs, whole.num_tokens, whole.roles)
+    job = job_for(plain, loss, layout, inputs, whole.num_tokens, whole.roles)._replace(seconds=layer_seconds(whole))
     description = describe(job, layout, inputs=inputs)
     if png is not None:
         draw_layout(description, png)
@@ -275,7 +278,7 @@ def show(
         found, ledger = ledger_of(whole, job, model_config, on, memory_png, width)  # type: ignore[arg-type]
         description, text = {**description, "memory": found}, f"{text}\n{ledger}"
     if measured and drawn:
-        drawn = [drawn[0].at_speed_of(seen := measure(whole, ranks)), seen]  # type: ignore[arg-type]
+        drawn = [drawn[0].at_speed_of(seen := measure(whole, ranks, job.seconds)), seen]  # type: ignore[arg-type]
         text += "\n\n" + timeline_text(drawn, width)
         description = {**description, "measured": timeline_data(seen)}
     if timeline is not None:

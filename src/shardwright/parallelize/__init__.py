@@ -22,6 +22,7 @@ from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import StepTraffic, hollow, job_for, make_plan, twin
 from shardwright.parallelize.run import Run
 from shardwright.pipeline import Deferred, Executor, Samples
+from shardwright.pipeline.agreement import check_same, lines_of
 from shardwright.slices.masters import Masters, narrow_buffers
 from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, apply_in_turn, sync_axes
 
@@ -89,6 +90,8 @@ def parallelize(
     job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(seconds=seconds)
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
+    if plan.stages is not None:
+        check_same(world.everyone().for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
     return _run_of(job, plan, chosen, world, seed, stop_at_nan)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright import grid
@@ -23,6 +22,7 @@ from shardwright.models.copies import copied
 from shardwright.models.visits import Visit, Visits, observe
 from shardwright.parallelize.advice import advised
 from shardwright.parallelize.auto import num_shares, samples_of, settle
+from shardwright.parallelize.checking import check_microbatches
 from shardwright.parallelize.rehearsal import crossings, values_crossing
 from shardwright.parallelize.sequences import cut_tokens, num_tokens_of
 from shardwright.pipeline import Samples, samples
@@ -31,7 +31,7 @@ from shardwright.pipeline.samples import microbatch_samples
 from shardwright.product import forget_batches
 from shardwright.slices.masters import narrow, narrow_buffers
 from shardwright.strategies import choose
-from shardwright.strategy import NUM_TOKENS, Batch, Crossing, Job, Plan, Strategy, Traffic, check_table
+from shardwright.strategy import NUM_TOKENS, Batch, Crossing, Job, Plan, Strategy, Traffic
 from shardwright.strategy.recompute import blocks_again, run_twice, with_opened
 
 
@@ -75,20 +75,7 @@ def make_plan(
     layout = settle(layout, partial(_sent, job))
     strategies = choose(layout) if strategies is None else tuple(strategies)
     whole = job._replace(model=hollow(job.model))
-    if layout.num_microbatches > 1:
-        for name, module in whole.model.named_modules():
-            check_table(name, module, f"mb{layout.num_microbatches}", ["scale_grad_by_freq"])
-            if isinstance(module, nn.modules.batchnorm._BatchNorm | _SpectralNorm):
-                raise LayoutError(
-                    explain(
-                        f"'{name}' changes what it keeps with every call, and 'mb' makes several of one"
-                        if isinstance(module, _SpectralNorm)
-                        else f"'{name}' computes statistics over the batch, which 'mb' cuts",
-                        given=f"{type(module).__name__} under {layout}",
-                        allowed="layers that treat each sample alone",
-                        fix="leave out mb, or use GroupNorm or LayerNorm",
-                    )
-                )
+    check_microbatches(whole.model, layout)
     overrides_of(whole)  # names that the model does not have are refused under any layout
     again = blocks_again(whole.model, layout)
     plan = Plan.of(whole, layout)

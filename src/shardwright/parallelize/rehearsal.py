@@ -77,7 +77,7 @@ def values_crossing(
         crossed: dict[str, Any] = {}
         for ready in chunks:
             with torch.enable_grad(), asking_nothing(job.model), framed(job.frame, inputs) as given:
-                values = {**bind(plan.stages.model, chunked.graph, given), **crossed}
+                values = {**bind(chunked, given), **crossed}
                 run(ready, values, chunked.before(_ignore if job.frame is None else job.frame.repeat))
             crossed.update({name: value for name, value in values.items() if name in wanted})
         known[like] = {name: crossed[name] for name in wanted}

@@ -18,7 +18,7 @@ from shardwright.draws import Draws
 from shardwright.errors import PlanError, explain
 from shardwright.models.visits import call_model
 from shardwright.parallelize.bridge import from_global_parameters, to_global_parameters
-from shardwright.parallelize.checking import check_frozen, check_trains
+from shardwright.parallelize.checking import check_frozen, check_full, check_trains
 from shardwright.parallelize.elementwise import is_elementwise
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.planning import (
@@ -129,8 +129,9 @@ class Run:
         """
         check_trains(self.plan)
         check_frozen(self._executor.parameters, self.plan.frozen)
-        pieces = self.pieces(batch)
         assert batch.num_global is not None, "a share of a global batch"
+        check_full(self.model, self.plan, batch.num_global)
+        pieces = self.pieces(batch)
         expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
         self._in_hand(batch.num_tokens)
         self.draws.step = self.num_steps
@@ -184,10 +185,10 @@ class Run:
     def evaluate(self, batch: Microbatch) -> Tensor:
         """The global mean loss on one batch, dropping nothing and keeping no gradients.
 
-        Through a pipeline in its own order, in microbatches; otherwise the batch at once.
+        In microbatches through a pipeline, in its own order, or where each has its statistics; or else at once.
         """
-        pipelined = self.plan.schedule is not None
-        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches if pipelined else 1)
+        apart = self.plan.schedule is not None or self.plan.layout.own_statistics
+        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches if apart else 1)
         last = LossEnd(self.loss, widen=self._widens)
         self._in_hand(batch.num_tokens)
         with self._evaluating():

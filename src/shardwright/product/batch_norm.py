@@ -10,6 +10,7 @@ N samples, C channels (dim 1), S all other dims; A members of an axis
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -243,6 +244,27 @@ def forget_batches(model: nn.Module) -> None:
     """
     for _, module in batch_norms(model):
         module.forward = partial(_normed_by_nothing, module)
+
+
+@contextmanager
+def without_batches(model: nn.Module) -> Iterator[None]:
+    """While it lasts, the model is as :func:`forget_batches` leaves it.
+
+    >>> model = nn.BatchNorm1d(2, device="meta")
+    >>> with without_batches(model):
+    ...     model(torch.ones(1, 2, device="meta")).shape
+    torch.Size([1, 2])
+    >>> "forward" in vars(model)
+    False
+    """
+    before = [(vars(norm), vars(norm).get("forward")) for _, norm in batch_norms(model)]
+    forget_batches(model)
+    try:
+        yield
+    finally:
+        for own, forward in before:
+            del own["forward"]
+            own.update({} if forward is None else {"forward": forward})
 
 
 def _normed_by_nothing(module: Any, input: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ class TrainConfig:
     keep: int = 3
     eval_every: int = 0
     eval_batches: int = 4
+    measured_costs: bool = False
     tensorboard: bool = False
     deterministic: bool = False
     debug: bool = False
