@@ -76,7 +76,11 @@ class SlicedState:
             before_sync=self._before_sync,
             after_optimizer=self.window.changed,
         )
-        return Applied(events=events, parameters=resting, summed=self._is_summed)
+        return Applied(events=events, parameters=resting, summed=self._is_summed, kept=self._wholes)
+
+    def _wholes(self) -> list[Tensor]:
+        flats = (flat for block in self.blocks.values() for flat in block.flats)
+        return [flat.whole for flat in flats if flat.whole is not None]
 
     def _watch(self, model: nn.Module) -> None:
         """Before a module runs, and before anyone else reads its parameters, they are there."""
