@@ -202,6 +202,23 @@ def zero_step() -> str:
     return "\n".join(lines)
 
 
+def ledger() -> str:
+    """Peaks by ranks: what was measured on the one that held most, and how far any prediction was off."""
+    rows = newest("ledger")["table"]
+    sizes = sorted({row["ranks"] for row in rows})
+    lines = ["| layout | " + " | ".join(f"N = {size}" for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
+    found = {(row["ranks"], row["stage"], row["recompute"], row["precision"]): row for row in rows}
+    for case in dict.fromkeys(key[1:] for key in found):
+        cells = []
+        for row in (found.get((size, *case)) for size in sizes):
+            off = max(row["off_min"], row["off_max"], key=abs) if row else 0.0
+            cells.append(f"{max(row['measured_bytes']) / 1e6:.2f} MB, {off:+.2%}" if row else "")
+        stage, word, precision = case
+        line = " ".join(f"dpN{stage.removeprefix('/plain')} {precision.removeprefix('fp32')} {word}".split())
+        lines.append(f"| `{line}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def global_rows(key: str) -> dict:
     """The rows of one question of ``global_tensors`` measured last."""
     found = sorted((ROOT / "benchmarks" / "global_tensors" / "results").glob("*.json"))
@@ -273,6 +290,7 @@ TABLES = {
     "pipeline_overhead actions": pipeline_actions,
     "pipeline_overhead lists": pipeline_lists,
     "zero_step": zero_step,
+    "ledger": ledger,
 }
 
 

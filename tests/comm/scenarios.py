@@ -116,6 +116,21 @@ def scenario_reduce_scatter_needs_no_sizes_where_parts_are_equal(world: World) -
     same(axis.reduce_scatter(held_by(world.rank, 2 * axis.size, 3)), total.chunk(axis.size)[axis.index])
 
 
+def scenario_tensors_are_summed_and_cut_end_to_end_and_may_be_let_go_of(world: World) -> None:
+    axis = world.everyone()
+    for scale in (1, 900):  # what travels in a line, and what lies in memory
+        shapes = [(2, 3 * scale), (0,), (scale, 2), (1,)]
+        held = {rank: [held_by(rank + 10 * i, *shape) for i, shape in enumerate(shapes)] for rank in axis.ranks}
+        total = torch.stack([torch.cat([each.flatten() for each in theirs]) for theirs in held.values()]).sum(0)
+        s, r = scale, 2 * scale + 1
+        sizes = {2: [5 * s, s + r], 3: [5 * s, s, r], 4: [5 * s, s, r, 0]}[axis.size]
+        mine = held.pop(world.rank)
+        mine[2] = mine[2].T.contiguous().T
+        pending = axis.reduce_scatter_together_async(mine, sizes)
+        del mine
+        same(pending.wait(), total.split(sizes)[axis.index])
+
+
 def scenario_all_to_all_gives_every_member_its_part(world: World) -> None:
     axis = world.everyone()
 

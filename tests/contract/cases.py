@@ -59,6 +59,9 @@ TOGETHER = (("sp", "regather"),)
 BESIDE = {"zero": "/bucket:0"}
 """What is written with every option of a strategy: the models here are small, and would be one unit."""
 
+FURTHER = {("zero", 4): ("dp2x2/zero2", "dp2x2/zero3")}
+"""Factors of more than one size, by strategy and ranks: replicas of slices."""
+
 
 def spellings(strategy, size: int) -> list[str]:
     """The factors that ask for ``strategy`` on so many ranks, with each of its options in turn."""

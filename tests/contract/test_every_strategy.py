@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from contract.cases import (
+    BESIDE,
     CASES,
     CHECKS,
     DEEP,
+    FURTHER,
     GPT2,
     LLAMA_ONE_KV,
     OPTION_CASES,
@@ -51,6 +53,8 @@ def lines_of(strategy, size, case):
     """The plainest line for the case; with every option where all axes are there and the case has several blocks."""
     every = case in (DEEP, *OPTION_CASES) and size == whole_size(strategy)
     factors = spellings(strategy, size) if every else [spelling(strategy, size)]
+    if case in (DEEP, GPT2):
+        factors += [each + BESIDE.get(strategy.name, "") for each in FURTHER.get((strategy.name, size), ())]
     factors = [factor for factor in factors if case.has_sequences or "/seq" not in factor]
     return [line_of(case, factor) for factor in factors]
 

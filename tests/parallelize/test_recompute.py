@@ -129,6 +129,36 @@ def test_a_pattern_names_what_is_computed_again():
     assert calls_of("recompute:blocks.*")["addmm"] == 10
 
 
+class CastsInside(Blocks):
+    """Casts around its blocks, in a forward that is over when the backward runs them again."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("word", ["full", "selective"])
+@pytest.mark.parametrize("make", [Blocks, CastsInside])
+def test_what_is_computed_again_drops_and_casts_as_it_did_to_the_last_bit(make, word):
+    def work(world, line):
+        run = parallelize(model, line, world, seed=3)
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        losses = []
+        for mine in run.shard([batch(5)] * 3):
+            losses.append(run.step(mine))
+            optimizer.step()
+        return losses, [p.detach().clone() for p in run.parameters.values()]
+
+    torch.manual_seed(0)
+    model = make(wide)
+    for line in ("dp2", "dp2/zero3/bucket:0"):
+        kept, values = launch(work, 2, line, ranks="threads")[1]
+        again, same = launch(work, 2, f"{line} recompute:{word}", ranks="threads")[1]
+        assert kept == again
+        assert kept[0] != kept[1]
+        assert all(map(torch.equal, values, same))
+
+
 def test_without_gradients_nothing_is_kept_or_computed_again():
     def work(world):
         run = parallelize(Blocks(wide), "recompute:full", world)

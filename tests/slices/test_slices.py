@@ -106,6 +106,24 @@ def test_replicas_sum_their_slices_once_a_step():
         assert sum(sum(sent) for sent, coord in found if coord["replica"] == replica) == num_elements * 8
 
 
+REPLICAS = [("dp2x2/zero1/bucket:0 mb2", "replica"), ("dp2x2/zero3/bucket:0 mb2", "replica")]
+
+
+@pytest.mark.parametrize(("line", "axis"), [*REPLICAS, ("dp2/zero2/bucket:0 tp2/sp", "tp")])
+def test_slices_are_summed_over_other_axes_while_the_backward_goes_on(line, axis):
+    def work(world):
+        run = parallelize(gpt(), line, world)
+        (batch,) = run.shard([tokens(8)])
+        with world.recorder.recording() as records:
+            run.step(batch)
+        kinds = [(record.kind, record.axis) for record in records if record.source not in ("core", "loss")]
+        own = [place for place, kind in enumerate(kinds) if kind == ("reduce_scatter", "dp")]
+        sums = [place for place, kind in enumerate(kinds) if kind == ("all_reduce", axis) and place > own[0]]
+        return sums[0] < own[-1], sums[-1] > own[-1]
+
+    assert on_threads(work, line) == [(True, True)] * 4
+
+
 # ---- memory
 
 
@@ -277,13 +295,16 @@ def test_groups_with_their_own_rate_and_decay_and_clipping_train_as_one_device_d
     assert expected[0][0] != expected[0][1]
 
 
-def test_an_optimizer_that_needs_whole_tensors_is_refused():
+@pytest.mark.parametrize("kind", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
+def test_an_optimizer_that_needs_whole_tensors_is_refused(kind):
     def work(world):
         run = parallelize(mlp(), "dp2/zero1", world)
-        with pytest.raises(PlanError, match="Adafactor looks at whole tensors"):
-            run.optimizer(torch.optim.Adafactor, lr=0.1)
+        with pytest.raises(PlanError, match=f"{kind} looks at whole tensors") as refusal:
+            run.optimizer(getattr(torch.optim, kind), lr=0.1)
+        return str(refusal.value)
 
-    on_threads(work, "dp2/zero1")
+    (text,) = set(on_threads(work, "dp2/zero1"))
+    assert "fix:     use AdamW, or a layout that cuts no parameter" in text
 
 
 def test_a_parameter_that_no_forward_reaches_stays_as_it_is():

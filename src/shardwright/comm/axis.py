@@ -82,8 +82,11 @@ class Channel(Protocol):
         """Fills ``parts[i]`` with member i's; ``parts[index]`` holds this member's."""
         ...
 
-    def reduce_scatter(self, call: Call, out: Tensor, parts: list[Tensor]) -> Pending[Tensor]:
-        """Fills ``out`` with the sum over members of their ``parts[index]``."""
+    def reduce_scatter(self, call: Call, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]) -> Pending[Tensor]:
+        """Fills ``out``, of one dim, with the sum over members of part ``index`` of their ``tensors``, end to end.
+
+        Part i has ``sizes[i]`` elements, wherever tensors begin and end.
+        """
         ...
 
     def all_to_all(self, call: Call, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
@@ -228,21 +231,28 @@ class Axis:
         parts = [whole if i == self.index else whole.new_empty(tuple(shape)) for i, shape in enumerate(shapes)]
         if not any(part.numel() for part in parts):
             return parts, done(None)
-        call = self._call_about("all_gather", parts)
+        call = self._call_about("all_gather", [part.numel() for part in parts], whole.dtype)
         return parts, self.channel.all_gather(call, [part.view(-1) for part in parts], self.index)
 
     def reduce_scatter_parts_async(self, parts: Sequence[Tensor]) -> Pending[Tensor]:
         """Starts the sum over members of their ``parts[index]``, which lie apart: nothing is copied to cut them."""
-        whole = [part.detach().contiguous() for part in parts]
+        shape = parts[self.index].shape
+        pending = self.reduce_scatter_together_async(parts, [part.numel() for part in parts])
+        return Pending(lambda: pending.wait().view(shape))
+
+    def reduce_scatter_together_async(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Pending[Tensor]:
+        """Starts the sum of several tensors of one dtype, flat and end to end, of which member i gets ``sizes[i]``.
+
+        Nothing is copied to join them, where members share memory; and there they may be let go of at once.
+        """
+        flat = [tensor.detach().reshape(-1) for tensor in tensors]
         if self.size == 1:
-            return done(whole[0])
-        out = torch.empty_like(whole[self.index])
-        if not any(part.numel() for part in whole):
+            return done(flat[0] if len(flat) == 1 else torch.cat(flat))
+        out = flat[0].new_empty(sizes[self.index])
+        if not sum(sizes):
             return done(out)
-        call = self._call_about("reduce_scatter", whole)
-        flat = out.view(-1)
-        pending = self.channel.reduce_scatter(call, flat, [part.view(-1) for part in whole])
-        return Pending(lambda: pending.wait().view(out.shape))
+        call = self._call_about("reduce_scatter", sizes, out.dtype)
+        return self.channel.reduce_scatter(call, out, flat, sizes)
 
     def reduce_scatter(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         """Sums over the axis and leaves each member its part of ``dim``: ``sizes``, or equal parts."""
@@ -263,13 +273,13 @@ class Axis:
                 )
             )
         sizes = sizes or [whole.shape[0] // self.size] * self.size
-        parts = list(whole.split(list(sizes)))
-        out = torch.empty_like(parts[self.index])
+        out = whole.new_empty((sizes[self.index], *whole.shape[1:]))
         if whole.numel() == 0:
             return done(out.movedim(0, dim))
         call = self._call("reduce_scatter", whole, f"in parts {list(sizes)}")
-        pending = self.channel.reduce_scatter(call, out, parts)
-        return Pending(lambda: pending.wait().movedim(0, dim))
+        row = whole[0].numel()
+        pending = self.channel.reduce_scatter(call, out.view(-1), [whole.view(-1)], [size * row for size in sizes])
+        return Pending(lambda: (pending.wait(), out.movedim(0, dim))[1])
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Gives ``parts[i]`` to member i and returns what each gave; ``shapes[i]`` is what member i sends here."""
@@ -345,9 +355,8 @@ class Axis:
 
     # --- inside --------------------------------------------------------------------------------------------
 
-    def _call_about(self, kind: str, parts: Sequence[Tensor]) -> Call:
-        sizes = [part.numel() for part in parts]
-        return Call(kind, self.name, self.source, (sum(sizes),), parts[0].dtype, f"in parts {sizes}")
+    def _call_about(self, kind: str, sizes: Sequence[int], dtype: torch.dtype) -> Call:
+        return Call(kind, self.name, self.source, (sum(sizes),), dtype, f"in parts {list(sizes)}")
 
     def _call(self, kind: str, tensor: Tensor, details: str) -> Call:
         return Call(kind, self.name, self.source, tuple(tensor.shape), tensor.dtype, details)

@@ -32,9 +32,9 @@ class GhostChannel:
         """Leaves the others' parts as they are."""
         return _kept(None, parts)
 
-    def reduce_scatter(self, call: Call, out: Tensor, parts: list[Tensor]) -> Pending[Tensor]:
-        """This rank's share, of no meaning."""
-        return _kept(out, parts)
+    def reduce_scatter(self, call: Call, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]) -> Pending[Tensor]:
+        """This rank's share, of no meaning; what is summed was copied where the others read it."""
+        return done(out)
 
     def all_to_all(self, call: Call, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
         """The others' parts, of no meaning."""

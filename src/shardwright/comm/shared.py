@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwright.comm.axis import Call, Pending
 from shardwright.comm.exchange import INLINE_BYTES, POST, Exchange, LateError, LostError
 from shardwright.comm.failures import LostPartnerError
-from shardwright.comm.sums import Sum, combine, scatter_back
+from shardwright.comm.sums import Sum, combine, parts_of, scatter_back
 
 T = TypeVar("T")
 
@@ -86,21 +86,33 @@ class SharedChannel:
 
         return self._pending(call, finish)
 
-    def reduce_scatter(self, call: Call, out: Tensor, parts: list[Tensor]) -> Pending[Tensor]:
+    def reduce_scatter(self, call: Call, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]) -> Pending[Tensor]:
         """See :class:`~shardwright.comm.axis.Channel`."""
-        number = self._begin(call, sum(part.nbytes for part in parts))
-        sent = sum(part.nbytes for part in parts) - out.nbytes
-        self._post(call, number, parts, self.others, sent)
-        before = sum(part.nbytes for part in parts[: self.index])
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        number = self._begin(call, num_bytes)
+        before = sum(sizes[: self.index]) * out.element_size()
+        place = self._post(call, number, tensors, self.others, num_bytes - out.nbytes)
+        if place < 0:
+            mine = parts_of(tensors, sizes)[self.index].clone()
+        else:  # the own part lies in the block too, so the tensors are needed no more
+            self.exchange.hold(place)
+            mine = self.exchange.blocks[place].bytes[before : before + out.nbytes].view(out.dtype)
+
+        def term(position: int) -> tuple[Tensor, Any]:
+            found = (mine, None) if position == self.index else self._read(self.ranks[position], number, out, before)
+            return found[0].to(out.device), found[1]
 
         def finish() -> Tensor:
-            for position, rank in enumerate(self.ranks):
-                if position == self.index:
-                    term, give_back = parts[self.index], None
-                else:
-                    term, give_back = self._read(rank, number, out, before)
-                out.copy_(term) if position == 0 else out.add_(term.to(out.device))
-                self._give_back(give_back)
+            (first, here), (second, there) = term(0), term(1)
+            torch.add(first, second, out=out)
+            self._give_back(here)
+            self._give_back(there)
+            for position in range(2, len(self.ranks)):
+                each, back = term(position)
+                out.add_(each)
+                self._give_back(back)
+            if place >= 0:
+                self.exchange.release(place)
             return out
 
         return self._pending(call, finish)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -91,3 +93,18 @@ def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
     """Copies a flat tensor into several."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
+
+
+def parts_of(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """What flat tensors hold, end to end, in parts of these sizes: copied where a part lies in several of them.
+
+    >>> [part.tolist() for part in parts_of([torch.arange(3), torch.arange(3, 5)], [1, 0, 4])]
+    [[0], [], [1, 2, 3, 4]]
+    """
+    places = list(pairwise(accumulate((tensor.numel() for tensor in tensors), initial=0)))
+    found = []
+    for low, high in pairwise(accumulate(sizes, initial=0)):
+        pairs = zip(tensors, places, strict=True)
+        inside = [tensor[max(low - a, 0) : high - a] for tensor, (a, b) in pairs if max(a, low) < min(b, high)]
+        found.append(inside[0] if len(inside) == 1 else torch.cat([tensors[0][:0], *inside]))
+    return found

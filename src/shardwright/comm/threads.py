@@ -215,8 +215,10 @@ class ThreadChannel:
 
         return self._meet(call, sum(part.nbytes for part in parts), {"parts": parts}, work, None)
 
-    def reduce_scatter(self, call: Call, out: Tensor, parts: list[Tensor]) -> Pending[Tensor]:
+    def reduce_scatter(self, call: Call, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]) -> Pending[Tensor]:
         """See :class:`~shardwright.comm.axis.Channel`."""
+        # several are joined: the others may come late, and these need not be kept until then
+        (message,) = tensors if len(tensors) == 1 else [torch.cat(tensors)]
 
         def work(brought: list[Contribution]) -> None:
             for i, each in enumerate(brought):
@@ -224,7 +226,8 @@ class ThreadChannel:
                 for other in brought[1:]:
                     each["out"].add_(other["parts"][i])
 
-        return self._meet(call, sum(part.nbytes for part in parts), {"out": out, "parts": parts}, work, out)
+        brought = {"out": out, "parts": message.split(list(sizes))}
+        return self._meet(call, message.nbytes, brought, work, out)
 
     def all_to_all(self, call: Call, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
         """See :class:`~shardwright.comm.axis.Channel`."""

@@ -27,6 +27,7 @@ from shardwright.comm.exchange import Exchange, Link, folder_for_sockets
 from shardwright.comm.failures import LostPartnerError
 from shardwright.comm.recorder import Record, Recorder
 from shardwright.comm.shared import SharedChannel
+from shardwright.comm.sums import parts_of
 from shardwright.comm.witness import Witness
 from shardwright.errors import CommunicationError, PlanError, explain
 
@@ -221,13 +222,15 @@ class ProcessChannel:
         works = self._exchange([parts[index]] * len(parts), parts)
         return self._pending(call, works, lambda: None)
 
-    def reduce_scatter(self, call: Call, out: Tensor, parts: list[Tensor]) -> Pending[Tensor]:
+    def reduce_scatter(self, call: Call, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]) -> Pending[Tensor]:
         """See :class:`~shardwright.comm.axis.Channel`."""
-        self._begin(call, sum(part.nbytes for part in parts))
-        received = [torch.empty_like(out) if i != self.index else parts[i] for i in range(len(parts))]
+        self._begin(call, sum(tensor.nbytes for tensor in tensors))
+        parts = parts_of(tensors, sizes)
+        received = [out if i == self.index else torch.empty_like(out) for i in range(len(parts))]
         works = self._exchange(parts, received)
 
         def finish() -> Tensor:
+            received[self.index] = parts[self.index]  # all parts are kept until now: they were on their way
             torch.add(received[0], received[1], out=out)
             for term in received[2:]:
                 out.add_(term)

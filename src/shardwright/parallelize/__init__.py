@@ -119,7 +119,8 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
     def joined(names: tuple[str, ...]) -> Axis:
         return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
 
-    sync = GradientSync(job.model, plan, coord, joined, resting)
+    summed = [one.summed for one in applied]
+    sync = GradientSync(job.model, plan, coord, joined, resting, lambda unit: all(each(unit) for each in summed))
     compute_again(job, plan)
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)

@@ -73,7 +73,8 @@ def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
 class GradientSync:
     """Sums every unit's gradients over those who share them; ``finish`` waits for all.
 
-    Those that rest elsewhere than they are computed, ``resting``, are summed there.
+    Those that rest elsewhere than they are computed, ``resting``, are summed there, once ``summed`` says of their unit
+    that they have come.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class GradientSync:
         coord: Coord,
         joined: Callable[[tuple[str, ...]], Axis],
         resting: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        summed: Callable[[str], bool] = lambda unit: True,
     ) -> None:
         self.parameters: Mapping[str, nn.Parameter] = {
             name: resting.get(name, p) for name, p in model.named_parameters() if p.requires_grad
@@ -93,6 +95,8 @@ class GradientSync:
         self._left: Counter[str] = Counter()
         self._sent: list[Callable[[], None]] = []
         self._waiting: list[Unit] = []
+        self._summed = summed
+        self._in_slices: list[tuple[str, _Group]] = []
         self._at_the_end: list[_Group] = []
         _contribute_once(model, plan, coord)
 
@@ -121,11 +125,11 @@ class GradientSync:
     def begin(self, units: Sequence[Unit], num_microbatches: int) -> None:
         """Starts a step: the units' gradients are sent in this order, each after its last microbatch's backward.
 
-        What stages share is sent at the end, since they come to it in different orders, and so are gradients in
-        slices.
+        Gradients in slices are sent as their own sums come in. What stages share is sent at the end, since they come to
+        it in different orders.
         """
         self._left = Counter({unit.name: num_microbatches for unit in units})
-        self._sent, self._waiting, self._at_the_end = [], list(units), []
+        self._sent, self._waiting, self._in_slices, self._at_the_end = [], list(units), [], []
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -136,14 +140,20 @@ class GradientSync:
     def _after_weight_gradients(self, unit: Unit, microbatch: int) -> None:
         self._left[unit.name] -= 1
         while self._waiting and not self._left[self._waiting[0].name]:
-            for group in self.groups[self._waiting.pop(0).name]:
-                if "pp" in group.axis.name.split("+") or self.sliced.intersection(group.names):
+            name = self._waiting.pop(0).name
+            for group in self.groups[name]:
+                if "pp" in group.axis.name.split("+"):
                     self._at_the_end.append(group)
+                elif self.sliced.intersection(group.names):
+                    self._in_slices.append((name, group))
                 else:
                     self._sent.append(group.start())
+        while self._in_slices and self._summed(self._in_slices[0][0]):
+            self._sent.append(self._in_slices.pop(0)[1].start())
 
     def finish(self) -> None:
         """Waits for every sum."""
+        self._sent += [group.start() for _, group in self._in_slices]
         self._sent += [group.start() for group in sorted(self._at_the_end, key=lambda group: group.name)]
         for finish in self._sent:
             finish()

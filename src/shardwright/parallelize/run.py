@@ -80,6 +80,7 @@ class Run:
         self.parameters: Mapping[str, nn.Parameter] = {
             name: resting.get(name, p) for name, p in self.model.named_parameters()
         }
+        self._kept = [each.kept for each in applied]
         self.coord = plan.mesh.coord(world.rank)
         self.draws: Draws = executor.draws
         self.num_steps = 0
@@ -118,6 +119,10 @@ class Run:
 
     def _narrow(self, inputs: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: narrow(tensor, self.plan), inputs)
+
+    def kept(self) -> list[Tensor]:
+        """What lies in memory between steps beside the parameters: units that stay whole."""
+        return [tensor for each in self._kept for tensor in each()]
 
     # ---- steps
 

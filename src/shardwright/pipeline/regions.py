@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,26 @@ class _Gives(TorchDispatchMode):
         return function(*args, **(named or {}))
 
 
+class _Cast(NamedTuple):
+    """How ``torch.autocast`` is set for a type of device."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    cached: bool
+
+    @classmethod
+    def now(cls, device: str) -> _Cast:
+        """In this thread, at this moment."""
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return cls(device, enabled, dtype, torch.is_autocast_cache_enabled())
+
+    def again(self) -> AbstractContextManager[Any]:
+        """While it lasts, it is set like this."""
+        found: AbstractContextManager[Any] = torch.autocast(self.device, self.dtype, self.enabled, self.cached)
+        return found
+
+
 @dataclass
 class _Region:
     """One call of a block: what autograd would have kept of it, made again when the first of it is asked for."""
@@ -101,12 +121,14 @@ class _Region:
     restore: tuple[Callable[[], None], ...] = ()
     versions: tuple[int, ...] = ()
     modes: tuple[TorchFunctionMode, ...] = ()
+    casts: tuple[_Cast, ...] = ()
     found: dict[int, Tensor] | None = None
 
     def forward(self) -> Any:
         """The first run."""
         self.restore = tuple(each.moment() for each in self.block.states)
         self.versions, self.modes = self._versions(), tuple(_get_current_function_mode_stack())
+        self.casts = self._casting()
         buffers = {name: buffer._version for name, buffer in self.block.other_buffers()}
         with saved_tensors_hooks(self._save, self._load), self._keeping():
             result = self.block.forward(*self.args, **self.named)
@@ -120,6 +142,12 @@ class _Region:
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(leaf._version for leaf in tree_leaves((self.args, self.named)) if isinstance(leaf, Tensor))
+
+    def _casting(self) -> tuple[_Cast, ...]:
+        """How ``torch.autocast`` is set now, for the devices that take part."""
+        leaves = [leaf for leaf in tree_leaves((self.args, self.named)) if isinstance(leaf, Tensor)]
+        devices = sorted({"cpu", *(leaf.device.type for leaf in leaves)})
+        return tuple(_Cast.now(device) for device in devices if torch.amp.is_autocast_available(device))
 
     def _save(self, tensor: Tensor) -> int:
         self.saved.append((tensor.shape, tensor.dtype))
@@ -157,6 +185,8 @@ class _Region:
             with ExitStack() as stack, torch.enable_grad(), saving, gives, self.block.counting_nothing():
                 for mode in self.modes:  # autograd does not bring them along
                     stack.enter_context(mode)
+                for cast in self.casts if self.casts != self._casting() else ():
+                    stack.enter_context(cast.again())
                 self.block.forward(*apart[0], **apart[1])
         except _Enough:
             pass

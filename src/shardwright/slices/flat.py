@@ -110,18 +110,15 @@ class Flat:
 
         The gradients are let go of. A parameter without one, which backward did not reach, counts as zeros.
         """
-        parts = []
+        gradients = []
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 self.unreached.discard(name)
-                parts.append(parameter.grad.reshape(-1))
+                gradients.append(parameter.grad.to(self.slice.dtype) if self.wide else parameter.grad)
                 parameter.grad = None
             else:
-                parts.append(self._dropped.new_zeros(parameter.numel()))
-        message = torch.cat(parts)
-        return self.axis.reduce_scatter_async(
-            message.to(self.slice.dtype) if self.wide else message, 0, self.part_sizes
-        )
+                gradients.append((self.slice if self.wide else self._dropped).new_zeros(parameter.numel()))
+        return self.axis.reduce_scatter_together_async(gradients, self.part_sizes)
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Adds to the slice's gradient."""

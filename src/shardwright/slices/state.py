@@ -63,7 +63,8 @@ class SlicedState:
         self.trained = {unit: [flat for group, flat in each if group.trained] for unit, each in flats.items()}
         self.window = Window(tuple(self.blocks.values()), ahead, self.drops)
         self._left: dict[str, int] = {}
-        self._sent: list[list[tuple[Flat, Pending[Tensor]]]] = []
+        self._sent: list[tuple[str, list[tuple[Flat, Pending[Tensor]]]]] = []
+        self._summed: set[str] = set()
         self._watch(model)
 
     def applied(self) -> Applied:
@@ -75,7 +76,11 @@ class SlicedState:
             before_sync=self._before_sync,
             after_optimizer=self.window.changed,
         )
-        return Applied(events=events, parameters=resting)
+        return Applied(events=events, parameters=resting, summed=self._is_summed, kept=self._wholes)
+
+    def _wholes(self) -> list[Tensor]:
+        flats = (flat for block in self.blocks.values() for flat in block.flats)
+        return [flat.whole for flat in flats if flat.whole is not None]
 
     def _watch(self, model: nn.Module) -> None:
         """Before a module runs, and before anyone else reads its parameters, they are there."""
@@ -105,18 +110,31 @@ class SlicedState:
         left = self._left[unit.name] = self._left.get(unit.name, self.num_microbatches) - 1
         if not flats or (self.stage == 1 and left):
             return
-        self._sent.append([(flat, flat.send_gradients()) for flat in flats])
+        self._sent.append((unit.name, [(flat, flat.send_gradients()) for flat in flats]))
         while len(self._sent) > self.ahead:
             self._receive()
 
     def _receive(self) -> None:
-        for flat, pending in self._sent.pop(0):
+        name, sent = self._sent.pop(0)
+        for flat, pending in sent:
             flat.add_gradient(pending.wait())
+        if not self._left[name] and all(name != other for other, _ in self._sent):
+            self._show(name)
+
+    def _show(self, name: str) -> None:
+        """The unit's gradients are summed over the axis: others may go on with them."""
+        for flat in self.trained[name]:
+            flat.show_gradient()
+        self._summed.add(name)
+
+    def _is_summed(self, name: str) -> bool:
+        return name in self._summed
 
     def _before_sync(self) -> None:
         while self._sent:
             self._receive()
+        for name in self.trained:
+            if name not in self._summed:
+                self._show(name)
         self._left.clear()
-        for flats in self.trained.values():
-            for flat in flats:
-                flat.show_gradient()
+        self._summed.clear()

@@ -173,11 +173,11 @@ class Window:
     # ---- what autograd saves
 
     def _save(self, tensor: Tensor) -> Any:
-        address = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()._cdata  # not its address: a rehearsal's memory has none
         for block in self.blocks:
             if block.is_whole:
                 for flat in block.flats:
-                    if flat.whole is not None and flat.whole.untyped_storage().data_ptr() == address and address:
+                    if flat.whole is not None and flat.whole.untyped_storage()._cdata == storage:
                         return _Saved(block, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return tensor
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import ClassVar, Literal, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.comm import Axis
 from shardwright.errors import LayoutError, explain
@@ -26,7 +26,9 @@ class Applied:
     parameter rests in another form than it computes in; they carry the gradients too. ``work`` is this rank's part of
     the model, where it is not the whole. ``frame`` is what is done around the model's forward, for stages, which run
     the modules inside; without stages it is done by hooks. ``late`` are parameters whose gradients do not come from
-    autograd: they are in place when ``after_backward`` has returned.
+    autograd: they are in place when ``after_backward`` has returned. ``summed`` says of a unit whether its gradients,
+    where they rest elsewhere, are ready in this step for what else is to be summed. ``kept`` is what lies in memory
+    between steps beside the parameters of both kinds.
     """
 
     events: Events = field(default_factory=Events)
@@ -34,6 +36,8 @@ class Applied:
     work: Work | None = None
     frame: Frame | None = None
     late: frozenset[str] = frozenset()
+    summed: Callable[[str], bool] = lambda unit: True
+    kept: Callable[[], Sequence[Tensor]] = tuple
 
 
 class Strategy(Protocol):
