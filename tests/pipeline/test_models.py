@@ -14,7 +14,7 @@ from shardwright import launch, parallelize, time_layers, verify
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy, MeanSquaredError
-from shardwright.parallelize import expected_traffic, make_plan
+from shardwright.parallelize import StepTraffic, make_plan
 from shardwright.strategy import Job
 
 W = 6
@@ -545,7 +545,7 @@ def test_an_encoder_that_looks_at_a_mask_is_weighed_and_rehearsed_without_values
     job = Job(Masked(), MeanSquaredError(), example=x.to("meta"))
     plan, chosen = make_plan(job, Layout.parse("pp2/1f1b mb2 tp2"))
     for rank in range(plan.mesh.size):
-        assert expected_traffic(job, plan, chosen, x, plan.mesh.coord(rank))["pipeline"]
+        assert StepTraffic(job, plan, chosen, x).at(plan.mesh.coord(rank))["pipeline"]
     verdict = verify(Masked(), "pp2/1f1b mb2 tp2", [(x, x)], loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
 
