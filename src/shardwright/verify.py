@@ -38,7 +38,7 @@ from shardwright.errors import PlanError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.devices import StaysOn
-from shardwright.models.losses import CrossEntropy
+from shardwright.models.losses import CrossEntropy, mean_of, sum_and_count
 from shardwright.models.visits import call_model
 from shardwright.parallelize import (
     Run,
@@ -202,8 +202,8 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
         draws.step, draws.samples = step, range(num_rows(inputs))
         optimizer.zero_grad()
         with StaysOn(torch.device("cpu")) if on_several else nullcontext():
-            loss_sum, count = loss(call_model(model, inputs), targets)
-        mean = loss_sum / max(int(count), 1)
+            loss_sum, count = sum_and_count(loss(call_model(model, inputs), targets))
+        mean, _ = mean_of(loss_sum, float(count))
         mean.backward()
         outcome.losses.append(mean.item())
         if step == 0:
