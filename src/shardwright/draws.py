@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.errors import PlanError, explain
 
 KEYED = (nn.Dropout,)
+TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 UNKEYED = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 
 _FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli, torch.normal)
@@ -147,7 +148,8 @@ def keep_mask(
 class Dropper:
     """Dropout with masks from ``draws``, for one layer that sees these cuts of these samples.
 
-    ``tokens`` gives the cuts of a tensor of one shape, where they depend on how long its sequences are.
+    ``tokens`` gives the cuts of a tensor of one shape, where they depend on how long its sequences are. The samples are
+    in ``dim``, 0 or 1; masks are those of a tensor that has them in dim 0.
     """
 
     draws: Draws
@@ -155,21 +157,23 @@ class Dropper:
     cuts: tuple[SliceOfDim, ...] = ()
     rows: Callable[[], Sequence[int]] | None = None
     tokens: Callable[[Sequence[int]], tuple[SliceOfDim, ...]] | None = None
+    dim: int = 0
 
     def __call__(self, input: Tensor, p: float) -> Tensor:
-        """The input with elements dropped. Raises PlanError unless its dim 0 is the samples."""
+        """The input with elements dropped. Raises PlanError unless its samples are where they should be."""
         samples = self.draws.samples if self.rows is None else self.rows()
-        if input.shape[0] != len(samples):
+        if input.dim() <= self.dim or input.shape[self.dim] != len(samples):
             raise PlanError(
                 explain(
                     f"dropout '{self.layer}' does not see one row for each sample",
                     given=f"a tensor of shape {list(input.shape)} for {len(samples)} samples",
-                    allowed="activations whose dim 0 is the samples",
+                    allowed="activations whose dim 0 is the samples; inside torch's transformer layers dim 1, too",
                     fix="apply dropout after the samples are in dim 0",
                 )
             )
-        cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(input.shape))
-        keep = keep_mask(self.draws, self.draws.call(self.layer), input.shape, cuts, p, samples)
+        shape = input.transpose(0, self.dim).shape
+        cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(shape))
+        keep = keep_mask(self.draws, self.draws.call(self.layer), shape, cuts, p, samples).transpose(0, self.dim)
         scale = 1 / (1 - p) if p < 1 else 0.0
         return input * (keep.to(input.device).to(input.dtype) * scale)
 
@@ -309,9 +313,11 @@ def key_dropout(
     >>> torch.equal(model(torch.ones(1, 8)), first), torch.equal(again, first)
     (True, False)
     """
+    second = frozenset(_with_samples_in_dim_1(model))
     for name, module in model.named_modules():
         draws.layers.add(name)
-        drop = Dropper(draws, name, (cuts or {}).get(name, ()), (rows or {}).get(name), (tokens or {}).get(name))
+        held, whose, which = (cuts or {}).get(name, ()), (rows or {}).get(name), (tokens or {}).get(name)
+        drop = Dropper(draws, name, held, whose, which, dim=int(name in second))
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
             if module.dropout > 0:
                 module.forward = _keyed_multihead(module, drop)  # type: ignore[method-assign]
@@ -331,6 +337,13 @@ def key_dropout(
         if type(module) in KEYED:
             module.forward = partial(_dropout, module, drop)
             module.__dict__["_dropper"] = drop
+
+
+def _with_samples_in_dim_1(model: nn.Module) -> Iterator[str]:
+    """The dropouts inside torch's own transformer layers that are built so: not ``batch_first``."""
+    for path, layer in model.named_modules():
+        if type(layer) in TRANSFORMER_LAYERS and not getattr(layer.self_attn, "batch_first", True):
+            yield from (f"{path}.{own}".lstrip(".") for own, child in layer.named_children() if type(child) in KEYED)
 
 
 class RefusesDraws(TorchFunctionMode):

@@ -41,7 +41,7 @@ from shardwright.errors import PlanError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.devices import StaysOn
-from shardwright.models.losses import CrossEntropy
+from shardwright.models.losses import CrossEntropy, mean_of, sum_and_count
 from shardwright.models.visits import call_model
 from shardwright.parallelize import (
     Run,
@@ -209,8 +209,9 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
         optimizer.zero_grad()
         for draws.samples, (some, theirs) in _at_once(plan, (inputs, targets)):
             with StaysOn(torch.device("cpu")) if on_several else nullcontext():
-                sums.append(loss(call_model(model, some), theirs))
-        mean = sum(each for each, _ in sums) / max(sum(int(count) for _, count in sums), 1)
+                sums.append(sum_and_count(loss(call_model(model, some), theirs)))
+        loss_sum = torch.stack([each for each, _ in sums]).sum()
+        mean, _ = mean_of(loss_sum, sum(float(count) for _, count in sums))
         mean.backward()
         outcome.losses.append(mean.item())
         if step == 0:

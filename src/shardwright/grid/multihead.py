@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from shardwright.boxes import Ranges, concat
 from shardwright.comm import Axis
 from shardwright.grid.features import Features, merged
-from shardwright.grid.features import width as num_elements
 from shardwright.grid.mode import Gathering, LinearNote, Mode, gives, takes
 from shardwright.grid.overrides import Overrides
 from shardwright.grid.placing import Placing
@@ -135,9 +134,8 @@ def _place(placing: Placing, path: str, module: nn.MultiheadAttention) -> str:
     three = Features(3 * width, axes, concat((width,) * 3, (rows, rows, rows)))
     one = Features(width, axes, rows)
     packed = module.in_proj_weight is not None
-    fewest = min(map(num_elements, (three if packed else one).parts))
-    if fewest < before.num_fetched(placing.mode.axes):
-        return f"{cannot}: some would hold nothing of {fewest} rows; every rank computes it whole"
+    if (three if packed else one).fewest < before.num_fetched(placing.mode.axes):
+        return f"{cannot}: some would hold no row of its projections; every rank computes it whole"
     projections, elements = [], 0.0
     for number, own in enumerate(PARTS[packed]):
         in_features = getattr(module, own).shape[1]

@@ -13,6 +13,7 @@ from shardwright.comm import Axis, World
 from shardwright.draws import Draws, key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
+from shardwright.models.without_samples import stand_no_samples
 from shardwright.parallelize.again import compute_again
 from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import samples_of, tokens_of
@@ -121,6 +122,7 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
 
     summed = [one.summed for one in applied]
     sync = GradientSync(job.model, plan, coord, joined, resting, lambda unit: all(each(unit) for each in summed))
+    stand_no_samples(job.model)
     compute_again(job, plan)
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)

@@ -16,6 +16,7 @@ from shardwright.comm import Axis, World
 from shardwright.comm.values import gather_json
 from shardwright.draws import Draws
 from shardwright.errors import PlanError, explain
+from shardwright.models.losses import mean_of
 from shardwright.models.visits import call_model
 from shardwright.parallelize.bridge import from_global_parameters, to_global_parameters
 from shardwright.parallelize.checking import check_frozen, check_full, check_trains
@@ -269,8 +270,7 @@ class Run:
             total = self.axes[joint(self.plan, self.plan.loss_axes)].for_strategy("loss").all_reduce(total)
         if total.is_meta:  # a rehearsal has no values
             return total[0], 1.0
-        count = float(total[1])
-        return total[0] / max(count, 1.0), max(count, 1.0)
+        return mean_of(total[0], float(total[1]))
 
     # ---- what happens when
 

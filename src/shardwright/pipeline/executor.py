@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.draws import Draws, RefusesDraws
-from shardwright.errors import PlanError, explain
+from shardwright.models.losses import sum_and_count
 from shardwright.models.visits import call_model
 from shardwright.pipeline.actions import Action, Schedule
 from shardwright.pipeline.deferred import Deferred
@@ -181,18 +181,7 @@ class LossEnd:
         """See :class:`Last`."""
         if self.widen:
             output = tree_map_only(Tensor, lambda t: t.float() if t.dtype.is_floating_point else t, output)
-        result = self.loss(output, microbatch.targets)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise PlanError(
-                explain(
-                    "a loss gives the sum over its targets and their count",
-                    given=type(result).__name__,
-                    allowed="a pair (sum, count)",
-                    fix="return loss.sum(), targets.numel(): the mean is taken once, over all ranks",
-                )
-            )
-        loss_sum, count = result
-        count = torch.as_tensor(count, device=loss_sum.device)
+        loss_sum, count = sum_and_count(self.loss(output, microbatch.targets))
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]))
         return loss_sum * self.scale if self.scale != 1 else loss_sum
 
