@@ -52,6 +52,7 @@ def test_stages_are_balanced_by_timed_layers_where_a_person_says_so(monkeypatch,
     asked = ("--layout", "pp2 mb2", "--measured-costs", *TINY)
     stages = json.loads(run("show", *asked, "--json").stdout)["stages"]
     assert stages[1]["chunks"][0]["calls"] == ["head"]
+    assert "from timed layers" in run("show", *asked).stdout
     assert run("verify", *asked, "--steps", "1").exit_code == 0
     out = tmp_path / "run"
     assert run("train", *asked, "--steps", "1", "--ranks", "threads", "--out", str(out)).exit_code == 0

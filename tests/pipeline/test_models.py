@@ -709,6 +709,10 @@ def test_stages_are_balanced_by_what_was_measured():
     assert parts() == [3, 3]
     assert parts(seconds=seconds) == [1, 5]
 
+    for wrong in ({"9": 1.0}, {"0": -1.0}, {"0": float("nan")}):
+        with pytest.raises(LayoutError, match="what time_layers"):
+            parts(seconds=wrong)
+
     held = []
     verdict = verify(model, "pp2", pairs(), seconds=seconds, alter=lambda run: held.append(len(run.parameters)))
     assert verdict.equal

@@ -89,3 +89,10 @@ def test_a_schedule_that_runs_a_later_microbatch_first_is_refused(tmp_path):
             f"pp2/file:{path} mb2/own-statistics",
             pairs(5),
         )
+
+
+@pytest.mark.parametrize("line", ["bf16", "pp2 mb2/own-statistics dp2 fp16"])
+def test_statistics_stay_wide_beside_weights_that_are_narrow(line):
+    model = nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Linear(W, W))
+    verdict = verify(model, line, pairs(9), dtype=torch.float32)
+    assert verdict.equal, verdict

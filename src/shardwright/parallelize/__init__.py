@@ -24,6 +24,7 @@ from shardwright.parallelize.planning import StepTraffic, hollow, job_for, make_
 from shardwright.parallelize.run import Run
 from shardwright.pipeline import Deferred, Executor, Samples
 from shardwright.pipeline.agreement import check_same, lines_of
+from shardwright.product import batch_norms, share_statistics
 from shardwright.slices.masters import Masters, narrow_buffers
 from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, apply_in_turn, sync_axes
 
@@ -107,6 +108,8 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
     axes = _axes(plan, world)
     rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
     key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
+    if plan.layout.precision != "fp32":  # torch's own takes no weights that are narrower than the statistics
+        share_statistics((norm for _, norm in batch_norms(job.model)), (), always=True)
     job, added = apply_in_turn(chosen, job, axes, plan)
     applied = list(added)
     resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}

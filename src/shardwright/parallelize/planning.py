@@ -145,6 +145,8 @@ def local_samples(plan: Plan, coord: Coord, num_samples: int) -> range:
 
 def rows(tree: Any, start: int, stop: int) -> Any:
     """Rows of every tensor of a batch: views."""
+    if isinstance(tree, Tensor):  # a walk through a tree costs ten times as much
+        return tree[start:stop]
     return tree_map_only(Tensor, lambda tensor: tensor[start:stop], tree)
 
 

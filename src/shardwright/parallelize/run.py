@@ -180,8 +180,8 @@ class Run:
             torch._foreach_mul_(gradients, factor)
 
     def _cut(self, batch: Microbatch, samples: range) -> Microbatch:
-        first = batch.samples.start
-        inputs, targets = rows((batch.inputs, batch.targets), samples.start - first, samples.stop - first)
+        start, stop = samples.start - batch.samples.start, samples.stop - batch.samples.start
+        inputs, targets = rows(batch.inputs, start, stop), rows(batch.targets, start, stop)
         return Microbatch(inputs, targets, samples, batch.num_global, batch.num_tokens)
 
     def _schedule(self, num_microbatches: int) -> Schedule:

@@ -60,6 +60,10 @@ def _nothing(*_: Any) -> None:
     return None
 
 
+def _in_nothing(action: Action) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Events:
     """What to do at the edges of units and actions. All are optional; ranks fire them in the same order."""
@@ -70,7 +74,7 @@ class Events:
     after_backward: Callable[[int], None] = _nothing
     after_weight_gradients: Callable[[Unit, int], None] = _nothing
     after_action: Callable[[Action], None] = _nothing
-    during: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext()
+    during: Callable[[Action], AbstractContextManager[None]] = _in_nothing
     before_sync: Callable[[], None] = _nothing
     after_sync: Callable[[], None] = _nothing
     after_optimizer: Callable[[], None] = _nothing
@@ -208,6 +212,14 @@ def held_units(units: Sequence[Unit], held: Collection[str]) -> tuple[Unit, ...]
     return tuple(unit for unit in found if unit.parameters)
 
 
+@contextmanager
+def _all_of(around: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in around:
+            stack.enter_context(each)
+        yield
+
+
 class Executor:
     """Runs the actions of one step on this rank's part of the model.
 
@@ -265,13 +277,10 @@ class Executor:
             for events in self.events:
                 events.after_action(action)
 
-    @contextmanager
-    def during(self, action: Action) -> Iterator[None]:
+    def during(self, action: Action) -> AbstractContextManager[Any]:
         """What strategies have open while an action runs."""
-        with ExitStack() as stack:
-            for events in self.events:
-                stack.enter_context(events.during(action))
-            yield
+        around = [events.during(action) for events in self.events if events.during is not _in_nothing]
+        return _all_of(around) if around else nullcontext()
 
     def in_order(self, actions: Sequence[Action]) -> tuple[Unit, ...]:
         """The units in the order in which a list of actions completes their gradients, the same on every model copy."""

@@ -22,6 +22,7 @@ from shardwright.parallelize.planning import (
 )
 from shardwright.parallelize.sequences import num_tokens_of
 from shardwright.pipeline import Action, Span, Timeline
+from shardwright.pipeline.costs import FLOPS_PER_S
 from shardwright.pipeline.predict import predict
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.strategy import INPUT, Job, Plan, Role, Strategy, partial_axes
@@ -87,11 +88,11 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
         "ranks": _ranks(job, plan, strategies, inputs),
         "parameters": [_parameter(plan, name) for name in plan.compute],
         "layers": _layers(job, plan),
-        **_pipeline(plan),
+        **_pipeline(plan, timed=bool(job.seconds)),
     }
 
 
-def _pipeline(plan: Plan) -> dict[str, Any]:
+def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
     """How a pipeline cuts the model, its schedule, and the timeline that follows from what the chunks cost."""
     schedule, stages = plan.schedule, plan.stages
     if schedule is None or stages is None:
@@ -114,6 +115,7 @@ def _pipeline(plan: Plan) -> dict[str, Any]:
     return {
         "schedule": schedule.name,
         "bubble": timeline.bubble,
+        "seconds_from": "timed layers" if timed else f"{FLOPS_PER_S / 1e9:.0f} GFLOP/s, a guess",
         "stages": found,
         "timeline": timeline_data(timeline),
     }

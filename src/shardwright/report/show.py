@@ -46,6 +46,7 @@ def show_text(description: Description, width: int = 100) -> str:
     if "samples" in description["ranks"][0]:
         tables.append(_traffic_table(description))
     drawn = [] if (timeline := timeline_of(description)) is None else [timeline_text([timeline], width)]
+    drawn += [f"The prediction's seconds are from {description['seconds_from']}."] if drawn else []
     texts = (table_text(table, width) for table in tables)
     return "\n".join([title, *_grid_texts(description, width), *texts, *drawn])
 
