@@ -243,6 +243,20 @@ def refusals(world) -> list[str]:
         "another device": lambda: x.to("meta"),
         "pickling": lambda: copy.copy(x).__reduce_ex__(2),
         "a plain tensor without a place": lambda: to_global(torch.ones(2)),
+        "a device that no rank has": lambda: placement("meta", ranks=[0]),
+        "plain data": lambda: setattr(x, "data", torch.ones(4, 4)),
+        "data that lies otherwise": lambda: setattr(x, "data", x.to_global(two, sbp.split(1))),
+        "a plain number that is written to": lambda: torch.tensor(1.0).add_(x.sum()),
+        "a plain number with a gradient": lambda: x * torch.tensor(2.0, requires_grad=True),
+        "a plain gradient": lambda: x.detach().requires_grad_().clone().backward(torch.ones(4, 4)),
+        "a plain gradient over a transfer": lambda: (
+            x.detach().requires_grad_().to_global(other, sbp.split(1)).backward(torch.ones(4, 4))
+        ),
+        "a list of weights": lambda: module_to_global(nn.Sequential(nn.GRU(2, 2)), two),
+        "a module that differs": lambda: module_to_global(nn.Linear(2, 2 + world.rank), everyone),
+        "a placement that differs": lambda: from_local(torch.ones(2), placement("cpu", [world.rank]), sbp.split(0)),
+        "a copy of a result": lambda: copy.deepcopy(x.detach().requires_grad_() * 2),
+        "batch norm of a cut batch": lambda: nn.functional.batch_norm(x, None, None, training=True),
     }  # fmt: skip
     said = []
     for name, call in wrong.items():

@@ -69,6 +69,8 @@ def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dic
         where = given._replace(sbp=without_sums(given.sbp))
         local, rank = moved(tensor, where), here().rank
         held, seen = boxes(tuple(tensor.shape), where), set()
+        if 0 in tensor.shape and rank == where.placement.ranks[0]:  # it is known, and no file has any of it
+            entries[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), [])
         for other, box in held.items():
             if other == rank and box not in seen and (box.size or not box.start):
                 key = f"{name}#0"
@@ -131,7 +133,7 @@ def _fill(folder: Path, manifest: Manifest, name: str, tensor: GlobalTensor) -> 
 
     where, local = where_of(tensor), tensor._local_tensor
     box = boxes(tuple(tensor.shape), where).get(here().rank)
-    if box is None:
+    if box is None or 0 in box.shape:
         return
     if terms(where)[here().rank]:
         local.zero_()  # the first term is the whole

@@ -8,14 +8,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwright.comm.here import here
 from shardwright.errors import LayoutError, PlanError, explain, nearest
 from shardwright.global_tensor import sbp as words
+from shardwright.global_tensor.agreement import check_everywhere
 from shardwright.global_tensor.lying import Where, local_shape
-from shardwright.global_tensor.placement import Placement, check_in_world
+from shardwright.global_tensor.placement import Placement, check_placement
 from shardwright.global_tensor.sbp import Sbp, broadcast
-from shardwright.global_tensor.tensor import GlobalTensor, wrap
+from shardwright.global_tensor.tensor import GlobalTensor, to_global, wrap
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -36,10 +38,12 @@ def module_to_global(
     >>> layer.weight.sbp, layer.bias.sbp
     ((Shard(dim=0),), (Replicate(),))
     """
-    check_in_world(placement)
+    check_placement(placement)
+    _check_layers(module)
     found = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     places = {name: _where(name, tensor, placement, sbp or {}) for name, tensor in found}
     _check_patterns(list(sbp or {}), list(places))
+    check_everywhere("the module", [(name, tuple(x.shape), x.dtype, places[name]) for name, x in found])
     known: dict[int, Tensor] = {}
     for name, tensor in found:
         if id(tensor) not in known:
@@ -67,6 +71,19 @@ def _where(name: str, tensor: Tensor, placement: Placement, sbp: Mapping[str, Sb
     return Where(placement, words.checked(given, placement, tensor.ndim))
 
 
+def _check_layers(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.RNNBase):
+            raise PlanError(
+                explain(
+                    f"'{name}' keeps its weights in a list of its own and starts from plain zeros",
+                    given=f"nn.{type(layer).__name__}",
+                    allowed="modules that compute with their parameters as they are",
+                    fix=f"write it with nn.{layer.mode.split('_')[0]}Cell and a first state that is global",
+                )
+            )
+
+
 def _check_patterns(patterns: list[str], names: list[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -81,7 +98,9 @@ def _check_patterns(patterns: list[str], names: list[str]) -> None:
 
 
 def _from_first(tensor: Tensor, where: Where) -> GlobalTensor:
-    """The first rank's tensor, lying so."""
+    """The first rank's tensor, lying so; one that is global already is moved."""
+    if isinstance(tensor, DTensor):
+        return to_global(tensor, where.placement, where.sbp)
     first = where.placement.ranks[0]
     alone = Where(Placement(where.placement.type, (first,), (1,)), (broadcast,))
     local = tensor.clone()
