@@ -215,6 +215,7 @@ def refusals(world) -> list[str]:
     everyone = placement("cpu", ranks=[0, 1, 2, 3])
     x, y = ones(4, 4, placement=two, sbp=sbp.split(0)), ones(4, 4, placement=other, sbp=sbp.split(0))
     kind = torch.float64 if world.rank else torch.int64
+    device = "meta" if world.rank else "cpu"
     wrong = {
         "a rank twice": lambda: placement("cpu", ranks=[0, 0]),
         "a rank outside": lambda: placement("cpu", ranks=[0, 9]),
@@ -255,6 +256,15 @@ def refusals(world) -> list[str]:
         "a list of weights": lambda: module_to_global(nn.Sequential(nn.GRU(2, 2)), two),
         "a module that differs": lambda: module_to_global(nn.Linear(2, 2 + world.rank), everyone),
         "a placement that differs": lambda: from_local(torch.ones(2), placement("cpu", [world.rank]), sbp.split(0)),
+        "a plain tensor to save": lambda: save({"x": torch.ones(2)}, "nowhere"),
+        "other tensors to save": lambda: save({f"x{world.rank}": x}, "nowhere"),
+        "a part without strides": lambda: from_local(torch.eye(3).to_sparse(), two, sbp.broadcast),
+        "another shape in place": lambda: x.to_global(sbp=sbp.broadcast).t_(),
+        "another size in place": lambda: x.to_global(sbp=sbp.broadcast).resize_(3),
+        "sharing with other processes": lambda: module_to_global(nn.Linear(2, 2), two).share_memory(),
+        "no module": lambda: module_to_global(3, two),
+        "values here and not there": lambda: module_to_global(nn.Linear(2, 2, device=device), two),
+        "a dim that is no number": lambda: x.to_global(sbp=sbp.split("0")),
         "a copy of a result": lambda: copy.deepcopy(x.detach().requires_grad_() * 2),
         "batch norm of a cut batch": lambda: nn.functional.batch_norm(x, None, None, training=True),
     }  # fmt: skip
@@ -262,7 +272,7 @@ def refusals(world) -> list[str]:
     for name, call in wrong.items():
         try:
             found = call()
-        except (LayoutError, PlanError) as refusal:
+        except (LayoutError, PlanError, CheckpointError) as refusal:
             said.append(f"{name}: {refusal}")
         else:
             said.append(f"{name}: NOT REFUSED {found}")

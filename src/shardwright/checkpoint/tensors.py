@@ -38,6 +38,7 @@ def save_tensors(
     token = gather_json(everyone, uuid.uuid4().hex[:8])[0]
     partial = root / f".tmp-{name}-{token}"
     file = partial / f"part-{here().rank:05d}.safetensors"
+    _check_tensors(tensors)
     entries, parts = _owned(tensors, file.name)
 
     def write_part() -> tuple[Any, ...]:
@@ -56,6 +57,25 @@ def save_tensors(
     wrote = together(everyone, write_part, partial)
     together(everyone, finish if first else lambda: None, partial)
     return root / name
+
+
+def _check_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
+    """Raises CheckpointError for what is not global; LayoutError where ranks give different names."""
+    from shardwright.global_tensor.agreement import check_everywhere
+    from shardwright.global_tensor.tensor import GlobalTensor, where_of
+
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, GlobalTensor):
+            raise CheckpointError(
+                explain(
+                    f"'{name}' is no global tensor",
+                    given=type(tensor).__name__,
+                    allowed="global tensors by name",
+                    fix=f"write to_global({name}, placement, sbp) for it",
+                )
+            )
+    said = [(name, tuple(x.shape), x.dtype, where_of(x)) for name, x in tensors.items()]
+    check_everywhere("the tensors of a checkpoint", said)
 
 
 def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dict[str, Tensor]]:
@@ -86,6 +106,7 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
 
     Raises: CheckpointError, on every rank: missing, broken or foreign; or without one of the tensors.
     """
+    _check_tensors(tensors)
     folder = find(Path(path))
     manifest = read_manifest(folder)
     for name, tensor in tensors.items():

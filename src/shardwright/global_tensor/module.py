@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardwright.comm.here import here
 from shardwright.errors import LayoutError, PlanError, explain, nearest
@@ -38,12 +39,13 @@ def module_to_global(
     >>> layer.weight.sbp, layer.bias.sbp
     ((Shard(dim=0),), (Replicate(),))
     """
+    _check_kinds(module, sbp)
     check_placement(placement)
     _check_layers(module)
     found = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    check_everywhere("the module, the placement or the sbp", [placement, sbp, [(name, *_kind(x)) for name, x in found]])
     places = {name: _where(name, tensor, placement, sbp or {}) for name, tensor in found}
     _check_patterns(list(sbp or {}), list(places))
-    check_everywhere("the module", [(name, tuple(x.shape), x.dtype, places[name]) for name, x in found])
     known: dict[int, Tensor] = {}
     for name, tensor in found:
         if id(tensor) not in known:
@@ -58,17 +60,33 @@ def module_to_global(
 
 
 def _where(name: str, tensor: Tensor, placement: Placement, sbp: Mapping[str, Sbp | Sequence[Sbp]]) -> Where:
-    if tensor.is_meta:
+    if is_lazy(tensor) or tensor.is_meta:
         raise PlanError(
             explain(
                 f"'{name}' has no values",
-                given="a module on the meta device",
+                given="a module on the meta device, or one that has not run yet",
                 allowed="a module with values, on the first rank at least",
-                fix="call module.to_empty(device='cpu') and initialise it first",
+                fix="call module.to_empty(device='cpu') and initialise it, or run it once, first",
             )
         )
     given = next((lies for pattern, lies in sbp.items() if fnmatchcase(name, pattern)), (broadcast,) * placement.ndim)
     return Where(placement, words.checked(given, placement, tensor.ndim))
+
+
+def _check_kinds(module: object, sbp: object) -> None:
+    if not isinstance(module, nn.Module) or not (sbp is None or isinstance(sbp, Mapping)):
+        raise LayoutError(
+            explain(
+                "a module and a mapping of patterns are needed",
+                given=f"{type(module).__name__}, {type(sbp).__name__}",
+                allowed="an nn.Module and a dict, or None",
+                fix="write module_to_global(module, placement, {'*.weight': sbp.split(0)})",
+            )
+        )
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return ("lazy",) if is_lazy(tensor) else (tuple(tensor.shape), tensor.dtype, tensor.is_meta)
 
 
 def _check_layers(module: nn.Module) -> None:

@@ -48,6 +48,8 @@ def from_local(
     mine = torch.empty(0) if local is None else local
     wrong = f"a {type(mine).__name__}" if isinstance(mine, DTensor) else "" if isinstance(mine, Tensor) else repr(mine)
     check_placement(placement)
+    if not wrong and (mine.layout != torch.strided or mine.device.type != placement.type):
+        wrong = f"a tensor of {mine.layout} on {mine.device.type}"
     told = {
         "where": digest(f"{placement} {sbp} {check}"),
         "shape": [] if wrong else list(mine.shape),
@@ -97,7 +99,7 @@ def _check_parts(members: dict[int, dict[str, Any]], placement: Placement) -> No
                 explain(
                     f"rank {rank} gives no local tensor",
                     given=fact["wrong"],
-                    allowed="a plain tensor, the rank's own part",
+                    allowed=f"a dense plain tensor on {placement.type}, the rank's own part",
                     fix="write to_global(x, placement, sbp) for a tensor that is global already",
                 )
             )

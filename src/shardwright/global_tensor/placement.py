@@ -92,7 +92,7 @@ def placement(type: str, ranks: Any) -> Placement:
         raise _wrong("no such device type", type, '"cpu", "cuda" or another type torch knows', 'write "cpu"')
     if isinstance(ranks, DeviceMesh):
         ranks = ranks.mesh
-    if isinstance(ranks, torch.Tensor):
+    if hasattr(ranks, "tolist"):  # a tensor, or an array of numpy's
         ranks = ranks.tolist()
     shape, flat = _shape(ranks, ranks), tuple(_numbers(ranks))
     if not flat:

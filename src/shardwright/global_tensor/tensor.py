@@ -160,6 +160,17 @@ class GlobalTensor(DTensor):
             f"sbp={words.text(self.sbp)}{', requires_grad=True' * self.requires_grad},\n  {held})"
         )
 
+    def share_memory_(self) -> GlobalTensor:
+        """Refused."""
+        raise PlanError(
+            explain(
+                "a global tensor is not shared between processes: each rank holds a part of it",
+                given=str(where_of(self)),
+                allowed="to_local().share_memory_(), for the part alone",
+                fix="give the part to the other process",
+            )
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PlanError(
             explain(
@@ -198,7 +209,7 @@ class GlobalTensor(DTensor):
                     f"'{verb}' needs the numbers on every rank, and some hold none",
                     given=f"{self.placement}, a world of {here().size}",
                     allowed="tensors whose placement is the whole world",
-                    fix=f"write x.to_global({everywhere(self.placement.type)}, sbp.broadcast).{verb}, or x.to_local()",
+                    fix=f"use x.to_global({everywhere(self.placement.type)}, sbp.broadcast), or x.to_local()",
                 )
             )
         whole: GlobalTensor = self.detach()  # type: ignore[assignment]

@@ -65,6 +65,10 @@ _VALUE_DEPENDENT = (
 )
 
 
+_RESHAPE_THEMSELVES = ("set_", "resize_", "resize_as_")
+_WHOLE_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+
+
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs one operator: brings the inputs to where the rule wants them, computes here, says how the outputs lie."""
     if (of_lists := lists.handler(func)) is not None:
@@ -80,6 +84,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return randoms.HANDLERS[call.name](call)
     if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call):
         raise refusal(call, "its random numbers would depend on the layout", "randn, rand, dropout")
+    if torch.Tag.inplace_view in func.tags or call.name in _RESHAPE_THEMSELVES:
+        raise refusal(call, "it gives a tensor another shape in place", "the operator that returns a new one")
     if call.name in _READERS:
         return _READERS[call.name](call)
     if _is_composite(call):  # it comes whole only where autograd has not taken it apart
@@ -169,6 +175,9 @@ def _decision(call: Call) -> Decision:
     rule = RULES.get(call.name) or (pointwise.rule if pointwise.is_pointwise(call) else None)
     if rule is not None:
         return rule(call)
+    if not whole and call.name in _WHOLE_LAYERS:
+        why = "it computes a whole layer at once; torch.backends.mha.set_fastpath_enabled(False) turns that off"
+        raise refusal(call, why)
     if not whole:
         raise refusal(call, "it is not in the list of operators whose rules are proven")
     return decide(call, [])
@@ -183,7 +192,10 @@ def _outputs(call: Call) -> list[Tensor | None]:
     if key not in _META:
         if len(_META) > 10_000:
             _META.clear()
-        found = meta_outputs(call.func, call.args, call.kwargs)
+        try:
+            found = meta_outputs(call.func, call.args, call.kwargs)
+        except NotImplementedError as failure:
+            raise refusal(call, "torch cannot tell its result's shape beforehand") from failure
         many = list(found) if isinstance(found, (tuple, list)) else [found]
         _META[key] = [x if isinstance(x, Tensor) else None for x in many]
     return _META[key]

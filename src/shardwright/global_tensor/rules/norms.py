@@ -88,7 +88,14 @@ def _batch_norm_backward(call: Call) -> Decision:
     return decide(call, ways)
 
 
+def _weight_norm(call: Call) -> Decision:
+    """The dim that keeps its norms; the others make them up."""
+    dim = int(call.arg("dim")) % len(call.shapes[0])
+    return decide(call, [((dim,) * len(call.tensors), (dim,) * len(call.outputs))])
+
+
 RULES = {
+    **dict.fromkeys(("_weight_norm_interface", "_weight_norm_interface_backward"), _weight_norm),
     "native_batch_norm": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),

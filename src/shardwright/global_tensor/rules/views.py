@@ -233,7 +233,7 @@ RULES: dict[str, Any] = {
     "expand": _expand,
     "slice": _slice,
     "select": _select,
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), _chosen),
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), _chosen),
     "unbind": _select,
     "diagonal": _diagonal,
     "diag_embed": _diag_embed,
