@@ -8,7 +8,7 @@ from shardwright.ledger import measure_memory, predict_memory
 from shardwright.models import GPT, CrossEntropy, GPTConfig
 from shardwright.strategy import Job
 
-LINES = ["dp2", "dp4", "tp2", "tp2/sp", "tp2x2/2d", "pp2 mb4"]
+LINES = ["dp2", "dp4", "tp2", "tp2/sp", "tp2x2/2d", "pp2 mb4", "dp2/zero3"]
 WORDS = ["", "recompute:full", "recompute:selective"]
 
 

@@ -173,11 +173,11 @@ class Window:
     # ---- what autograd saves
 
     def _save(self, tensor: Tensor) -> Any:
-        address = tensor.untyped_storage().data_ptr()
+        key = tensor.untyped_storage()._cdata  # and not the address, of which the meta device has none
         for block in self.blocks:
             if block.is_whole:
                 for flat in block.flats:
-                    if flat.whole is not None and flat.whole.untyped_storage().data_ptr() == address and address:
+                    if flat.whole is not None and flat.whole.untyped_storage()._cdata == key:
                         return _Saved(block, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return tensor
 
