@@ -46,10 +46,12 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: Optimizer) -> Account
     """
     run.axes["world"].for_strategy("core").barrier()  # nobody reads any more what the step before sent
     tracker = Tracker()
-    tracker.hold("parameters", (*run.parameters.values(), *run.model.parameters(), *run.model.buffers()))
+    tracker.hold("parameters", (*run.parameters.values(), *run.model.parameters(), *run.model.buffers(), *run.kept()))
     tracker.hold("gradients", (p.grad for p in _learning(run)))
     tracker.hold("optimizer", tree_leaves(list(optimizer.state.values())))
     tracker.hold("batch", tree_leaves((batch.inputs, batch.targets)))
+    if run.offload is not None:
+        tracker.hold(run.offload.place, run.offload.tensors)  # not the device's memory: it counts apart
     with _watching(run, tracker), tracker:
         run.step(batch)
         tracker.action = "optimizer"

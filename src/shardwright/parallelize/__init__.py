@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -56,6 +57,7 @@ def parallelize(
     example: Any = None,
     seconds: Mapping[str, float] = MappingProxyType({}),
     stop_at_nan: bool = False,
+    offload_folder: str | Path | None = None,
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
@@ -69,9 +71,11 @@ def parallelize(
     parts a person has put on several devices is cut into stages there. ``seconds``, by module and the same on every
     rank, are what :func:`time_layers` measured: stages are balanced by them. With ``stop_at_nan`` a step whose
     gradients are not finite raises a PlanError that names a parameter; in fp16 such a step is left out, and counted.
+    State that the layout offloads to disk goes to files in ``offload_folder``, the system's temporary one by default;
+    where that is memory (tmpfs), name one on a disk.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
-        starts. Both are raised on every rank before anything is sent.
+        starts, or state cannot be offloaded. All are raised on every rank, before the first step.
 
     >>> import torch, shardwright as sw
     >>> def work(world):
@@ -86,7 +90,9 @@ def parallelize(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
     loss = twin(loss if loss is not None else CrossEntropy())
-    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(seconds=seconds)
+    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(
+        seconds=seconds, offload_folder=None if offload_folder is None else Path(offload_folder)
+    )
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     return _run_of(job, plan, chosen, world, seed, stop_at_nan)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.errors import PlanError, explain
 from shardwright.pipeline import Action
 from shardwright.slices.flat import Flat
 
@@ -41,9 +42,14 @@ class Block:
     is_whole: bool = False
     is_coming: bool = False
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it is whole, or on its way."""
+        return self.is_whole or self.is_coming
+
     def gather(self) -> None:
         """Starts to make it whole, if it is not."""
-        if not (self.is_whole or self.is_coming):
+        if not self.is_there:
             for flat in self.flats:
                 flat.gather()
             self.is_coming = True
@@ -116,7 +122,19 @@ class Window:
         self._end()
 
     def need(self, block: Block) -> None:
-        """Returns when the unit is whole; the next ones are on their way."""
+        """Returns when the unit is whole; the next ones are on their way.
+
+        Raises: PlanError: it has been updated beside a backward that still needs it as it was.
+        """
+        if any(flat.is_updated and (flat.shows_next or not block.is_there) for flat in block.flats):
+            raise PlanError(
+                explain(
+                    f"the parameters of '{block.name}' are used after their gradients were complete",
+                    given="an update beside the backward",
+                    allowed="models whose parameters get their gradients from all their uses",
+                    fix="call optimizer.step() after the step, in place of update=optimizer",
+                )
+            )
         if block is self._current:
             return
         self._touched.append(block)
@@ -158,7 +176,7 @@ class Window:
                 block.drop()
 
     def _count(self) -> None:
-        there = sum((block.is_whole or block.is_coming) and not block.stays for block in self.blocks)
+        there = sum(block.is_there and not block.stays for block in self.blocks)
         assert not self.drops or there <= self.ahead + 1, f"{there} units are whole, {self.ahead + 1} were promised"
         self.most = max(self.most, there)
 
