@@ -36,7 +36,7 @@ _AXES = {  # the axes of the mesh by how many numbers the size has, and how the 
     "tp": (("tp", "row col", "depth row col"), "tp4 tp2x4/2d tp8/2d tp2x2x2/2.5d tp8/2.5d:d2 tp8/3d"),
 }
 _PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}  # the algorithm that a mode is known by
-_ITEMS = "single, or ppN dpN cpN tpN /options, mbN bf16 fp16 recompute:full|selective|PATTERN; N from 1"
+_ITEMS = "single, or ppN dpN cpN tpN /options, mbN bf16 fp16 recompute:full|selective|offload|PATTERN; N from 1"
 _SIZED = re.compile(r"(pp|dp|cp|tp)([0-9]+(?:x[0-9]+){0,2})((?:/.*)?)")
 _OPTION = re.compile(r"file:\S+|[a-z0-9.-]+(?::[^/\s]+)?")
 _OPTIONS = "name or name:value; names of a-z, 0-9, '.' and '-'; no spaces, and '/' only behind file:"

@@ -348,7 +348,7 @@ def refused(world, folders, limit=None):
 def test_a_disk_too_small_is_refused_on_every_rank_before_the_first_step(tmp_path, limit):
     found = sw.launch(refused, 2, (tmp_path, tmp_path), limit, ranks="threads")
     assert len(set(found)) == 1
-    assert "state cannot be offloaded to disk" in found[0]
+    assert "no room to offload to disk" in found[0]
     assert "--offload-folder" in found[0]
     assert list(tmp_path.iterdir()) == []
 

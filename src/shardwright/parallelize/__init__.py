@@ -14,7 +14,7 @@ from shardwright.comm import Axis, World
 from shardwright.draws import Draws, key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
-from shardwright.parallelize.again import compute_again
+from shardwright.parallelize.again import compute_again, keep_elsewhere
 from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import samples_of, tokens_of
 from shardwright.parallelize.checking import check_model, check_trains, check_world
@@ -124,6 +124,7 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
 
     sync = GradientSync(job.model, plan, coord, joined, resting)
     compute_again(job, plan)
+    keep_elsewhere(job, plan, applied, axes["world"])
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
     executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)

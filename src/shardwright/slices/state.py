@@ -92,7 +92,13 @@ class SlicedState:
             before_sync=self._before_sync,
             after_optimizer=self._after_optimizer,
         )
-        return Applied(events=events, parameters=resting, offload=self.offloaded, kept=lambda: _wholes(flats))
+        return Applied(
+            events=events,
+            parameters=resting,
+            offload=self.offloaded,
+            kept=lambda: _wholes(flats),
+            saving=(self.window.save, self.window.take_out) if self.drops else None,
+        )
 
     def _watch(self, model: nn.Module) -> None:
         """Before a module runs, and before anyone else reads its parameters, they are there."""

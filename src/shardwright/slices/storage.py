@@ -9,6 +9,7 @@ the system writes them to the disk when it wants their room.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -28,6 +29,7 @@ from shardwright.units import format_bytes
 Place = Literal["host", "disk"]
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
+_LEAST = 2**22
 
 
 class _Piece(NamedTuple):
@@ -47,6 +49,7 @@ class Storage:
     def __init__(self, place: Place, everyone: Axis, folder: Path | None = None) -> None:
         self.place, self.folder = place, Path(tempfile.gettempdir()) if folder is None else folder
         self.tensors: list[Tensor] = []
+        self._num_bytes = 0
         self._everyone = everyone
         self._file: mmap.mmap | None = None
         self._next = 0
@@ -68,26 +71,20 @@ class Storage:
                 problem = f"{failure.strerror or failure}, with {format_bytes(num_bytes)} to keep in '{self.folder}'"
         for rank, text in enumerate(gather_json(self._everyone, problem)):
             if text:
-                raise PlanError(
-                    explain(
-                        "state cannot be offloaded to disk",
-                        given=f"rank {rank}: {text}",
-                        allowed="a folder that can be written, on a disk with room for masters and optimizer state",
-                        fix="free space there, or name another folder: offload_folder=PATH, --offload-folder PATH",
-                    )
-                )
+                raise _refused(f"rank {rank}: {text}")
 
     def _open(self, num_bytes: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if free < num_bytes:
-            raise OSError(28, f"{format_bytes(free)} free")
+            raise OSError(errno.ENOSPC, f"{format_bytes(free)} free")
         with tempfile.TemporaryFile(dir=self.folder) as file:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, num_bytes)  # or else a full disk would kill the run as it writes
             else:
                 file.truncate(num_bytes)
             self._file, self._next = mmap.mmap(file.fileno(), num_bytes), 0
+        self._num_bytes += num_bytes
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A tensor without values, in the room that is reserved."""
@@ -104,12 +101,19 @@ class Storage:
     def _mapped(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         num_bytes = num_elements * dtype.itemsize
         if self._file is None or self._next + num_bytes > len(self._file):
-            self._open(_aligned(num_bytes))  # state that an optimizer began with late, and nobody could foresee
+            self._grow(num_bytes)
         assert self._file is not None, "opened"
         tensor = torch.frombuffer(self._file, dtype=dtype, count=num_elements, offset=self._next)
         self._pieces[tensor.data_ptr()] = _Piece(self._file, self._next, num_bytes)
         self._next += _aligned(num_bytes)
         return tensor
+
+    def _grow(self, num_bytes: int) -> None:
+        """Room that nobody could foresee: as much as there was before, so that files stay few."""
+        try:
+            self._open(max(_aligned(num_bytes), self._num_bytes, _LEAST))
+        except OSError as failure:
+            raise _refused(f"{failure.strerror or failure}, in '{self.folder}'") from failure
 
     def put_away(self, tensors: Iterable[Tensor]) -> None:
         """Nobody works on these now: their pages leave the process. Nothing is lost, and no write is waited for."""
@@ -117,6 +121,17 @@ class Storage:
             for piece in (self._pieces.get(tensor.data_ptr()) for tensor in tensors):
                 if piece is not None:
                     piece.file.madvise(mmap.MADV_DONTNEED, piece.start, piece.num_bytes)
+
+
+def _refused(what: str) -> PlanError:
+    return PlanError(
+        explain(
+            "no room to offload to disk",
+            given=what,
+            allowed="a folder that can be written, on a disk with room for all that is offloaded",
+            fix="free space there, or name another folder: offload_folder=PATH, --offload-folder PATH",
+        )
+    )
 
 
 def _aligned(num_bytes: int) -> int:

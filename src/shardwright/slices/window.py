@@ -109,7 +109,7 @@ class Window:
         if action.kind == "W":
             self._path = ()  # weights' gradients need no weights
         if forward and self.drops and torch.is_grad_enabled():
-            with torch.autograd.graph.saved_tensors_hooks(self._save, self._take_out):
+            with torch.autograd.graph.saved_tensors_hooks(self.save, self.take_out):
                 yield
         else:
             yield
@@ -190,7 +190,8 @@ class Window:
 
     # ---- what autograd saves
 
-    def _save(self, tensor: Tensor) -> Any:
+    def save(self, tensor: Tensor) -> Any:
+        """Of a part of a unit its place; anything else as it is."""
         key = tensor.untyped_storage()._cdata  # and not the address, of which the meta device has none
         for block in self.blocks:
             if block.is_whole:
@@ -199,7 +200,8 @@ class Window:
                         return _Saved(block, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return tensor
 
-    def _take_out(self, saved: Any) -> Tensor:
+    def take_out(self, saved: Any) -> Tensor:
+        """What :meth:`save` was given; a unit is whole by then."""
         if not isinstance(saved, _Saved):
             found: Tensor = saved
             return found

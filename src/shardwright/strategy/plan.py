@@ -196,6 +196,8 @@ class Plan:
     """Where buffers lie that are cut; any other is whole on every rank."""
     again: tuple[str, ...] = ()
     """The modules that the backward computes again, in place of keeping what they make."""
+    packed: tuple[str, ...] = ()
+    """The modules whose calls keep what the backward needs in host memory or on disk."""
     homes: Mapping[str, Home] = field(default_factory=dict)
     """Where the calls of modules come from that take or give a part: from elsewhere they would be wrong."""
 

@@ -62,7 +62,8 @@ class Applied:
     the modules inside; without stages it is done by hooks. ``late`` are parameters whose gradients do not come from
     autograd: they are in place when ``after_backward`` has returned.
     ``offload`` is where state rests, if that is not this rank's device. ``kept`` gives what stays on the device between
-    steps and is no parameter: buffers that parameters become views of.
+    steps and is no parameter: buffers that parameters become views of. ``saving`` is what it does with what
+    autograd saves, and undoes: for those who have hooks of their own inside.
     """
 
     events: Events = field(default_factory=Events)
@@ -72,6 +73,7 @@ class Applied:
     late: frozenset[str] = frozenset()
     offload: Offload | None = None
     kept: Callable[[], Iterable[Tensor]] = tuple
+    saving: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
 
 
 class Strategy(Protocol):
