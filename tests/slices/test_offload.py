@@ -21,6 +21,7 @@ from shardwright.errors import LayoutError, PlanError
 from shardwright.ledger import measure_memory, predict_memory
 from shardwright.models import CrossEntropy
 from shardwright.parallelize import make_plan
+from shardwright.strategies import zero
 from shardwright.strategy import Job
 
 WIDTHS = (6, 8, 9, 8, 5)
@@ -85,6 +86,37 @@ def test_state_on_disk_is_to_the_last_bit_what_it_is_in_memory(line, kind, optio
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
         assert seen == there  # hooks once a step, groups whole, rates as scheduled
         assert seen[0] == ["before", "after"] * 3
+
+
+@pytest.mark.parametrize("line", ["dp2/zero1/bucket:0", "dp2x2/zero3/bucket:0 bf16"])
+def test_state_in_host_memory_is_to_the_last_bit_what_it_is_on_the_device(monkeypatch, line):
+    """The way of an accelerator, on a CPU: slices lie apart from what computes."""
+    monkeypatch.setattr(zero, "_is_apart", lambda place, device: True)
+    size = sw.Layout.parse(line).num_ranks
+    work = (torch.optim.AdamW, {"lr": 0.01}, 0.1)
+    expected = sw.launch(trained, size, line, *work, ranks="threads")
+    found = sw.launch(trained, size, line.replace("bucket:0", "bucket:0/offload"), *work, ranks="threads")
+    for (mine, *seen), (theirs, *there) in zip(found, expected, strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+        assert seen == there
+
+
+def test_a_second_optimizer_takes_over_the_room_of_the_first():
+    def work(world):
+        run = sw.parallelize(mlp(), "dp2/zero1/offload:disk", world)
+        held, losses = [], []
+        for _ in range(2):
+            optimizer = run.optimizer(torch.optim.AdamW, lr=0.01)
+            for batch in run.shard([numbers()] * 2):
+                losses.append(run.step(batch).item())
+                optimizer.step()
+            held.append(len(run.offload.tensors))
+        return held, losses, {int(state["step"]) for state in optimizer.state.values()}
+
+    for held, losses, steps in sw.launch(work, 2, ranks="threads"):
+        assert held[0] == held[1]
+        assert losses == sorted(losses, reverse=True)
+        assert steps == {2}
 
 
 def test_masters_and_optimizer_state_lie_in_files_that_nobody_sees(tmp_path):

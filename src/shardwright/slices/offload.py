@@ -28,6 +28,9 @@ from torch.optim import Optimizer
 from shardwright.slices.flat import Flat
 from shardwright.slices.storage import Storage
 
+_Place = tuple[Flat, str, torch.dtype]
+"""One of the states of a slice: its key, and its dtype."""
+
 _REST = -1
 """The number of what an optimizer steps that is in no unit."""
 
@@ -56,7 +59,7 @@ class Offloaded:
         self._units = list(units.values())
         self._numbers = {name: number for number, name in enumerate(units)}
         self._homes: dict[tuple[nn.Parameter, str], Tensor] = {}
-        self._states: dict[tuple[Flat, str, torch.dtype], Tensor] = {}
+        self._states: dict[_Place, Tensor] = {}
         self._unit_of: dict[nn.Parameter, int] = {}
         self._flat_of: dict[nn.Parameter, tuple[Flat, tuple[int, int]]] = {}
         self._early: _Early | None = None
@@ -75,17 +78,21 @@ class Offloaded:
     def attach(self, optimizer: Optimizer, make: Callable[[Any], Optimizer]) -> None:
         """From now on the optimizer steps unit by unit, and its state rests here. All ranks call it.
 
-        ``make`` gives another one like it, over other groups. Hooks of its step run once a step, around all units.
+        ``make`` gives another one like it, over other groups. Hooks of its step run once a step, around all units. An
+        optimizer takes over the room of one that had the same parameters before.
+
         Raises: PlanError, on every rank: there is no room for the state.
         """
-        wanted: dict[Flat, set[tuple[str, torch.dtype]]] = {}
+        wanted: dict[_Place, None] = {}  # in order
         for group in optimizer.param_groups:
-            kept: dict[torch.dtype, set[tuple[str, torch.dtype]]] = {}
+            kept: dict[torch.dtype, list[tuple[str, torch.dtype]]] = {}
             for flat, dtype in ((self._flat_of[p][0], p.dtype) for p in group["params"] if p in self._flat_of):
                 if dtype not in kept:
                     kept[dtype] = _state_of(make, group, dtype)
-                wanted.setdefault(flat, set()).update(kept[dtype])
-        self.storage.reserve(flat.slice.numel() * dtype.itemsize for flat, keys in wanted.items() for _, dtype in keys)
+                wanted |= {(flat, *each): None for each in kept[dtype]}
+        new = [place for place in wanted if place not in self._states]
+        self.storage.reserve(flat.slice.numel() * dtype.itemsize for flat, _, dtype in new)
+        self._states |= {place: self.storage.empty(place[0].slice.numel(), place[2]) for place in new}
         self._bring_home(optimizer, self._unit_of)  # what it began with
         self.put_away()
 
@@ -200,15 +207,15 @@ def _plain_step(optimizer: Optimizer) -> None:
 
 def _state_of(
     make: Callable[[Any], Optimizer], group: Mapping[str, Any], dtype: torch.dtype
-) -> set[tuple[str, torch.dtype]]:
+) -> list[tuple[str, torch.dtype]]:
     """What an optimizer keeps for each element of a group's parameters, by key and dtype: found out by a step."""
     probe = nn.Parameter(torch.zeros(2, dtype=dtype))
     options = {key: value for key, value in group.items() if key != "params"}
     same = make([{**options, "params": [probe]}])
     probe.grad = torch.ones_like(probe)
     same.step()
-    return {
+    return [
         (key, value.dtype)
         for key, value in same.state[probe].items()
         if isinstance(value, Tensor) and value.shape == probe.shape
-    }
+    ]

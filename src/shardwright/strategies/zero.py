@@ -67,7 +67,7 @@ class Zero:
         """Flattens this rank's parameters and keeps its slices."""
         stage = _stage(plan)
         place, storage = _place(plan), None
-        if place == "disk" or (place == "host" and axes["dp"].device.type not in ("cpu", "meta")):
+        if place is not None and _is_apart(place, axes["dp"].device.type):
             storage = Storage(place, axes["world"], job.offload_folder)
         chosen = _groups(plan, stage)
         return SlicedState(job.model, plan, axes["dp"], chosen, stage, _ahead(plan), storage).applied()
@@ -155,6 +155,11 @@ def _place(plan: Plan) -> Place | None:
             )
         )
     return "host" if option.value is None else "disk"
+
+
+def _is_apart(place: Place, device: str) -> bool:
+    """Whether it is other memory than that in which ranks compute."""
+    return place == "disk" or device not in ("cpu", "meta")
 
 
 STRATEGY = Zero()
