@@ -43,6 +43,10 @@ class Offload(Protocol):
         """Where a value of the optimizer's state rests that has an entry for each of the parameter's."""
         ...
 
+    def put_away(self) -> None:
+        """Nobody works on any of it now."""
+        ...
+
     def begin(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """From now on a unit is updated as soon as its gradients are there, times ``factor``: until :meth:`end`."""
         ...
