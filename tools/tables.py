@@ -242,6 +242,17 @@ def ledger() -> str:
     return "\n".join(lines)
 
 
+def offload() -> str:
+    """State on disk beside state in memory."""
+    lines = ["| variant | s a step | range | resident, MiB | range | tensors, MiB | on disk, MiB |", "|---" * 7 + "|"]
+    for row in newest("offload")["table"]:
+        keys = ("resident_bytes", "resident_min_bytes", "resident_max_bytes", "tensor_bytes", "disk_bytes")
+        middle, low, high, tensors, disk = (f"{row[key] / 2**20:.0f}" for key in keys)
+        times = f"{row['s_median']:.2f} | {row['s_min']:.2f} to {row['s_max']:.2f}"
+        lines.append(f"| `{row['variant']}` | {times} | {middle} | {low} to {high} | {tensors} | {disk} |")
+    return "\n".join(lines)
+
+
 def global_rows(key: str) -> dict:
     """The rows of one question of ``global_tensors`` measured last."""
     found = sorted((ROOT / "benchmarks" / "global_tensors" / "results").glob("*.json"))
@@ -316,6 +327,7 @@ TABLES = {
     "pipeline_overhead lists": pipeline_lists,
     "zero_step": zero_step,
     "ledger": ledger,
+    "offload": offload,
 }
 
 

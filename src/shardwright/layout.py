@@ -37,7 +37,8 @@ _AXES = {  # the axes of the mesh by how many numbers the size has, and how the 
 }
 _PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}  # the algorithm that a mode is known by
 OWN = "own-statistics"
-_ITEMS = f"single, or ppN dpN cpN tpN /options, mbN mbN/{OWN} bf16 fp16 recompute:full|selective|PATTERN; N from 1"
+_WORDS = f"mbN mbN/{OWN} bf16 fp16 recompute:full|selective|offload|PATTERN"
+_ITEMS = f"single, or ppN dpN cpN tpN /options, {_WORDS}; N from 1"
 _SIZED = re.compile(r"(pp|dp|cp|tp)([0-9]+(?:x[0-9]+){0,2})((?:/.*)?)")
 _OPTION = re.compile(r"file:\S+|[a-z0-9.-]+(?::[^/\s]+)?")
 _OPTIONS = "name or name:value; names of a-z, 0-9, '.' and '-'; no spaces, and '/' only behind file:"

@@ -44,6 +44,7 @@ VALUES = {
     "interleaved": ("v2",),
     "cut": ("token,blocks.1", "conv1,conv2"),
     "ahead": ("0", "2"),
+    "offload": ("disk",),
     "file": (str(Path(__file__).parent / "two_stages.csv"),),
 }
 """The values to try of an option that needs one; any other option is written bare."""
@@ -53,8 +54,8 @@ OF_ONE_MODEL = ("cut",)
 PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
 """Further values of an option, that need the sizes written out."""
 
-TOGETHER = (("sp", "regather"),)
-"""Options of one strategy that do something else together than each does alone."""
+TOGETHER = (("sp", "regather"), ("zero1", "offload:disk"))
+"""Options of one strategy that do something else together than each does alone, or in other company."""
 
 BESIDE = {"zero": "/bucket:0"}
 """What is written with every option of a strategy: the models here are small, and would be one unit."""
@@ -83,7 +84,10 @@ def spellings(strategy, size: int) -> list[str]:
                 found.append(str(layout))
         except LayoutError:
             continue
-    found += [f"{strategy.axis}{size}/{'/'.join(names)}" for names in TOGETHER if set(names) <= set(strategy.options)]
+    for names in TOGETHER:
+        if {name.partition(":")[0] for name in names} <= set(strategy.options):
+            beside = BESIDE.get(strategy.name, "")
+            found.append(f"{strategy.axis}{size}/{'/'.join(names)}{beside}")
     pins = [name for name in PINS if name in strategy.options]
     return found + [pinned for name in pins for pinned in _pinned(found[:1], name)]
 

@@ -66,6 +66,9 @@ def train(
     deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Repeatable kernels only.")] = None,
     debug: Annotated[bool | None, typer.Option("--debug", help="Check that ranks make the same calls.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="How long a call may wait.", show_default="600")] = None,
+    offload_folder: Annotated[
+        str | None, typer.Option(help="Where /offload:disk keeps its files.", show_default="the temporary folder")
+    ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/train"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
     ranks: Annotated[str, opt.RANKS] = "processes",
@@ -85,6 +88,7 @@ def train(
         shared, read_run(out) if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
         tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
+        offload_folder=offload_folder,
     )  # fmt: skip
     try:
         summary = run_training(whole, out, resume=resume, ranks=ranks)  # type: ignore[arg-type]

@@ -51,6 +51,8 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: Optimizer) -> Account
     tracker.hold("gradients", (p.grad for p in _learning(run)))
     tracker.hold("optimizer", tree_leaves(list(optimizer.state.values())))
     tracker.hold("batch", tree_leaves((batch.inputs, batch.targets)))
+    if run.offload is not None:
+        tracker.hold(run.offload.place, run.offload.tensors)  # not the device's memory: it counts apart
     with _watching(run, tracker), tracker:
         run.step(batch)
         tracker.hold("gradients", (p.grad for p in _learning(run)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardwright.draws import Draws, key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
 from shardwright.models.without_samples import stand_no_samples
-from shardwright.parallelize.again import compute_again
+from shardwright.parallelize.again import compute_again, keep_elsewhere
 from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import samples_of, tokens_of
 from shardwright.parallelize.checking import check_model, check_trains, check_world
@@ -59,6 +60,7 @@ def parallelize(
     example: Any = None,
     seconds: Mapping[str, float] = MappingProxyType({}),
     stop_at_nan: bool = False,
+    offload_folder: str | Path | None = None,
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
@@ -72,9 +74,11 @@ def parallelize(
     parts a person has put on several devices is cut into stages there. ``seconds``, by module and the same on every
     rank, are what :func:`time_layers` measured: stages are balanced by them. With ``stop_at_nan`` a step whose
     gradients are not finite raises a PlanError that names a parameter; in fp16 such a step is left out, and counted.
+    State that the layout offloads to disk goes to files in ``offload_folder``, the system's temporary one by default;
+    where that is memory (tmpfs), name one on a disk.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
-        starts. Both are raised on every rank before anything is sent.
+        starts, or state cannot be offloaded. All are raised on every rank, before the first step.
 
     >>> import torch, shardwright as sw
     >>> def work(world):
@@ -89,7 +93,9 @@ def parallelize(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
     loss = twin(loss if loss is not None else CrossEntropy())
-    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(seconds=seconds)
+    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(
+        seconds=seconds, offload_folder=None if offload_folder is None else Path(offload_folder)
+    )
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     if plan.stages is not None:
@@ -127,6 +133,7 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
     sync = GradientSync(job.model, plan, coord, joined, resting, lambda unit: all(each(unit) for each in summed))
     stand_no_samples(job.model)
     compute_again(job, plan)
+    keep_elsewhere(job, plan, applied, axes["world"])
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
     executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)

@@ -32,7 +32,7 @@ from shardwright.product import forget_batches
 from shardwright.slices.masters import narrow, narrow_buffers
 from shardwright.strategies import choose
 from shardwright.strategy import NUM_TOKENS, Batch, Crossing, Job, Plan, Strategy, Traffic
-from shardwright.strategy.recompute import blocks_again, run_twice, with_opened
+from shardwright.strategy.recompute import blocks_again, keeps_on, run_twice, with_opened
 
 
 def hollow(model: nn.Module) -> nn.Module:
@@ -86,6 +86,8 @@ def make_plan(
             raise advised(error, whole, layout) from None
     if plan.stages is not None:
         again = with_opened(whole.model, again, plan.stages.opened)
+    if keeps_on(layout) is not None:
+        return replace(plan, packed=again), strategies
     return replace(plan, again=again), strategies
 
 

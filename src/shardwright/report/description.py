@@ -40,7 +40,7 @@ MOST_IN_ALL = 2**20
 """A layout for more ranks is not described."""
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-"""The keys of a rank that add up to what its state takes."""
+"""The keys of a rank that add up to what its state takes; what it has offloaded is ``offloaded_bytes``."""
 
 _ADAMW_MOMENTS = 2
 
@@ -162,14 +162,20 @@ def _held(plan: Plan, coord: Coord, sizes: Mapping[str, int]) -> _Held:
     parameter = tuple(rest.parameter.num_elements(coord) for rest in plan.rest.values())
     gradient = tuple(plan.rest[name].gradient.num_elements(coord) for name in trained)
     optimizer = tuple(plan.rest[name].optimizer.num_elements(coord) for name in trained)
+    away = [name for name in plan.compute if name in plan.offloaded]
+    here = [0 if name in plan.offloaded else count for name, count in zip(trained, optimizer, strict=True)]
     owned = (piece for rest in plan.rest.values() for piece in rest.parameter.owned(coord, plan.mesh))
     entry = {
         "num_parameters": sum(parameter),
         "num_owned": sum(piece.whole.size for piece in owned),
         "parameter_bytes": sum(plan.parameter_bytes(name, coord) for name in plan.rest),
         "gradient_bytes": bytes_of(trained, gradient),
-        "optimizer_bytes": bytes_of(trained, optimizer) * _ADAMW_MOMENTS,
+        "optimizer_bytes": bytes_of(trained, here) * _ADAMW_MOMENTS,
     }
+    if away:
+        slices = bytes_of(away, (plan.rest[name].parameter.num_elements(coord) for name in away))
+        moments = bytes_of(trained, optimizer) * _ADAMW_MOMENTS - entry["optimizer_bytes"]
+        entry["offloaded_bytes"] = slices + moments
     return _Held(entry, (compute, parameter, gradient, optimizer))
 
 

@@ -261,6 +261,7 @@ class _Training:
         self.run = parallelize(
             plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
             example=inputs_of(self.data, config.batch), seconds=self.seconds,
+            offload_folder=config.offload_folder or None,
         )  # fmt: skip
         self.optimizer = self.run.optimizer(
             torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
@@ -307,11 +308,15 @@ class _Training:
         share = run.share(len(indices))
         inputs, targets = global_batch(self.data, indices[share.start : share.stop])
         rate = config.learning_rate(run.num_steps)
-        loss = run.step(run.part(inputs, targets, len(indices)))
-        norm = run.clip_grad_norm_(config.clip) if config.clip else None
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        part, norm = run.part(inputs, targets, len(indices)), None
+        if config.clip:  # by the norm of all gradients: no update comes before it
+            loss = run.step(part)
+            norm = run.clip_grad_norm_(config.clip)
+            self.optimizer.step()
+        else:
+            loss = run.step(part, update=self.optimizer)
         step_s = time.perf_counter() - start_s
         tokens = len(indices) * (config.seq if targets.dim() > 1 else 1)
         row: dict[str, Any] = {

@@ -84,7 +84,7 @@ def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run
         plain, loss, model_config = config.build()
     run = parallelize(
         plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
-        example=config.example(model_config), seconds=seconds,
+        example=config.example(model_config), seconds=seconds, offload_folder=config.offload_folder or None,
     )  # fmt: skip
     data = open_data(config.data, seq=config.seq, model=model_config)
     order = Order(len(data), config.batch, config.seed)
