@@ -41,12 +41,13 @@ class _Group:
         gradients = [_contiguous_gradient(parameter) for parameter in self.parameters]
         sent = [gradient.to(self.axis.device) for gradient in gradients]  # what is offloaded has left the device
         pending = self.axis.all_reduce_together_async(sent)
+        away = [pair for pair in zip(gradients, sent, strict=True) if pair[0] is not pair[1]]
 
         def finish() -> None:
             pending.wait()
-            for gradient, summed in zip(gradients, sent, strict=True):
-                if summed is not gradient:
-                    gradient.copy_(summed)
+            for gradient, summed in away:
+                gradient.copy_(summed)
+            away.clear()  # nothing is held that the step does not need
             for parameter in unreached:
                 if parameter.grad is not None and not parameter.grad.any():
                     parameter.grad = None  # no rank's forward reached it: as on one device
