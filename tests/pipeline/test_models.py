@@ -709,6 +709,10 @@ def test_stages_are_balanced_by_what_was_measured():
     assert parts() == [3, 3]
     assert parts(seconds=seconds) == [1, 5]
 
+    work = []  # of stages cut by hand: it is drawn, and simulated
+    cut = {"seconds": seconds, "alter": lambda run: work.append([cost.work for cost in run.plan.stages.costs])}
+    assert verify(model, "pp2/cut:0,3", pairs(), **cut).equal
+    assert all(first > 5 * second for first, second in work)
     for wrong in ({"9": 1.0}, {"0": -1.0}, {"0": float("nan")}):
         with pytest.raises(LayoutError, match="what time_layers"):
             parts(seconds=wrong)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from shardwright import launch, parallelize, verify
-from shardwright.errors import LayoutError, PlanError
+from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 
 W = 6
@@ -96,3 +96,31 @@ def test_statistics_stay_wide_beside_weights_that_are_narrow(line):
     model = nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Linear(W, W))
     verdict = verify(model, line, pairs(9), dtype=torch.float32)
     assert verdict.equal, verdict
+
+
+class Keeping(nn.Module):
+    """Fills a table when it is first called, and keeps the mean of what it sees, or not."""
+
+    def __init__(self, mean):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(W))
+        self.register_buffer("seen", torch.zeros(W))
+        self.mean = mean
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.table.copy_(torch.arange(W).to(x.dtype))
+            if self.mean:
+                self.seen.lerp_(x.mean(0), 0.5)
+        return x + self.table
+
+
+@pytest.mark.parametrize("line", ["mb2", "pp2/gpipe mb2"])
+def test_a_buffer_that_code_of_ones_own_changes_with_every_microbatch_is_refused(line):
+    def model(mean):
+        return nn.Sequential(nn.Linear(W, W), Keeping(mean), nn.Linear(W, W))
+
+    assert verify(model(mean=False), line, pairs(5, 4)).equal
+    assert verify(model(mean=True), f"{line}/own-statistics", pairs(5, 4)).equal
+    with pytest.raises((PlanError, RankFailedError), match=r"'1.seen' changes with every call"):
+        verify(model(mean=True), line, pairs(5, 4))

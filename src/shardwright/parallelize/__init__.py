@@ -25,6 +25,7 @@ from shardwright.parallelize.planning import StepTraffic, hollow, job_for, make_
 from shardwright.parallelize.run import Run
 from shardwright.pipeline import Deferred, Executor, Samples
 from shardwright.pipeline.agreement import check_same, lines_of
+from shardwright.pipeline.written import Written
 from shardwright.product import batch_norms, share_statistics
 from shardwright.slices.masters import Masters, narrow_buffers
 from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, apply_in_turn, sync_axes
@@ -136,7 +137,8 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
     keep_elsewhere(job, plan, applied, axes["world"])
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
-    executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)
+    written = None if plan.layout.own_statistics else Written(job.model)
+    executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred, written)
     return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan)
 
 

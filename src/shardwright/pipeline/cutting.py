@@ -80,7 +80,7 @@ def cut(
         _check_seconds(model, seconds)
     if names:
         _check_open(names, closed)
-        return _by_hand(model, num_chunks, names, example, num_tokens)
+        return _by_hand(model, num_chunks, names, example, num_tokens, seconds)
     opened: set[str] = set()
     refused: set[str] = set(closed)
     given = arguments_given(model, example) if example is not None else ()
@@ -288,7 +288,8 @@ def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
 
 
 def _by_hand(
-    model: nn.Module, num_chunks: int, names: Sequence[str], example: Any, num_tokens: int
+    model: nn.Module, num_chunks: int, names: Sequence[str], example: Any, num_tokens: int,
+    seconds: Mapping[str, float] | None,
 ) -> Stages:  # fmt: skip
     given = ",".join(names)
     known = [name for name, _ in model.named_modules() if name]
@@ -338,7 +339,7 @@ def _by_hand(
             )
         )
     starts[0] = 0  # what comes before the first name belongs to it
-    return _stages(model, graph, movable, starts, _costs(model, graph, example, num_tokens, None), tuple(opened))
+    return _stages(model, graph, movable, starts, _costs(model, graph, example, num_tokens, seconds), tuple(opened))
 
 
 def _words(movable: Sequence[CallSite]) -> str:

@@ -32,6 +32,7 @@ from shardwright.pipeline.actions import Action, Schedule
 from shardwright.pipeline.deferred import Deferred
 from shardwright.pipeline.samples import Samples
 from shardwright.pipeline.timeline import Span
+from shardwright.pipeline.written import Written
 
 
 class Unit(NamedTuple):
@@ -213,7 +214,7 @@ def held_units(units: Sequence[Unit], held: Collection[str]) -> tuple[Unit, ...]
 
 
 @contextmanager
-def _all_of(around: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+def _all_of(around: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
     with ExitStack() as stack:
         for each in around:
             stack.enter_context(each)
@@ -239,7 +240,9 @@ class Executor:
         late: Collection[str] = (),
         work: Work | None = None,
         deferred: Deferred | None = None,
+        written: Written | None = None,
     ) -> None:
+        self.written = written
         self.model, self.draws, self.samples, self.late = model, draws, samples, frozenset(late)
         self.work = WholeModel(model) if work is None else work
         self.deferred = Deferred() if deferred is None else deferred
@@ -297,7 +300,11 @@ class Executor:
         elif self.samples is not None and microbatch.num_global is not None:
             self.samples.begin(microbatch.num_global, number, len(microbatches))
         key = (chunk, self.model.training)
-        with nullcontext() if key in self._has_run else RefusesDraws():
+        around: list[AbstractContextManager[Any]] = [] if key in self._has_run else [RefusesDraws()]
+        written = self.written if self.model.training and len(microbatches) > 1 else None
+        if written is not None and not written.is_done(chunk):
+            around.append(written.watching(chunk, len(microbatches)))
+        with _all_of(around) if around else nullcontext():
             starts = self.work.forward(chunk, number)
         self._has_run.add(key)
         return starts
