@@ -265,6 +265,8 @@ def refusals(world) -> list[str]:
         "no module": lambda: module_to_global(3, two),
         "values here and not there": lambda: module_to_global(nn.Linear(2, 2, device=device), two),
         "a dim that is no number": lambda: x.to_global(sbp=sbp.split("0")),
+        "two dtypes": lambda: x @ x.double(),
+        "the largest of nothing": lambda: zeros(0, 3, placement=two, sbp=sbp.split(0)).max(),
         "a copy of a result": lambda: copy.deepcopy(x.detach().requires_grad_() * 2),
         "batch norm of a cut batch": lambda: nn.functional.batch_norm(x, None, None, training=True),
     }  # fmt: skip

@@ -231,10 +231,7 @@ def where_of(tensor: DTensor) -> Where:
     return Where(placement_of(tensor._spec.mesh), tuple(tensor._spec.placements))
 
 
-def wrap(
-    local: Tensor, shape: Sequence[int], where: Where, stride: Sequence[int] | None = None, *,
-    requires_grad: bool = False,
-) -> GlobalTensor:  # fmt: skip
+def wrap(local: Tensor, shape: Sequence[int], where: Where, stride: Sequence[int] | None = None) -> GlobalTensor:
     """A global tensor of ``shape`` around this rank's local tensor; nothing is checked but the local shape."""
     shape = tuple(shape)
     expected = local_shape(shape, where, here().rank)
@@ -242,7 +239,7 @@ def wrap(
     if stride is None:
         stride = _dense(shape)
     spec = _spec(shape, tuple(stride), local.dtype, where)
-    return Tensor._dtensor__new__(GlobalTensor, local, spec, requires_grad=requires_grad)
+    return Tensor._dtensor__new__(GlobalTensor, local, spec, requires_grad=False)
 
 
 @lru_cache(maxsize=4096)

@@ -240,6 +240,19 @@ def refusal(call: Call, why: str, instead: str = "tensors that every member has 
     )
 
 
+def check_dtypes(call: Call) -> None:
+    """Raises PlanError where inputs differ in dtype: on every rank, where only members would meet torch's own error."""
+    if len({x.dtype for x in call.tensors}) > 1:
+        raise PlanError(
+            explain(
+                f"'{call.name}' takes tensors of one dtype",
+                given=", ".join(f"{list(x.shape)} {x.dtype}" for x in call.tensors),
+                allowed="one dtype for all of them",
+                fix=f"write x.to({call.tensors[0].dtype}) for the others",
+            )
+        )
+
+
 def mixed(func: Any, what: str, fix: str) -> LayoutError:
     """The error for tensors that cannot meet in one operator."""
     return LayoutError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+from shardwright.global_tensor.rules.call import Call, Decision, Way, check_dtypes, decide
 
 
 def _batched(call: Call) -> bool:
@@ -14,6 +14,7 @@ def _batched(call: Call) -> bool:
 
 def _convolution(call: Call) -> Decision:
     """Samples; output channels; input channels, whose products are terms of a sum. Groups are not cut."""
+    check_dtypes(call)
     if not _batched(call):
         return decide(call, [])
     ways: list[Way] = [(call.letters(input=0), (0,))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, refusal
 
 
 def named(call: Call, name: str = "dim") -> tuple[int, ...]:
@@ -34,6 +34,8 @@ def _reduced(call: Call) -> Decision:
     names = {argument.name for argument in call.func._schema.arguments}
     along = named(call) if "dim" in names else tuple(range(len(call.shapes[0])))
     keeps = "keepdim" in names and call.arg("keepdim")
+    if call.name in _OF_SOMETHING and not call.tensors[0].numel() and not all(call.shapes[0][d] for d in along):
+        raise refusal(call, "there is nothing along these dims to choose from", "tensors that have elements there")
     return decide(call, kept(call, along, removed=not keeps))
 
 
@@ -65,6 +67,8 @@ def _linear_along(name: str) -> Callable[[Call], Decision]:
 
     return rule
 
+
+_OF_SOMETHING = ("amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "kthvalue")
 
 _REDUCED = (
     "amax", "amin", "max", "min", "argmax", "argmin", "all", "any", "prod", "var", "std", "var_mean", "std_mean",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+from collections.abc import Callable
+
+from shardwright.global_tensor.rules.call import Call, Decision, Way, check_dtypes, decide
 
 
 def _mm(call: Call) -> Decision:
@@ -60,7 +62,15 @@ def _dot(call: Call) -> Decision:
     return decide(call, [((0, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))])
 
 
-RULES = {
+def _of_one_dtype(rule: Callable[[Call], Decision]) -> Callable[[Call], Decision]:
+    def checked(call: Call) -> Decision:
+        check_dtypes(call)
+        return rule(call)
+
+    return checked
+
+
+_RULES = {
     "mm": _mm,
     "bmm": _bmm,
     "mv": _mv,
@@ -71,3 +81,4 @@ RULES = {
     "addbmm": _addbmm,
     "addr": _addr,
 }
+RULES = {name: _of_one_dtype(rule) for name, rule in _RULES.items()}
