@@ -28,10 +28,11 @@ test: $(READY)  ## unit, doctest, contract and property tests (29 minutes on two
 test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where there are GPUs
 	$(BIN)/python -m pytest -q tests_dist
 
-lint: $(READY)  ## ruff, the layers of imports
+lint: $(READY)  ## ruff, the layers of imports, no table out of date
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python tools/tables.py --check
 
 types: $(READY) ## mypy --strict on src
 	$(BIN)/mypy

@@ -247,3 +247,22 @@ def test_dropout_refuses_activations_whose_rows_are_no_samples():
 def test_random_layers_that_know_no_key_are_refused(layer):
     with pytest.raises(PlanError, match="'0' would depend on the layout"):
         key_dropout(nn.Sequential(layer()), Draws())
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_torchs_layers_drop_the_same_of_each_sample_whichever_dim_the_samples_are_in(kind):
+    first, second = (kind(8, 2, 12, dropout=0.5, batch_first=batch_first) for batch_first in (True, False))
+    second.load_state_dict(first.state_dict())
+    x, memory = torch.randn(3, 3, 8), torch.randn(3, 2, 8)
+    given = (x, memory) if kind is nn.TransformerDecoderLayer else (x,)
+    for model in (first, second):
+        key_dropout(model, Draws(seed=1, samples=range(3)))
+    found = second(*(each.transpose(0, 1) for each in given)).transpose(0, 1)
+    torch.testing.assert_close(found, first(*given))
+
+
+def test_a_layer_of_torchs_without_samples_refuses_to_drop():
+    layer = nn.TransformerEncoderLayer(8, 2, 12)
+    key_dropout(layer, Draws(samples=range(3)))
+    with pytest.raises(PlanError, match=r"dropout 'dropout1' does not see one row for each sample(.|\n)*\[3, 8\]"):
+        layer.dropout1(torch.randn(3, 8))

@@ -55,6 +55,7 @@ def layouts(draw) -> Layout:
         num_microbatches=draw(st.just(1) | st.integers(1, MAX_SIZE)),
         precision=draw(st.sampled_from(["fp32", "bf16", "fp16"])),
         recompute=draw(st.none() | st.sampled_from(["full", "selective", "None"]) | VALUES),
+        own_statistics=draw(st.booleans()),
     )
 
 
@@ -87,6 +88,8 @@ def layouts(draw) -> Layout:
         ("pp4/cut:conv1,conv2,fc,out", "pp4/cut:conv1,conv2,fc,out", "pp=4"),
         ("mb8", "mb8", "one rank"),
         ("mb1", "single", "one rank"),
+        ("mb8/own-statistics pp2", "pp2 mb8/own-statistics", "pp=2"),
+        ("mb1/own-statistics", "single", "one rank"),
         ("cp2 fp16 recompute:blocks.*/mlp", "cp2 fp16 recompute:blocks.*/mlp", "cp=2"),
         ("dp1 tp1x1/2d", "dp1 tp1x1/2d", "dp=1 row=1 col=1"),
         (
@@ -221,6 +224,7 @@ def test_a_3d_grid_is_the_most_cubic_one(ranks):
         ("tp4/2d/3d", "tp2x2/2d"),
         ("mb0", "single"),
         ("mb", "mb4"),
+        ("mb4/statistics", "mb4/own-statistics"),
         ("recompute", "recompute:full"),
         ("recompute:", "recompute:full"),
         ("dp4zero3", "dp4"),
@@ -288,6 +292,7 @@ def test_any_text_is_a_layout_or_a_layout_error_with_a_line_that_works(text):
         lambda: Layout((), precision="fp8"),  # type: ignore[arg-type]
         lambda: Layout((), recompute=""),
         lambda: Layout((), recompute="a b"),
+        lambda: Layout((), own_statistics=2),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_wrong_cannot_be_built(build):
@@ -338,7 +343,9 @@ def test_a_dictionary_means_this_line_also_under_the_key_parallel(mapping, line)
 def test_a_dictionary_agrees_with_the_line(layout):
     names = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
     mapping = {
-        "microbatches": layout.num_microbatches,
+        "microbatches": f"{layout.num_microbatches}/own-statistics"
+        if layout.own_statistics
+        else layout.num_microbatches,
         "precision": layout.precision,
         "recompute": layout.recompute,
     }
@@ -346,7 +353,9 @@ def test_a_dictionary_agrees_with_the_line(layout):
         options = "/".join(map(str, factor.options)) or None
         mapping[names[factor.axis]] = {"size": "x".join(map(str, factor.sizes)), "options": options}
     kept = tuple(factor for factor in layout.factors if factor.size > 1)
-    expected = Layout(kept, layout.num_microbatches, layout.precision, layout.recompute)
+    expected = Layout(
+        kept, layout.num_microbatches, layout.precision, layout.recompute, own_statistics=layout.own_statistics
+    )
     assert Layout.from_dict(mapping) == expected == Layout.parse(str(expected))
 
 
@@ -385,6 +394,7 @@ def test_numbers_and_modes_in_a_dictionary_agree_with_the_line(tensor, mode, dat
         ({"data": {"size": 4, "options": "zero3 tp4"}}, "a text without spaces"),
         ({"pipeline": {"size": 4, "microbatches": 8}, "microbatches": 8}, "given twice"),
         ({"microbatches": 0}, "mb0"),
+        ({"microbatches": "4/own"}, "mb4/own-statistics"),
         ({"tensor": {"size": 8, "mode": "2d", "depth": 2}}, "only mode 2.5d has a depth"),
         ({"tensor": {"size": 8, "depth": 2}}, "only mode 2.5d has a depth"),
         ({"tensor": {"size": 8, "mode": "2.5d"}}, "fix:     tp2x2x2/2.5d"),

@@ -18,12 +18,12 @@ NAMES = [
     *("verify", "without_values"),
 ]
 
-RUN = {"--layout", "--model", "--set", "--role", "--batch", "--seq", "--config", "--json"}
+RUN = {"--layout", "--model", "--set", "--role", "--measured-costs", "--batch", "--seq", "--config", "--json"}
 FLAGS = {
     "train": RUN
     | {"--data", "--steps", "--stop-at", "--seed", "--lr", "--schedule", "--warmup", "--weight-decay", "--clip"}
     | {"--save-every", "--keep", "--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
-    | {"--out", "--resume", "--ranks"},
+    | {"--offload-folder", "--out", "--resume", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
     "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--ranks"},
     "sample": {"--from", "--layout", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
@@ -34,8 +34,8 @@ FLAGS = {
 
 OPTIONS = [
     *("layout", "model", "settings", "roles", "data", "batch", "seq", "steps", "stop_at", "seed", "lr", "schedule"),
-    *("warmup", "weight_decay", "clip", "save_every", "keep", "eval_every", "eval_batches", "tensorboard"),
-    *("deterministic", "debug", "timeout_s"),
+    *("warmup", "weight_decay", "clip", "save_every", "keep", "eval_every", "eval_batches"),
+    *("measured_costs", "tensorboard", "deterministic", "debug", "timeout_s", "offload_folder"),
 ]
 
 

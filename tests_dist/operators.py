@@ -162,6 +162,62 @@ def write_a_number(a: Tensor) -> Tensor:
     return a
 
 
+def evaluated(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return F.batch_norm(x, mean.detach(), variance.detach().abs() + 1, w, b, False)
+
+
+def logits(x: Tensor, y: Tensor, w: Tensor, p: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(x, y.detach().sigmoid(), w.detach(), pos_weight=p.detach())
+
+
+def write_by_list(x: Tensor) -> Tensor:
+    x = x * 1
+    x[[0, 2], 1:] = 5.0
+    return x
+
+
+MORE = [
+    Operator("list", lambda x: x[[0, -1, 0]], (X,)),
+    Operator("list_last", lambda x: x[..., None, [4, 0]], ((3, 4, 5),)),
+    Operator("list_of_truths", lambda x: x[:, [True, False, True, True, False]], ((3, 5),)),
+    Operator("write_by_list", write_by_list, (X,)),
+    Operator("one_hot", lambda i: F.one_hot(i, 7), (integers(0, 7, 5),)),
+    Operator("binary_entropy", lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.detach().sigmoid()), (X, X)),
+    Operator("binary_entropy_logits", logits, (X, X, (6,), (6,))),
+    Operator("glu", lambda x: F.glu(x, 1), (X,)),
+    Operator("prelu", F.prelu, ((3, 4, 5), (4,))),
+    Operator("hardswish", F.hardswish, (X,)),
+    Operator("log_sigmoid", F.logsigmoid, (X,)),
+    Operator("softshrink", F.softshrink, (X,)),
+    Operator("nearest", lambda x: F.interpolate(x, scale_factor=2), ((3, 4, 3, 2),)),
+    Operator("bilinear", lambda x: F.interpolate(x, size=(4, 7), mode="bilinear"), ((3, 4, 6, 5),)),
+    Operator("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), ((3, 4, 3, 2),)),
+    Operator("windows", lambda x: F.unfold(x, 2), ((3, 2, 4, 3),)),
+    Operator("pad_reflected", lambda x: F.pad(x, (1, 2), mode="reflect"), ((3, 4, 5),)),
+    Operator("pad_around", lambda x: F.pad(x, (1, 2), mode="circular"), ((3, 4, 5),)),
+    Operator("cumprod", lambda x: x.cumprod(0), (X,)),
+    Operator("cummax", lambda x: x.cummax(0), (X,)),
+    Operator("prod_backward", lambda x: x.prod(1), (X,)),
+    Operator("nansum", torch.nansum, (X,)),
+    Operator("index_add", lambda x, i, s: x.index_add(1, i, s), (X, integers(0, 6, 3), (5, 3))),
+    Operator("index_fill", lambda x, i: x.index_fill(1, i, 2.0), (X, integers(0, 6, 3))),
+    Operator("scatter_reduce", lambda x, i, s: x.scatter_reduce(1, i, s, "amax"), (X, integers(0, 6, 5, 3), (5, 3))),
+    Operator("select_scatter", lambda x, s: x.select_scatter(s, 0, 1), (X, (6,))),
+    Operator("slice_scatter", lambda x, s: x.slice_scatter(s, 0, 1, 3), (X, (2, 6))),
+    Operator("diag_embed", torch.diag_embed, (X,)),
+    Operator("rot90", torch.rot90, (X,)),
+    Operator("cross", lambda a, b: torch.linalg.cross(a, b, dim=1), ((5, 3), (5, 3))),
+    Operator("bucketize", lambda x, b: torch.bucketize(x, b.sort()[0]), (X, (4,))),
+    Operator("complex", lambda x: torch.view_as_real(torch.view_as_complex(x) * 2), ((5, 2),)),
+    Operator("baddbmm", lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5), ((3, 5), (2, 3, 4), (2, 4, 5))),
+    Operator("addbmm", torch.addbmm, ((3, 5), (2, 3, 4), (2, 4, 5))),
+    Operator("addmv", torch.addmv, ((5,), X, (6,))),
+    Operator("addr", torch.addr, (X, (5,), (6,))),
+    Operator("batch_norm_evaluated", evaluated, ((5, 4, 3), (4,), (4,), (4,), (4,))),
+    Operator("convolution_3d", F.conv3d, ((2, 3, 3, 3, 2), (4, 3, 2, 2, 2), (4,))),
+    Operator("attention_mask_learnt", lambda q, k, v, m: attend(q, k, v, m), (HEADS, HEADS, HEADS, (5, 5))),
+]  # fmt: skip
+
 OPERATORS = [
     Operator("matmul", torch.matmul, (X, Y)),
     Operator("matmul_batched", torch.matmul, ((3, 5, 6), (3, 6, 2))),
@@ -317,5 +373,6 @@ OPERATORS = [
     Operator("inverse", torch.linalg.inv, ((4, 4),), True),
     Operator("cholesky", lambda x: torch.linalg.cholesky(x @ x.mT), ((4, 4),), True),
     Operator("bmm_uneven", torch.bmm, ((5, 3, 7), (5, 7, 2))),
+    *MORE,
     Operator("swiglu", lambda x, a, b: F.silu(F.linear(x, a)) * F.linear(x, b), (X, (7, 6), (7, 6))),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 
 from contract.cases import CASES, CONVNET, GPT2, LLAMA_ONE_KV, MLP, STRATEGIES, lays_out, line_of, pairs, spelling
 from shardwright.layout import Layout
-from shardwright.parallelize import expected_traffic, make_plan, parallelize
+from shardwright.parallelize import StepTraffic, make_plan, parallelize
 from shardwright.strategy import Job
 from shardwright.verify import verify
 
@@ -46,9 +46,7 @@ def step_and_count(world, line, case, model, inputs_and_targets):
         run.step(batch)
     plan, chosen = make_plan(Job(model, case.loss), Layout.parse(line))
     said = Counter()
-    for source, calls in expected_traffic(
-        Job(model, case.loss), plan, chosen, inputs_and_targets[0], run.coord
-    ).items():
+    for source, calls in StepTraffic(Job(model, case.loss), plan, chosen, inputs_and_targets[0]).at(run.coord).items():
         for call in calls:
             said[source, call.kind, call.axis, call.num_bytes] += call.times
     made = Counter((r.source, r.kind, r.axis, r.num_bytes) for r in records if r.source != "loss")

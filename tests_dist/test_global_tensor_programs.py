@@ -215,6 +215,7 @@ def refusals(world) -> list[str]:
     everyone = placement("cpu", ranks=[0, 1, 2, 3])
     x, y = ones(4, 4, placement=two, sbp=sbp.split(0)), ones(4, 4, placement=other, sbp=sbp.split(0))
     kind = torch.float64 if world.rank else torch.int64
+    device = "meta" if world.rank else "cpu"
     wrong = {
         "a rank twice": lambda: placement("cpu", ranks=[0, 0]),
         "a rank outside": lambda: placement("cpu", ranks=[0, 9]),
@@ -243,12 +244,35 @@ def refusals(world) -> list[str]:
         "another device": lambda: x.to("meta"),
         "pickling": lambda: copy.copy(x).__reduce_ex__(2),
         "a plain tensor without a place": lambda: to_global(torch.ones(2)),
+        "a device that no rank has": lambda: placement("meta", ranks=[0]),
+        "plain data": lambda: setattr(x, "data", torch.ones(4, 4)),
+        "data that lies otherwise": lambda: setattr(x, "data", x.to_global(two, sbp.split(1))),
+        "a plain number that is written to": lambda: torch.tensor(1.0).add_(x.sum()),
+        "a plain number with a gradient": lambda: x * torch.tensor(2.0, requires_grad=True),
+        "a plain gradient": lambda: x.detach().requires_grad_().clone().backward(torch.ones(4, 4)),
+        "a plain gradient over a transfer": lambda: (
+            x.detach().requires_grad_().to_global(other, sbp.split(1)).backward(torch.ones(4, 4))
+        ),
+        "a list of weights": lambda: module_to_global(nn.Sequential(nn.GRU(2, 2)), two),
+        "a module that differs": lambda: module_to_global(nn.Linear(2, 2 + world.rank), everyone),
+        "a placement that differs": lambda: from_local(torch.ones(2), placement("cpu", [world.rank]), sbp.split(0)),
+        "a plain tensor to save": lambda: save({"x": torch.ones(2)}, "nowhere"),
+        "other tensors to save": lambda: save({f"x{world.rank}": x}, "nowhere"),
+        "a part without strides": lambda: from_local(torch.eye(3).to_sparse(), two, sbp.broadcast),
+        "another shape in place": lambda: x.to_global(sbp=sbp.broadcast).t_(),
+        "another size in place": lambda: x.to_global(sbp=sbp.broadcast).resize_(3),
+        "sharing with other processes": lambda: module_to_global(nn.Linear(2, 2), two).share_memory(),
+        "no module": lambda: module_to_global(3, two),
+        "values here and not there": lambda: module_to_global(nn.Linear(2, 2, device=device), two),
+        "a dim that is no number": lambda: x.to_global(sbp=sbp.split("0")),
+        "a copy of a result": lambda: copy.deepcopy(x.detach().requires_grad_() * 2),
+        "batch norm of a cut batch": lambda: nn.functional.batch_norm(x, None, None, training=True),
     }  # fmt: skip
     said = []
     for name, call in wrong.items():
         try:
             found = call()
-        except (LayoutError, PlanError) as refusal:
+        except (LayoutError, PlanError, CheckpointError) as refusal:
             said.append(f"{name}: {refusal}")
         else:
             said.append(f"{name}: NOT REFUSED {found}")

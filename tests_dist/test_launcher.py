@@ -26,6 +26,7 @@ from tests_dist.command import (
 )
 
 from shardwright.checkpoint import steps_in
+from shardwright.comm import launch
 from shardwright.train.progress import read_metrics
 
 
@@ -135,6 +136,17 @@ def test_a_folder_for_temporary_files_with_a_long_path_does_no_harm(tmp_path):
     )
     assert done.stdout.split() == ["[2.0,", "2.0]", str(long)], done.stderr
     assert left_in(long) == []
+
+
+def no_work(world):
+    return world.rank
+
+
+def test_signals_are_handled_as_before_once_the_ranks_have_ended():
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(number) for number in handled]
+    assert launch(no_work, 1) == [0]
+    assert [signal.getsignal(number) for number in handled] == before
 
 
 def test_where_no_folder_is_short_enough_the_message_says_so(monkeypatch, tmp_path):

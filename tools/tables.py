@@ -9,30 +9,53 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from shardwright.draws import without_values
+from shardwright.layout import Layout
+from shardwright.models import GPT, CrossEntropy, GPTConfig
+from shardwright.report import describe, show_text
 from shardwright.strategies import STRATEGIES
+from shardwright.strategy import Job
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def strategies() -> str:
     """The registry: what the command knows, in one table."""
-    lines = ["| strategy | factor | does | options | source |", "|---|---|---|---|---|"]
-    counts = Counter(pair for strategy in STRATEGIES.values() for pair in strategy.options.items())
-    shared = {
-        pair: next(s.axis for s in STRATEGIES.values() if pair in s.options.items())
-        for pair, count in counts.items()
-        if count > 2
-    }
+    lines = ["| strategy | factor | does | source |", "|---|---|---|---|"]
     for name, strategy in sorted(STRATEGIES.items()):
-        does = (type(strategy).__doc__ or "").strip().splitlines()[0]
-        own = [pair for pair in strategy.options.items() if pair not in shared]
-        options = ", ".join(f"`/{option}` {text}" for option, text in own) or "-"
+        does = (type(strategy).__doc__ or "").strip().splitlines()[0].replace("``", "`")
         factor = f"`{strategy.axis}N`" if strategy.default else f"`{strategy.axis}N/{next(iter(strategy.options))}`"
-        file = f"src/shardwright/strategies/{name}.py"
-        lines.append(f"| [{name}]({file}) | {factor} | {does} | {options} | {strategy.source} |")
-    for (option, text), axis in shared.items():
-        lines.append(f"| every `{axis}` | `{axis}N/.../{option}` | {text[0].upper()}{text[1:]}. | | |")
+        lines.append(f"| [{name}](src/shardwright/strategies/{name}.py) | {factor} | {does} | {strategy.source} |")
     return "\n".join(lines)
+
+
+def options() -> str:
+    """Every option of every strategy; those that all strategies of an axis have, once."""
+    lines = ["| factor | option | does |", "|---|---|---|"]
+    counts = Counter(pair for strategy in STRATEGIES.values() for pair in strategy.options.items())
+    for name, strategy in sorted(STRATEGIES.items()):
+        first = f"`{strategy.axis}N` ([{name}](../src/shardwright/strategies/{name}.py))"
+        for option, text in strategy.options.items():
+            if counts[option, text] <= 2:
+                lines.append(f"| {first} | `/{option}` | {text} |")
+                first = ""
+    axes = {pair: s.axis for s in STRATEGIES.values() for pair in s.options.items() if counts[pair] > 2}
+    lines += [f"| every `{axis}N` | `/{option}` | {text} |" for (option, text), axis in axes.items()]
+    return "\n".join(lines)
+
+
+def plan() -> str:
+    """What ``show`` says of the memory and the traffic of the default model."""
+    config = GPTConfig()
+    with without_values():
+        job = Job(GPT(config), CrossEntropy())
+    line = Layout.parse("dp2/zero1 tp2 bf16")
+    inputs = torch.empty(8, config.max_tokens, dtype=torch.int64, device="meta")
+    text = show_text(describe(job, line, inputs=inputs), width=110)
+    tail = "\n".join(row.rstrip() for row in text[text.index("\nmemory ") + 1 :].splitlines())
+    return f'```text\n$ shardwright show --layout "{line}"\n...\n{tail.strip()}\n```'
 
 
 def newest(folder: str) -> dict:
@@ -235,6 +258,17 @@ def ledger() -> str:
     return "\n".join(lines)
 
 
+def offload() -> str:
+    """State on disk beside state in memory."""
+    lines = ["| variant | s a step | range | resident, MiB | range | tensors, MiB | on disk, MiB |", "|---" * 7 + "|"]
+    for row in newest("offload")["table"]:
+        keys = ("resident_bytes", "resident_min_bytes", "resident_max_bytes", "tensor_bytes", "disk_bytes")
+        middle, low, high, tensors, disk = (f"{row[key] / 2**20:.0f}" for key in keys)
+        times = f"{row['s_median']:.2f} | {row['s_min']:.2f} to {row['s_max']:.2f}"
+        lines.append(f"| `{row['variant']}` | {times} | {middle} | {low} to {high} | {tensors} | {disk} |")
+    return "\n".join(lines)
+
+
 def global_rows(key: str) -> dict:
     """The rows of one question of ``global_tensors`` measured last."""
     found = sorted((ROOT / "benchmarks" / "global_tensors" / "results").glob("*.json"))
@@ -293,6 +327,8 @@ TABLES = {
     "global_bytes": global_bytes,
     "global_redistribute": global_redistribute,
     "strategies": strategies,
+    "options": options,
+    "plan": plan,
     "gpt_step": gpt_step,
     "collectives": collectives,
     "startup": startup,
@@ -308,6 +344,7 @@ TABLES = {
     "zero_step": zero_step,
     "ledger": ledger,
     "zero_copies": zero_copies,
+    "offload": offload,
 }
 
 
@@ -324,7 +361,7 @@ def rebuilt(text: str) -> str:
 
 def main() -> None:
     stale = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]:
+    for path in [ROOT / "README.md", ROOT / "docs" / "guide.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]:
         text = path.read_text()
         new = rebuilt(text)
         if new != text:

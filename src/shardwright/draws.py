@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.errors import PlanError, explain
 
 KEYED = (nn.Dropout,)
+TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 UNKEYED = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 
 _FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli, torch.normal)
@@ -47,18 +48,18 @@ class SliceOfDim:
 class Draws:
     """The key of this moment's random numbers; the executor sets ``step`` and ``samples`` before each forward."""
 
-    def __init__(self, seed: int = 0, step: int = 0, samples: range = range(0)) -> None:
+    def __init__(self, seed: int = 0, step: int = 0, samples: Sequence[int] = range(0)) -> None:
         self.seed, self.step = seed, step
         self.samples = samples
         self.layers: set[str] = set()
 
     @property
-    def samples(self) -> range:
+    def samples(self) -> Sequence[int]:
         """The places in the global batch of the samples in hand; setting them begins a forward."""
         return self._samples
 
     @samples.setter
-    def samples(self, samples: range) -> None:
+    def samples(self, samples: Sequence[int]) -> None:
         self._samples = samples
         self._calls: Counter[str] = Counter()
 
@@ -147,7 +148,8 @@ def keep_mask(
 class Dropper:
     """Dropout with masks from ``draws``, for one layer that sees these cuts of these samples.
 
-    ``tokens`` gives the cuts of a tensor of one shape, where they depend on how long its sequences are.
+    ``tokens`` gives the cuts of a tensor of one shape, where they depend on how long its sequences are. The samples are
+    in ``dim``, 0 or 1; masks are those of a tensor that has them in dim 0.
     """
 
     draws: Draws
@@ -155,21 +157,23 @@ class Dropper:
     cuts: tuple[SliceOfDim, ...] = ()
     rows: Callable[[], Sequence[int]] | None = None
     tokens: Callable[[Sequence[int]], tuple[SliceOfDim, ...]] | None = None
+    dim: int = 0
 
     def __call__(self, input: Tensor, p: float) -> Tensor:
-        """The input with elements dropped. Raises PlanError unless its dim 0 is the samples."""
+        """The input with elements dropped. Raises PlanError unless its samples are where they should be."""
         samples = self.draws.samples if self.rows is None else self.rows()
-        if input.shape[0] != len(samples):
+        if input.dim() <= self.dim or input.shape[self.dim] != len(samples):
             raise PlanError(
                 explain(
                     f"dropout '{self.layer}' does not see one row for each sample",
                     given=f"a tensor of shape {list(input.shape)} for {len(samples)} samples",
-                    allowed="activations whose dim 0 is the samples",
+                    allowed="activations whose dim 0 is the samples; inside torch's transformer layers dim 1, too",
                     fix="apply dropout after the samples are in dim 0",
                 )
             )
-        cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(input.shape))
-        keep = keep_mask(self.draws, self.draws.call(self.layer), input.shape, cuts, p, samples)
+        shape = input.transpose(0, self.dim).shape
+        cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(shape))
+        keep = keep_mask(self.draws, self.draws.call(self.layer), shape, cuts, p, samples).transpose(0, self.dim)
         scale = 1 / (1 - p) if p < 1 else 0.0
         return input * (keep.to(input.device).to(input.dtype) * scale)
 
@@ -211,15 +215,32 @@ def attend_dropping(
     >>> attend_dropping(q, q, q, mask, causal=False, drop=lambda weights: weights)[0, 0, :, 0]
     tensor([1., 0.])
     """
-    scores = q_BNTD @ k_BNSD.mT * q_BNTD.shape[-1] ** -0.5
+    scores_BNTS = masked(q_BNTD @ k_BNSD.mT * q_BNTD.shape[-1] ** -0.5, mask, causal=causal)
+    return drop(softmax_of_seen(scores_BNTS)) @ v_BNSD
+
+
+def masked(scores_BNTS: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """The scores with ``mask`` added, those of later keys hidden if ``causal``: queries and keys begin together.
+
+    >>> masked(torch.zeros(1, 1, 2, 2), None, causal=True)[0, 0]
+    tensor([[0., -inf],
+            [0., 0.]])
+    """
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    if mask is not None:
-        scores = scores + mask
-    blind = (scores == -torch.inf).all(dim=-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0.0).softmax(dim=-1).masked_fill(blind, 0.0)
-    return drop(weights) @ v_BNSD
+        hidden_TS = torch.ones(scores_BNTS.shape[-2:], dtype=torch.bool, device=scores_BNTS.device).triu(1)
+        scores_BNTS = scores_BNTS.masked_fill(hidden_TS, -torch.inf)
+    return scores_BNTS if mask is None else scores_BNTS + mask
+
+
+def softmax_of_seen(scores_BNTS: Tensor) -> Tensor:
+    """The weights of the keys that each query sees; zeros where it sees none.
+
+    >>> softmax_of_seen(torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf]]))
+    tensor([[1., 0.],
+            [0., 0.]])
+    """
+    blind_BNT1 = (scores_BNTS == -torch.inf).all(dim=-1, keepdim=True)
+    return scores_BNTS.masked_fill(blind_BNT1, 0.0).softmax(dim=-1).masked_fill(blind_BNT1, 0.0)
 
 
 def _keyed_multihead(module: nn.MultiheadAttention, drop: Dropper) -> Callable[..., Any]:
@@ -292,9 +313,11 @@ def key_dropout(
     >>> torch.equal(model(torch.ones(1, 8)), first), torch.equal(again, first)
     (True, False)
     """
+    second = frozenset(_with_samples_in_dim_1(model))
     for name, module in model.named_modules():
         draws.layers.add(name)
-        drop = Dropper(draws, name, (cuts or {}).get(name, ()), (rows or {}).get(name), (tokens or {}).get(name))
+        held, whose, which = (cuts or {}).get(name, ()), (rows or {}).get(name), (tokens or {}).get(name)
+        drop = Dropper(draws, name, held, whose, which, dim=int(name in second))
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
             if module.dropout > 0:
                 module.forward = _keyed_multihead(module, drop)  # type: ignore[method-assign]
@@ -314,6 +337,13 @@ def key_dropout(
         if type(module) in KEYED:
             module.forward = partial(_dropout, module, drop)
             module.__dict__["_dropper"] = drop
+
+
+def _with_samples_in_dim_1(model: nn.Module) -> Iterator[str]:
+    """The dropouts inside torch's own transformer layers that are built so: not ``batch_first``."""
+    for path, layer in model.named_modules():
+        if type(layer) in TRANSFORMER_LAYERS and not getattr(layer.self_attn, "batch_first", True):
+            yield from (f"{path}.{own}".lstrip(".") for own, child in layer.named_children() if type(child) in KEYED)
 
 
 class RefusesDraws(TorchFunctionMode):

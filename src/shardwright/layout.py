@@ -1,7 +1,7 @@
 """The layout line: what a person asks for, read, checked for syntax and printed in one canonical form.
 
     pp2/1f1b mb8 dp2/zero1 tp2x2/2d bf16
-    |   |    |   |         |   |    +-- a word: mbN, bf16, fp16, recompute:...
+    |   |    |   |         |   |    +-- a word: mbN, mbN/own-statistics, bf16, fp16, recompute:...
     |   |    |   |         |   +------- an option of its axis
     |   |    |   |         +----------- an axis and its size; a grid has two or three numbers
 
@@ -36,7 +36,9 @@ _AXES = {  # the axes of the mesh by how many numbers the size has, and how the 
     "tp": (("tp", "row col", "depth row col"), "tp4 tp2x4/2d tp8/2d tp2x2x2/2.5d tp8/2.5d:d2 tp8/3d"),
 }
 _PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}  # the algorithm that a mode is known by
-_ITEMS = "single, or ppN dpN cpN tpN /options, mbN bf16 fp16 recompute:full|selective|PATTERN; N from 1"
+OWN = "own-statistics"
+_WORDS = f"mbN mbN/{OWN} bf16 fp16 recompute:full|selective|offload|PATTERN"
+_ITEMS = f"single, or ppN dpN cpN tpN /options, {_WORDS}; N from 1"
 _SIZED = re.compile(r"(pp|dp|cp|tp)([0-9]+(?:x[0-9]+){0,2})((?:/.*)?)")
 _OPTION = re.compile(r"file:\S+|[a-z0-9.-]+(?::[^/\s]+)?")
 _OPTIONS = "name or name:value; names of a-z, 0-9, '.' and '-'; no spaces, and '/' only behind file:"
@@ -148,7 +150,7 @@ class Factor:
 class Layout:
     """What a person asks for: how many ranks along each axis, and what each axis does.
 
-    Factors lie in the order pp, dp, cp, tp, however they were given; ``parse(str(layout)) == layout``.
+    Factors lie in the order pp, dp, cp, tp; ``parse(str(layout)) == layout``. ``own_statistics``: of each microbatch.
 
     Raises: LayoutError: an axis twice, or a value that the line could not say.
 
@@ -163,15 +165,19 @@ class Layout:
     num_microbatches: int = 1
     precision: Precision = "fp32"
     recompute: str | None = None
+    own_statistics: bool = False
 
     def __post_init__(self) -> None:
         order = tuple(sorted(self.factors, key=lambda factor: list(_AXES).index(factor.axis)))
+        if not isinstance(self.own_statistics, bool):
+            raise _error("no such own_statistics", self.own_statistics, "True, False", "write False")
         object.__setattr__(self, "factors", order)
         once = {factor.axis: str(factor) for factor in reversed(order)}
         if len(once) < len(order):
             raise _error("an axis is given twice", str(self), "each once", " ".join(reversed(once.values())))
         if not _is_count(self.num_microbatches):
             raise _error("no such num_microbatches", self.num_microbatches, f"1 to {MAX_SIZE}", "write 8")
+        object.__setattr__(self, "own_statistics", self.own_statistics and self.num_microbatches > 1)
         _check_among("precision", self.precision, get_args(Precision))
         if self.recompute is not None and not _is_value(self.recompute):
             raise _error("no such recompute", self.recompute, "full, selective, a pattern, None", "write full")
@@ -207,7 +213,8 @@ class Layout:
                     wrong = wrong or (f"{item!r:.60}: '{slot}' is given twice", "each item once")
                 found.setdefault(slot, value)
                 break
-        layout = cls(tuple(found.pop(axis) for axis in _AXES if axis in found), **found)
+        number, own = found.pop("mb", (1, False))
+        layout = cls(tuple(found.pop(axis) for axis in _AXES if axis in found), number, own_statistics=own, **found)
         if wrong:
             raise _error(wrong[0], " ".join(items), wrong[1], str(layout))
         return layout
@@ -219,8 +226,8 @@ class Layout:
         ``data``, ``pipeline``, ``context`` and ``tensor`` are each a number of ranks or a dictionary of
         ``size`` (4, or ``"2x4"`` as in the line), ``options`` (the rest as in the line: ``"sp"``), and
         ``zero`` (0 is plain) for data, ``schedule`` and ``microbatches`` for pipeline, ``mode`` (1d, 2d,
-        2.5d, 3d) and ``depth`` for tensor. Beside them: ``microbatches``, ``precision``, ``recompute``.
-        ``None`` is no key. An axis of size 1 is left out.
+        2.5d, 3d) and ``depth`` for tensor. Beside them: ``microbatches`` (8, or ``"8/own-statistics"``),
+        ``precision``, ``recompute``. ``None`` is no key. An axis of size 1 is left out.
 
         Raises: LayoutError: an unknown key, a value of the wrong type, or a layout that cannot be.
 
@@ -257,7 +264,7 @@ class Layout:
 
     def __str__(self) -> str:
         items = [str(factor) for factor in self.factors]
-        items.insert(1 if self.factor("pp") else 0, f"mb{self.num_microbatches}")
+        items.insert(1 if self.factor("pp") else 0, f"mb{self.num_microbatches}" + f"/{OWN}" * self.own_statistics)
         items += [self.precision, f"recompute:{self.recompute}" if self.recompute else ""]
         return " ".join(item for item in items if item not in ("mb1", "fp32", "")) or "single"
 
@@ -330,8 +337,8 @@ def _read_item(item: str) -> tuple[str, object]:
     """An item's value, and what of: an axis or a field of ``Layout``."""
     if item in ("bf16", "fp16"):
         return "precision", item
-    if (match := re.fullmatch("mb([0-9]+)", item)) and _is_count(_number(match[1])):
-        return "num_microbatches", _number(match[1])
+    if (match := re.fullmatch(f"mb([0-9]+)(/{OWN})?", item)) and _is_count(_number(match[1])):
+        return "mb", (_number(match[1]), match[2] is not None)
     if item.startswith("recompute:") and _is_value(item.removeprefix("recompute:")):
         return "recompute", item.removeprefix("recompute:")
     if match := _SIZED.fullmatch(item):
@@ -357,7 +364,7 @@ def _guess(item: str) -> str:
     words = (*_AXES, "mb", "bf16", "fp16", "recompute:full")
     meant = "".join(get_close_matches(letters, words, n=1, cutoff=0.5 if size else 0.6))
     if meant == "mb":
-        return f"mb{min(max(_number(size.split('x')[0] or '4'), 1), MAX_SIZE)}"
+        return f"mb{min(max(_number(size.split('x')[0] or '4'), 1), MAX_SIZE)}" + (f"/{OWN}" if options else "")
     if meant in _AXES:
         return f"{meant}{size or 4}{slash}{options}"
     return "" if meant == "fp16" and size != "16" else meant  # fp32 is what a line without one has
@@ -369,7 +376,7 @@ def _checked(where: str, given: object, known: Sequence[str]) -> dict[str, Any]:
         raise _error(f"{where} is no dictionary", given, "keys " + ", ".join(known), 'write {"tensor": 4}')
     for key, value in given.items():
         _check_among(f"key in {where}", key, known)
-        kinds = {"a text without spaces": _is_value(value)} if key in ("size", *_TEXTS) else {}
+        kinds = {"a text without spaces": _is_value(value)} if key in ("size", "microbatches", *_TEXTS) else {}
         kinds |= {"a dictionary": isinstance(value, Mapping)} if key in ("parallel", *_ENTRIES) else {}
         kinds |= {f"from 0 to {MAX_SIZE}": _is_count(value, 0)} if key not in ("parallel", *_TEXTS) else {}
         if value is not None and not any(kinds.values()):

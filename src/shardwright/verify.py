@@ -1,7 +1,8 @@
 """``verify``: any layout against one device: the loss, every gradient, parameters and buffers after some steps.
 
-The reference is an untouched copy of the plain model under plain torch, in one process, the whole batch at once.
-Only its dropout is ours too, because masks that differ would hide everything else.
+The reference is an untouched copy of the plain model under plain torch, in one process, the whole batch at once; where
+microbatches have statistics of their own, one after the other, gradients added up. Only its dropout is ours too,
+because masks that differ would hide everything else.
 
 A gradient's error is its largest difference over its largest entry, but never over less than a thousandth of the
 model's largest entry: a gradient that is truly zero (the bias of an attention's keys) is nothing but rounding.
@@ -19,10 +20,12 @@ loss and the gradients of one step, within roundings of that precision.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +41,7 @@ from shardwright.errors import PlanError, explain
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.models.devices import StaysOn
-from shardwright.models.losses import CrossEntropy
+from shardwright.models.losses import CrossEntropy, mean_of, sum_and_count
 from shardwright.models.visits import call_model
 from shardwright.parallelize import (
     Run,
@@ -53,6 +56,7 @@ from shardwright.parallelize import (
 )
 from shardwright.parallelize.planning import num_rows
 from shardwright.pipeline import Microbatch
+from shardwright.pipeline.samples import local_samples, microbatch_samples
 from shardwright.strategy import Plan, computed_in
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -127,6 +131,7 @@ def verify(
     alter: Callable[[Any], None] | None = None,
     launcher: Callable[..., Sequence[Any]] | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
+    seconds: Mapping[str, float] = MappingProxyType({}),
 ) -> Verdict:
     """Trains one step per batch under ``layout`` and on one device, and compares.
 
@@ -135,7 +140,7 @@ def verify(
     float64 only, since in float32 AdamW makes too much of the rounding of a gradient near zero. ``alter`` changes each
     rank's run before it starts: to see a check fail.
     ``launcher(work, *args)`` runs ``work(world, *args)`` on ranks that are there already, instead of starting some.
-    ``roles`` are those of ``parallelize``.
+    ``roles`` and ``seconds`` are those of ``parallelize``.
 
     >>> batch = (torch.randn(5, 6), torch.randint(3, (5,)))
     >>> print(verify(nn.Linear(6, 3), "dp2", [batch]))
@@ -161,10 +166,11 @@ def verify(
     plain._apply(partial(_cast, dtype))
     batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
     job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), dict(roles))
+    job = job._replace(seconds=dict(seconds))
     plan, _ = make_plan(job, layout, strategies)  # a layout that cannot be is refused here
     check_trains(plan)
-    expected = _reference(plain, loss, batches, seed)
-    work = (plain, layout, batches, loss, seed, expected.eps, job.roles)
+    expected = _reference(plain, loss, batches, seed, plan)
+    work = (plain, layout, batches, loss, seed, expected.eps, job.roles, job.seconds)
     if launcher is not None:
         found = launcher(_rank, *work, strategies, alter)
     elif ranks == "processes":
@@ -187,7 +193,7 @@ class _Outcome:
     """Of the buffers, those that the steps gave other numbers."""
 
 
-def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int) -> _Outcome:
+def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan) -> _Outcome:
     """The same steps by plain torch, in one process."""
     model, draws = twin(plain), Draws(seed)
     place_parameters(model, {}, {}, seed, torch.device("cpu"))
@@ -199,11 +205,13 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     outcome = _Outcome([], {}, {})
     for step, (inputs, targets) in enumerate(map(_own, batches)):
-        draws.step, draws.samples = step, range(num_rows(inputs))
+        draws.step, sums = step, []
         optimizer.zero_grad()
-        with StaysOn(torch.device("cpu")) if on_several else nullcontext():
-            loss_sum, count = loss(call_model(model, inputs), targets)
-        mean = loss_sum / max(int(count), 1)
+        for draws.samples, (some, theirs) in _at_once(plan, (inputs, targets)):
+            with StaysOn(torch.device("cpu")) if on_several else nullcontext():
+                sums.append(sum_and_count(loss(call_model(model, some), theirs)))
+        loss_sum = torch.stack([each for each, _ in sums]).sum()
+        mean, _ = mean_of(loss_sum, sum(float(count) for _, count in sums))
         mean.backward()
         outcome.losses.append(mean.item())
         if step == 0:
@@ -218,14 +226,27 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
     return outcome
 
 
+def _at_once(plan: Plan, batch: Batch) -> Iterator[tuple[Sequence[int], Batch]]:
+    """What one device takes together: the batch, or one microbatch of all ranks after the other; with its samples."""
+    number, num_samples = plan.layout.num_microbatches, num_rows(batch)
+    if not plan.layout.own_statistics:
+        yield range(num_samples), batch
+        return
+    shares = (local_samples(plan.mesh, plan.row_axes, at, num_samples) for at in plan.mesh.coords(plan.row_axes))
+    for together in zip(*(microbatch_samples(share, number) for share in shares), strict=True):
+        samples = sorted(chain.from_iterable(together))
+        yield samples, tree_map_only(Tensor, itemgetter(samples), batch)
+
+
 def _rank(
     world: World, plain: nn.Module, layout: Layout, batches: Sequence[Batch], loss: nn.Module, seed: int, eps: float,
-    roles: Mapping[str, str], strategies: Any = None, alter: Callable[[Any], None] | None = None,
+    roles: Mapping[str, str], seconds: Mapping[str, float], strategies: Any = None,
+    alter: Callable[[Any], None] | None = None,
 ) -> _Outcome:  # fmt: skip
     num_tokens = tokens_of(batches[0][0], layout)
     run = parallelize(
         plain, layout, world, loss=loss, seed=seed, num_tokens=num_tokens, strategies=strategies, roles=roles,
-        example=batches[0][0],
+        example=batches[0][0], seconds=seconds,
     )  # fmt: skip
     if alter is not None:
         alter(run)
@@ -321,12 +342,13 @@ def _errors(
         for rank, local in found.items():
             coord: Coord = mesh.coord(rank)
             part = cut(whole, lies[name].pieces(coord), lies[name].local_shape(coord))
-            if not part.numel() and (name not in local or not lies[name].pieces(coord)):
+            mine = local.get(name)
+            if not part.numel() and (mine is None or not lies[name].pieces(coord)):
                 continue  # another stage has it
-            if part.shape != local[name].shape:
+            if mine is None or mine.shape != part.shape:
                 worst = float("inf")
             elif part.numel():
-                difference = (local[name] - part).abs().max()
+                difference = (mine - part).abs().max()
                 worst = max(worst, float(difference.nan_to_num(nan=float("inf"))) / scale)
         errors[name] = worst
     return errors

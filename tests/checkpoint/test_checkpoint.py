@@ -536,3 +536,20 @@ def test_an_element_that_no_file_holds_is_never_made_up(run_folder):
 
 def test_the_code_that_reads_a_manifest_knows_no_version_above_its_own():
     assert manifests.VERSION == VERSION == 1
+
+
+def test_state_is_written_in_files_that_are_copied_one_at_a_time(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(shardwright.checkpoint.saving, "MOST_BYTES", 1500)
+    sizes = []
+    plain = shardwright.checkpoint.saving.save_file
+
+    def noted(tensors, path):
+        sizes.append([tensor.nbytes for tensor in tensors.values()])
+        plain(tensors, path)
+
+    monkeypatch.setattr(shardwright.checkpoint.saving, "save_file", noted)
+    before = saved("dp2/zero3/offload:disk", tmp_path)
+    assert all(sum(each) <= 1500 or len(each) == 1 for each in sizes)
+    assert len(list(tmp_path.glob("step-*/part-00000*.safetensors"))) > 5
+    expected, found = whole("dp2/zero3", before), whole("tp2", loaded("tp2", tmp_path))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -41,6 +41,26 @@ def test_show_lists_what_ranks_hold_predicted_and_measured(tmp_path):
     assert "The prediction is off by" in run(*asked).stdout  # the heads of a table break as the terminal is wide
 
 
+def test_stages_are_balanced_by_timed_layers_where_a_person_says_so(monkeypatch, tmp_path):
+    def timed(model, inputs):
+        assert len(inputs) == 2  # one microbatch
+        return {
+            name: 1.0 if name == "head" else 0.01 for name, layer in model.named_modules() if not [*layer.children()]
+        }
+
+    monkeypatch.setattr("shardwright.train.measuring.time_layers", timed)
+    asked = ("--layout", "pp2 mb2", "--measured-costs", *TINY)
+    stages = json.loads(run("show", *asked, "--json").stdout)["stages"]
+    assert stages[1]["chunks"][0]["calls"] == ["head"]
+    assert "from timed layers" in run("show", *asked).stdout
+    assert run("verify", *asked, "--steps", "1").exit_code == 0
+    out = tmp_path / "run"
+    assert run("train", *asked, "--steps", "1", "--ranks", "threads", "--out", str(out)).exit_code == 0
+    assert json.loads((out / "run.json").read_text())["seconds"]["head"] == 1.0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run("verify", *asked).exit_code == 2
+
+
 def test_the_memory_of_a_model_whose_batches_nobody_knows_is_refused():
     found = run("show", "--memory", "--model", "shardwright.models.mlp:MLPConfig")
     assert found.exit_code == 2

@@ -27,11 +27,11 @@ from shardwright.models import (
     MLPConfig,
     entry_of,
 )
-from shardwright.parallelize import expected_traffic, make_plan, parallelize
+from shardwright.parallelize import StepTraffic, job_for, make_plan, parallelize, tokens_of
 from shardwright.parallelize.sequences import is_sequence
 from shardwright.strategies import STRATEGIES, choose
 from shardwright.strategy import Job, Plan
-from shardwright.verify import verify
+from shardwright.verify import Verdict, verify
 
 SIZES = (1, 2, 3, 4, 8)
 NUM_SAMPLES = (7, 5)  # of the two steps: neither can be divided, and on 8 ranks some have no sample
@@ -44,6 +44,7 @@ VALUES = {
     "interleaved": ("v2",),
     "cut": ("token,blocks.1", "conv1,conv2"),
     "ahead": ("0", "2"),
+    "offload": ("disk",),
     "file": (str(Path(__file__).parent / "two_stages.csv"),),
 }
 """The values to try of an option that needs one; any other option is written bare."""
@@ -53,8 +54,8 @@ OF_ONE_MODEL = ("cut",)
 PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
 """Further values of an option, that need the sizes written out."""
 
-TOGETHER = (("sp", "regather"),)
-"""Options of one strategy that do something else together than each does alone."""
+TOGETHER = (("sp", "regather"), ("zero1", "offload:disk"))
+"""Options of one strategy that do something else together than each does alone, or in other company."""
 
 BESIDE = {"zero": "/bucket:0"}
 """What is written with every option of a strategy: the models here are small, and would be one unit."""
@@ -83,7 +84,10 @@ def spellings(strategy, size: int) -> list[str]:
                 found.append(str(layout))
         except LayoutError:
             continue
-    found += [f"{strategy.axis}{size}/{'/'.join(names)}" for names in TOGETHER if set(names) <= set(strategy.options)]
+    for names in TOGETHER:
+        if {name.partition(":")[0] for name in names} <= set(strategy.options):
+            beside = BESIDE.get(strategy.name, "")
+            found.append(f"{strategy.axis}{size}/{'/'.join(names)}{beside}")
     pins = [name for name in PINS if name in strategy.options]
     return found + [pinned for name in pins for pinned in _pinned(found[:1], name)]
 
@@ -271,64 +275,93 @@ def line_of(case: Case, *factors: str) -> str:
     return " ".join(factors) + (f" mb{case.num_microbatches}" if case.num_microbatches > 1 else "")
 
 
-# ---- what one step does on every rank
+# ---- what two steps do on every rank
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank holds and sends: in the first step, and in a second, when the order of the layers is known."""
+    """What one rank holds after two steps, and what each sent: in the second the order of the layers is known."""
 
     shapes: dict[str, tuple[int, ...]]
     resting: dict[str, tuple[int, ...]]
     gradients: dict[str, tuple[int, ...]]
     names: frozenset[str]
-    recorded: tuple[Counter, Counter]
-    expected: Counter
+    recorded: tuple[Counter, ...]
 
 
 ASIDE = ("loss", "clip", "core")
 """Sources that no strategy speaks for."""
 
 
-def _step(world, line: str, case: Case, model: nn.Module, strategies: Sequence | None) -> Found:
-    run = parallelize(model, line, world, loss=case.loss, strategies=strategies)
-    batches = case.batches
-    (batch,) = run.shard(batches[:1])
-    optimizer = run.optimizer(torch.optim.SGD, lr=1e-3)
-    recorded = []
-    for _ in range(2):
-        with world.recorder.recording() as records:
-            run.step(batch)
-        optimizer.step()
-        recorded.append(Counter((r.source, r.kind, r.axis, r.num_bytes) for r in records if r.source not in ASIDE))
-    job = Job(model, case.loss)
-    plan, chosen = make_plan(job, Layout.parse(line), strategies)
-    expected: Counter = Counter()
-    for source, said in expected_traffic(job, plan, chosen, batches[0][0], run.coord).items():
-        for traffic in said:
-            expected[source, traffic.kind, traffic.axis, traffic.num_bytes] += traffic.times
+def _found(run, recorded: Sequence[Counter]) -> Found:
     return Found(
         shapes={name: tuple(p.shape) for name, p in run.model.named_parameters()},
         resting={name: tuple(p.shape) for name, p in run.parameters.items()},
         gradients={name: tuple(p.grad.shape) for name, p in run.parameters.items() if p.grad is not None},
         names=frozenset(run.model.state_dict()),
         recorded=tuple(recorded),
-        expected=expected,
     )
 
 
-def one_step(line: str, case: Case, strategies: Sequence | None = None) -> list[Found]:
-    """What each rank holds and sends in one step."""
-    return launch(_step, Layout.parse(line), line, case, case.model, strategies, ranks="threads")
+def two_steps(
+    line: str, case: Case, strategies: Sequence | None = None, alter: Callable | None = None
+) -> tuple[Verdict, list[Found]]:
+    """How two steps compare with one device's, and what each rank holds and sends.
+
+    ``alter`` changes each rank's run before it starts.
+    """
+    runs, recorded = {}, {}
+
+    def watch(run):
+        rank, step = run.world.rank, run.step
+        runs[rank], recorded[rank] = run, []
+
+        def recorded_step(batch):
+            with run.world.recorder.recording() as records:
+                loss = step(batch)
+            made = ((r.source, r.kind, r.axis, r.num_bytes) for r in records if r.source not in ASIDE)
+            recorded[rank].append(Counter(made))
+            return loss
+
+        run.step = recorded_step
+        if alter is not None:
+            alter(run)
+
+    verdict = verify(case.model, line, case.batches, loss=case.loss, strategies=strategies, alter=watch)
+    return verdict, [_found(runs[rank], recorded[rank]) for rank in sorted(runs)]
 
 
 @cache
-def _known_step(line: str, case: Case) -> list[Found]:
-    return one_step(line, case)
+def _known_steps(line: str, case: Case) -> tuple[Verdict, list[Found]]:
+    return two_steps(line, case)
 
 
-def _found(line: str, case: Case, strategies: Sequence | None) -> list[Found]:
-    return _known_step(line, case) if strategies is None else one_step(line, case, strategies)
+def _steps(line: str, case: Case, strategies: Sequence | None) -> tuple[Verdict, list[Found]]:
+    return _known_steps(line, case) if strategies is None else two_steps(line, case, strategies)
+
+
+def job_of(line: str, case: Case) -> Job:
+    """What :func:`shardwright.verify.verify` has laid out."""
+    layout, (inputs, _) = Layout.parse(line), case.batches[0]
+    return job_for(case.model, case.loss, layout, inputs, tokens_of(inputs, layout))
+
+
+def planned(line: str, case: Case, strategies: Sequence | None = None) -> tuple[Plan, tuple]:
+    """The plan, and the strategies that made it. Raises LayoutError if the layout does not fit the model."""
+    if strategies is not None:
+        return make_plan(job_of(line, case), Layout.parse(line), strategies)
+    found = _known_plan(line, case)
+    if isinstance(found, LayoutError):
+        raise found
+    return found
+
+
+@cache
+def _known_plan(line: str, case: Case) -> tuple[Plan, tuple] | LayoutError:
+    try:
+        return make_plan(job_of(line, case), Layout.parse(line))
+    except LayoutError as refusal:
+        return refusal
 
 
 # ---- the promises
@@ -337,7 +370,7 @@ def _found(line: str, case: Case, strategies: Sequence | None) -> list[Found]:
 def lays_out(line: str, case: Case, strategies: Sequence | None = None) -> bool:
     """Whether the layout fits the model."""
     try:
-        make_plan(Job(case.model, case.loss), Layout.parse(line), strategies)
+        planned(line, case, strategies)
     except LayoutError:
         return False
     return True
@@ -345,7 +378,7 @@ def lays_out(line: str, case: Case, strategies: Sequence | None = None) -> bool:
 
 def check_equal(line: str, case: Case, strategies: Sequence | None = None, alter: Callable | None = None) -> None:
     """Promise 1: loss, every gradient, and the parameters after two steps are those of one device."""
-    verdict = verify(case.model, line, case.batches, loss=case.loss, strategies=strategies, alter=alter)
+    verdict, _ = two_steps(line, case, strategies, alter) if alter else _steps(line, case, strategies)
     assert verdict.tolerance == 1e-10
     assert verdict.steps == 2
     assert verdict.equal, str(verdict)
@@ -365,8 +398,8 @@ def _divided(plan: Plan, axis: str) -> set[tuple[str, str]]:
 def check_divides(line: str, case: Case, strategies: Sequence | None = None) -> None:
     """Promise 2: every axis divides something, and every strategy something that was whole before it."""
     layout = Layout.parse(line)
-    job = Job(case.model, case.loss)
-    plan, (_, chosen) = Plan.of(job, layout), make_plan(job, layout, strategies)
+    job = job_of(line, case)
+    plan, (_, chosen) = Plan.of(job, layout), planned(line, case, strategies)
     idle = {axis for axis in plan.mesh.axes if plan.mesh[axis] > 1}
     for strategy in chosen:
         before, plan = plan, strategy.place(job, plan)
@@ -381,10 +414,9 @@ def check_divides(line: str, case: Case, strategies: Sequence | None = None) -> 
 
 def check_shapes(line: str, case: Case, strategies: Sequence | None = None) -> None:
     """Promise 3: each rank holds the shapes that the plan says, in compute and at rest."""
-    layout = Layout.parse(line)
-    plan, _ = make_plan(Job(case.model, case.loss), layout, strategies)
+    plan, _ = planned(line, case, strategies)
     trained = {name for name, p in case.model.named_parameters() if p.requires_grad}
-    for rank, found in enumerate(_found(line, case, strategies)):
+    for rank, found in enumerate(_steps(line, case, strategies)[1]):
         coord = plan.mesh.coord(rank)
         said = {name: lies.local_shape(coord) for name, lies in plan.compute.items() if lies.pieces(coord)}
         assert found.shapes == said, f"rank {rank} under {line} computes with other shapes"
@@ -396,9 +428,17 @@ def check_shapes(line: str, case: Case, strategies: Sequence | None = None) -> N
 
 def check_traffic(line: str, case: Case, strategies: Sequence | None = None) -> None:
     """Promise 3: each rank makes the calls that the strategies say: source, kind, axis, bytes, number."""
-    for rank, found in enumerate(_found(line, case, strategies)):
-        for number, recorded in enumerate(found.recorded):
-            unsaid, unmade = recorded - found.expected, found.expected - recorded
+    plan, chosen = planned(line, case, strategies)
+    job, (_, every) = job_of(line, case), _steps(line, case, strategies)
+    for number, (inputs, _) in enumerate(case.batches):
+        traffic_at = StepTraffic(job, plan, chosen, inputs).at
+        for rank, found in enumerate(every):
+            expected: Counter = Counter()
+            for source, said in traffic_at(plan.mesh.coord(rank)).items():
+                for traffic in said:
+                    expected[source, traffic.kind, traffic.axis, traffic.num_bytes] += traffic.times
+            recorded = found.recorded[number]
+            unsaid, unmade = recorded - expected, expected - recorded
             assert not unsaid, f"rank {rank} under {line} makes calls nobody spoke of in step {number}: {dict(unsaid)}"
             assert not unmade, f"rank {rank} under {line} does not make in step {number}: {dict(unmade)}"
 
@@ -406,11 +446,15 @@ def check_traffic(line: str, case: Case, strategies: Sequence | None = None) -> 
 def check_names(line: str, case: Case, strategies: Sequence | None = None) -> None:
     """Promise 4: ``state_dict()`` has the one-device model's keys, and no others."""
     known = set(case.model.state_dict())
-    found = _found(line, case, strategies)
+    _, found = _steps(line, case, strategies)
     for rank, each in enumerate(found):
         assert each.names <= known, f"rank {rank} under {line} adds {sorted(each.names - known)}"
     missing = known - frozenset().union(*(each.names for each in found))
     assert not missing, f"no rank under {line} holds {sorted(missing)}"
+
+
+CHECKS = (check_equal, check_divides, check_shapes, check_traffic, check_names)
+"""Promises 1 to 4."""
 
 
 def check_refused(

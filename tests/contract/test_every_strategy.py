@@ -9,18 +9,15 @@ from torch import nn
 from contract.cases import (
     BESIDE,
     CASES,
+    CHECKS,
     DEEP,
     FURTHER,
     GPT2,
     LLAMA_ONE_KV,
     OPTION_CASES,
     SIZES,
-    check_divides,
     check_equal,
-    check_names,
     check_refused,
-    check_shapes,
-    check_traffic,
     lays_out,
     line_of,
     spelling,
@@ -74,13 +71,14 @@ def laid_out(strategy, size, case):
     return fitting
 
 
-# ---- promise 1
+# ---- promises 1 to 4
 
 
 @EVERY_CASE
-def test_loss_gradients_and_two_steps_are_those_of_one_device(strategy, size, case):
+def test_a_strategy_keeps_its_promises(strategy, size, case):
     for line in laid_out(strategy, size, case):
-        check_equal(line, case)
+        for check in CHECKS:
+            check(line, case)
 
 
 @EVERY
@@ -108,43 +106,6 @@ def test_every_option_is_laid_out_for_some_model(strategy):
         assert not given or set(given) & set(fitting), given
     written = {option.partition(":")[0] for factor in factors for option in factor.split("/")}
     assert written >= set(strategy.options), "add the values of an option that needs one to VALUES"
-
-
-# ---- promise 2
-
-
-@EVERY_CASE
-def test_every_axis_that_a_strategy_names_divides_something(strategy, size, case):
-    for line in laid_out(strategy, size, case):
-        check_divides(line, case)
-
-
-# ---- promise 3
-
-
-@EVERY_CASE
-def test_every_rank_holds_the_shapes_that_the_plan_says(strategy, size, case):
-    for line in laid_out(strategy, size, case):
-        check_shapes(line, case)
-
-
-@EVERY_CASE
-def test_every_rank_makes_the_calls_that_the_strategy_says(strategy, size, case):
-    for line in laid_out(strategy, size, case):
-        check_traffic(line, case)
-
-
-# ---- promise 4
-
-
-@EVERY_CASE
-def test_the_keys_of_the_state_are_those_of_one_device(strategy, size, case):
-    for line in laid_out(strategy, size, case):
-        check_names(line, case)
-
-
-# Here belongs the rest of promise 4, for every pair of `spelling(strategy, size)`: saved under one mesh, loaded under
-# another, same bits.
 
 
 # ---- promise 5

@@ -48,14 +48,14 @@ class Attending(nn.Module):
 
 
 class Translating(nn.Module):
-    """As torch's example has it: samples in dim 1, and so without dropout, which wants to know each sample."""
+    """As torch's example has it: samples in dim 1, with dropout."""
 
     def __init__(self):
         super().__init__()
         self.embed, self.positions = nn.Embedding(31, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 80, dropout=0.0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 80)
         encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)  # as it would be all the same, unwarned
-        self.transformer = nn.Transformer(WIDTH, 4, 1, 1, 80, dropout=0.0, custom_encoder=encoder)
+        self.transformer = nn.Transformer(WIDTH, 4, 1, 1, 80, custom_encoder=encoder)
         self.head = nn.Linear(WIDTH, 31)
 
     def forward(self, tokens):

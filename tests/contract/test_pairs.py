@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 
 from contract.cases import (
+    CHECKS,
     OF_ONE_MODEL,
     OPTION_CASES,
     PAIR_CASES,
-    check_divides,
-    check_equal,
-    check_names,
     check_refused,
-    check_shapes,
-    check_traffic,
     lays_out,
     line_of,
     pairs,
@@ -22,11 +18,9 @@ from contract.cases import (
     whole_size,
 )
 
-CHECKS = (check_equal, check_divides, check_shapes, check_traffic, check_names)
-
 
 def lines(one, other):
-    """Even and uneven sizes, with and without microbatches; the second axis larger, and the first."""
+    """Even and uneven sizes, with and without microbatches; either axis larger."""
     return [
         f"{spelling(one, 2)} {spelling(other, whole_size(other))}",
         f"{spelling(one, 3)} {spelling(other, 2)}",
@@ -40,7 +34,8 @@ EVERY_PAIR = pytest.mark.parametrize(("one", "other"), pairs(), ids=[f"{a.name} 
 @EVERY_PAIR
 @pytest.mark.parametrize("case", PAIR_CASES, ids=str)
 def test_a_strategy_keeps_its_promises_beside_every_other(one, other, case):
-    for line in lines(one, other):
+    left_out = PAIR_CASES.index(case) % 3  # two lines a case, and each line for two cases or more
+    for line in [line for number, line in enumerate(lines(one, other)) if number != left_out]:
         if not lays_out(line, case):
             check_refused(line, case.model, loss=case.loss)
             continue

@@ -208,6 +208,26 @@ def test_layers_that_see_samples_elsewhere_are_right_or_refused_and_what_the_ref
     assert verify(model, "tp2/sp", [batch], roles={"turned": "copied"}).equal
 
 
+class Shuffles(nn.Module):
+    """Layers of torch's that fail on no samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Conv2d(2, 12, 1), nn.Conv2d(12, 3, 1)
+        self.norm = nn.InstanceNorm2d(12, affine=True)
+        self.larger, self.smaller = nn.PixelShuffle(2), nn.PixelUnshuffle(2)
+
+    def forward(self, x):
+        return self.out(self.smaller(self.larger(self.norm(self.into(x))).tanh()))
+
+
+@pytest.mark.parametrize("line", ["dp4", "pp2/1f1b mb4", "tp2x2x2/3d"])
+def test_ranks_without_samples_run_layers_that_torch_runs_on_some_alone(line):
+    model = nn.Sequential(Shuffles(), nn.Flatten(), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 5))
+    verdict = verify(model, line, [(torch.randn(2, 2, 2, 2), torch.tensor([0, 3]))])
+    assert verdict.equal, str(verdict)
+
+
 class TiedByFunction(nn.Module):
     def __init__(self):
         super().__init__()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from threading import local
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from contract.cases import check_shapes, check_traffic
 from shardwright import verify, without_values
-from shardwright.comm import launch
+from shardwright.comm import Axis, launch
 from shardwright.draws import Draws, key_dropout
-from shardwright.errors import PlanError, RankFailedError
+from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
 from shardwright.parallelize import make_plan, parallelize
@@ -310,6 +312,60 @@ def test_an_attention_on_a_grid_sends_and_holds_what_the_plan_says(kind, line):
     check_traffic(line, case)
 
 
+# ---- inside a head
+
+
+class SeesNothing(Padding):
+    """Of one sample every key is hidden."""
+
+    def forward(self, x, padding):
+        return super().forward(x, padding | padding[:, 1:2])
+
+
+class LearnsValuesAlone(OtherWidthsWithoutBias):
+    """No gradient flows into its scores."""
+
+    def __init__(self):
+        super().__init__()
+        for module in (self.before, self.k):
+            module.requires_grad_(False)
+        for name in ("q_proj_weight", "k_proj_weight"):
+            self.attn.get_parameter(name).requires_grad_(False)
+
+
+INSIDE = [
+    WithoutBias, ThreeHeads, MeanWeights, WeightsOfEachHead, HintedCausal, LearnedMask, PaddingAndMaskOfEachSample,
+    LearnedPadding, ThreeInputs, LearnsValuesAlone, DropsWeights, DropsInDimOne, SeesNothing,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", INSIDE, ids=lambda kind: kind.__name__)
+def test_fewer_heads_than_ranks_are_cut_inside(kind):
+    check_equal(kind, "tp5")
+
+
+@pytest.mark.parametrize("line", ["tp6/sp", "tp2x5/2d:summa", "tp2x1x5/2.5d", "tp1x2x5/3d/regather", "dp2 tp5 mb2"])
+def test_fewer_heads_than_ranks_are_cut_inside_in_every_mode(line):
+    check_equal(PaddingAndMaskOfEachSample, line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [(LearnsValuesAlone, "tp5"), (LearnedPadding, "tp5"), (WeightsOfEachHead, "tp2x5/2d"), (PartlyFrozen, "tp2x5/2d")],
+)
+def test_parts_of_heads_send_and_hold_what_the_plan_says(kind, line):
+    strategies = [OfFewTokens(STRATEGIES["tensor_1d" if line == "tp5" else "tensor_2d"])]
+    case = Case(kind, MeanSquaredError())
+    assert is_cut(case, line)
+    check_shapes(line, case, strategies)
+    check_traffic(line, case, strategies)
+
+
+def test_a_grid_on_which_some_rank_would_hold_no_row_of_a_projection_is_refused():
+    with pytest.raises(LayoutError, match=r"can be cut over row=2 col=5(.|\n)*fix: +write tp5x2/2d"):
+        is_cut(Case(LearnsValuesAlone, MeanSquaredError()), "tp2x5/2d")
+
+
 def test_one_sum_of_the_output_goes_forward_and_one_of_each_input_backward():
     for kind, num_backward in [(SelfAttention, 1), (CrossOfLearned, 2), (ThreeInputs, 2), (Padding, 1)]:
         case = Case(kind, MeanSquaredError())
@@ -322,6 +378,53 @@ def test_one_sum_of_the_output_goes_forward_and_one_of_each_input_backward():
             return [record.kind for record in records if record.source == "tensor_1d"]
 
         assert launch(work, 2, ranks="threads")[0] == ["all_reduce"] * (1 + num_backward)
+
+
+# ---- what travels while something is multiplied
+
+
+class Multiplications(TorchDispatchMode):
+    """While it is on: how many of ``messages`` are under way whenever something is multiplied."""
+
+    KINDS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.bmm)
+
+    def __init__(self, messages: list[Any]) -> None:
+        super().__init__()
+        self.messages, self.found = messages, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in self.KINDS:
+            self.found.append(sum(pending._finish is not None for pending in self.messages))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2x2/2d", "tp2x2x2/3d:classic"])
+def test_messages_of_an_attention_travel_while_it_multiplies_unless_the_layout_says_otherwise(line, monkeypatch):
+    own = local()
+
+    def counted(start):
+        def begin(axis, *args, **named):
+            started = start(axis, *args, **named)
+            own.messages.append(started[1] if isinstance(started, tuple) else started)
+            return started
+
+        return begin
+
+    for name in [name for name in vars(Axis) if name.endswith("_async")]:
+        monkeypatch.setattr(Axis, name, counted(getattr(Axis, name)))
+    case = Case(MeanWeights, MeanSquaredError())
+
+    def work(world, line):
+        own.messages = []
+        run = parallelize(case.model, line, world, loss=case.loss, num_tokens=1)
+        (batch,) = run.shard(case.batches[:1])
+        with Multiplications(own.messages) as multiplications:
+            run.step(batch)
+        return max(multiplications.found)
+
+    num_ranks = Layout.parse(line).num_ranks
+    assert max(launch(work, num_ranks, line, ranks="threads")) > 0
+    assert max(launch(work, num_ranks, f"{line}/no-overlap", ranks="threads")) == 0
 
 
 # ---- dropout of attention weights
@@ -383,10 +486,14 @@ class OfAnotherKind(WithLearnedKeys):
         self.attn = Subclassed(WIDTH, 4, batch_first=True)
 
 
-class FewHeads(WithLearnedKeys):
+class Narrow(WithLearnedKeys):
     def __init__(self):
         super().__init__()
-        self.attn = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.enter, self.leave = nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
+        self.attn = nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def attend(self, x):
+        return self.leave(super(WithLearnedKeys, self).attend(self.enter(x)))
 
 
 class UsedTwice(WithLearnedKeys):
@@ -400,7 +507,7 @@ WHOLE = {
     WithLearnedKeys: "bias_k, bias_v or zero attention",
     WithZeroKeys: "bias_k, bias_v or zero attention",
     OfAnotherKind: "not torch's own forward",
-    FewHeads: "2 heads cannot be cut over tp=3: fewer than ranks cut them; inside a head only",
+    Narrow: "1 heads of 2 elements cannot be cut over tp=3: one axis cuts at most 2 parts",
     UsedTwice: "used elsewhere too",
 }
 

@@ -55,7 +55,10 @@ def test_a_model_with_a_layer_that_is_too_narrow_is_cut_elsewhere_and_right(widt
 NARROW = {
     "a head of five classes": ("gpt2", 24, 5, "tp2x4x2/3d", "head", "24 features to 5, over depth=2 row=4 col=2"),
     "one head on a cube": ("gpt2", 8, 7, "tp3x3x3/3d", "blocks.0.attention.o", "1 heads, over depth=3 row=3 col=3"),
-}
+    "one head in parts": (
+        "llama", 4, 19, "tp2x2x2/3d", "blocks.0.attention.o", "1 heads of 4 elements, over depth=2 row=2 col=2",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", NARROW)

@@ -13,7 +13,7 @@ from shardwright import verify, without_values
 from shardwright.boxes import Lies
 from shardwright.checkpoint import find, read
 from shardwright.cli.main import app
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.grid.overrides import Overrides
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy
@@ -112,6 +112,30 @@ def test_a_pair_with_something_between_that_is_not_elementwise_is_found_out():
 def test_a_dropout_between_that_nobody_named_is_found_out():
     verdict = verify(model(Untraceable), "tp2", BATCHES, roles=PAIR)
     assert not verdict.equal
+
+
+class Turned(nn.Module):
+    """No trace gets through; both layers are as wide as each other's input."""
+
+    def __init__(self, hidden: int = HIDDEN):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))) if float(x.detach().sum()) < 1e9 else x
+
+
+@pytest.mark.parametrize("line", ["tp3", "tp2x2/2d", "tp2x2x2/3d"])
+@pytest.mark.parametrize("hidden", [HIDDEN, WIDTH])
+def test_a_row_that_is_called_before_its_column_is_an_error_that_names_it_and_helps(hidden, line):
+    roles = {"layers.*.mlp.up": "row", "layers.*.mlp.down": "column"}
+    plain = model(lambda: Turned(hidden))
+    message = rf"'layers.0.mlp.up' is called with other features\D*{WIDTH} features, (.|\n)*first be the column"
+    with pytest.raises((PlanError, RankFailedError), match=message):
+        verify(plain, line, BATCHES, roles=roles)
+    other = {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}
+    verdict = verify(plain, line, BATCHES, roles=other)
+    assert verdict.equal, str(verdict)
 
 
 COPIES = {

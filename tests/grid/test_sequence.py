@@ -10,13 +10,11 @@ from torch import nn
 
 from contract.cases import (
     ATTENTION,
+    CHECKS,
     FUSED,
     Case,
-    check_divides,
     check_equal,
-    check_names,
     check_refused,
-    check_shapes,
     check_traffic,
 )
 from shardwright.comm import launch
@@ -86,14 +84,8 @@ EVERY_LINE = pytest.mark.parametrize("line", LINES)
 
 @EVERY
 @EVERY_LINE
-def test_loss_gradients_and_two_steps_are_those_of_one_device(line, case):
-    check_equal(line, case)
-
-
-@EVERY
-@EVERY_LINE
-def test_ranks_hold_send_and_are_called_what_the_plan_says(line, case):
-    for check in (check_shapes, check_traffic, check_names, check_divides):
+def test_sequences_that_are_cut_keep_every_promise(line, case):
+    for check in CHECKS:
         check(line, case)
 
 

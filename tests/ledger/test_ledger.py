@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.ledger import KINDS, Tracker, measure_memory, predict_memory
-from shardwright.models import GPT, CrossEntropy, GPTConfig
+from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError
 from shardwright.parallelize import make_plan
 from shardwright.strategy import Job
 
@@ -152,6 +152,23 @@ def test_a_rehearsal_draws_nothing_and_leaves_the_model_alone():
     predict_memory(Job(model, CrossEntropy()), "dp2", 1, (torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)))
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.encoder(x, mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1))
+
+
+def test_an_encoder_that_looks_at_its_mask_is_rehearsed_without_values():
+    x, job = torch.ones(2, 3, 8), Job(Masked(), MeanSquaredError())
+    (account,) = {predict_memory(job, "tp2", rank, (x, x)).at_peak()["parameters"] for rank in range(2)}
+    whole = sum(p.nbytes for p in job.model.parameters())
+    assert whole / 2 < account < whole
 
 
 def test_a_stage_lets_go_of_what_came_in_once_its_gradients_are_back():

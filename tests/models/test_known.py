@@ -93,3 +93,25 @@ def test_a_call_of_an_attention_and_of_the_layer_in_it_are_observed():
         assert visit.x_shape == visit.y_shape == inner.x_shape == (3, 5, 8)
         assert visit.call.inputs == ((5, 8, False), (4, 8, True))
         assert (visit.call.num_samples, visit.call.weights) == (3, 0)
+
+
+class Masked(nn.Module):
+    """torch's encoder and decoder, which look whether a mask is causal where nobody says so."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+        first, second = (kind(8, 2, 12, batch_first=True) for kind in kinds)
+        self.encoder = nn.TransformerEncoder(first, 1, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(second, 1)
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        return self.decoder(x, self.encoder(x, mask=mask), tgt_mask=mask)
+
+
+def test_transformers_that_look_at_their_masks_are_observed_without_values():
+    model = Masked().to("meta")
+    visits = observe(model, torch.zeros(3, 5, 8, device="meta"))
+    assert len([path for path in visits if path.endswith("attn")]) == 3
+    assert not [module for module in model.modules() if "forward" in vars(module)]

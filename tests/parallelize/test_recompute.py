@@ -159,6 +159,24 @@ def test_what_is_computed_again_drops_and_casts_as_it_did_to_the_last_bit(make, 
         assert all(map(torch.equal, values, same))
 
 
+class AttendsToItself(nn.Module):
+    """Its attention is told by one tensor given three times that queries, keys and values are of one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attn(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("line", ["dp2 recompute:*.attn", "tp2x2/2d recompute:*.attn"])
+def test_an_input_that_is_given_twice_is_one_when_it_is_computed_from_again(line):
+    batch = (torch.randn(5, 3, 6), torch.randint(5, (5, 3)))
+    verdict = verify(Blocks(AttendsToItself), line, [batch])
+    assert verdict.equal, str(verdict)
+
+
 def test_without_gradients_nothing_is_kept_or_computed_again():
     def work(world):
         run = parallelize(Blocks(wide), "recompute:full", world)

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
+from shardwright import verify
 from shardwright.boxes import cut
 from shardwright.comm import launch
 from shardwright.draws import Draws, key_dropout
@@ -162,6 +164,33 @@ def test_a_batch_where_every_target_is_ignored_has_a_loss_and_gradients_of_0():
 
     for line in ("single", "dp2", "tp2", "dp2 tp2"):
         assert set(on_ranks(gpt(), line, work)) == {(0.0, 0.0)}
+
+
+class Weighted(nn.Module):
+    """Cross entropy whose classes count for a little each, and not the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.linspace(0.01, 0.1, 7, dtype=torch.float64))
+
+    def forward(self, logits, targets):
+        weight = self.weight.to(logits.dtype)
+        return functional.cross_entropy(logits, targets, weight, reduction="sum"), weight[targets].sum()
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2x2/2d", "pp2 mb2"])
+def test_what_a_loss_counts_may_be_weights_that_are_less_than_one(line):
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 7)).double()
+    x, targets = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 6, 3, 3, 1])
+    expected = functional.cross_entropy(model(x), targets, Weighted().weight)
+
+    def work(run):
+        return run.step(next(run.shard([(x, targets)]))).item()
+
+    for found in on_ranks(model, line, work, loss=Weighted()):
+        assert found == pytest.approx(expected.item(), rel=1e-12)
+    verdict = verify(model, line, [(x, targets)], loss=Weighted())
+    assert verdict.equal, str(verdict)
 
 
 def test_a_loss_that_is_no_pair_is_refused():

@@ -14,6 +14,8 @@ from shardwright import launch, parallelize, time_layers, verify
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy, MeanSquaredError
+from shardwright.parallelize import StepTraffic, make_plan
+from shardwright.strategy import Job
 
 W = 6
 LINES = ("pp2/1f1b mb3", "pp2/zb-v mb2", "pp3/gpipe mb2", "pp2/naive mb2 dp2", "pp2/interleaved:v2 mb2")
@@ -524,6 +526,30 @@ class Optional(nn.Module):
         return self.second(y if mask is None else y * mask)
 
 
+class Masked(nn.Module):
+    """Its encoder looks at the mask; nobody has said that it is causal."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(W, W), nn.Linear(W, W)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(W, 2, 8, dropout=0.0, batch_first=True), 1)
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        return self.after(self.encoder(self.before(x), mask=mask))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_an_encoder_that_looks_at_a_mask_is_weighed_and_rehearsed_without_values():
+    x = torch.randn(5, 3, W)
+    job = Job(Masked(), MeanSquaredError(), example=x.to("meta"))
+    plan, chosen = make_plan(job, Layout.parse("pp2/1f1b mb2 tp2"))
+    for rank in range(plan.mesh.size):
+        assert StepTraffic(job, plan, chosen, x).at(plan.mesh.coord(rank))["pipeline"]
+    verdict = verify(Masked(), "pp2/1f1b mb2 tp2", [(x, x)], loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
 def test_blocks_with_optional_arguments_are_looked_into():
     equal(nn.Sequential(Optional(), Optional()), "pp4 mb2")
 
@@ -682,3 +708,16 @@ def test_stages_are_balanced_by_what_was_measured():
 
     assert parts() == [3, 3]
     assert parts(seconds=seconds) == [1, 5]
+
+    work = []  # of stages cut by hand: it is drawn, and simulated
+    cut = {"seconds": seconds, "alter": lambda run: work.append([cost.work for cost in run.plan.stages.costs])}
+    assert verify(model, "pp2/cut:0,3", pairs(), **cut).equal
+    assert all(first > 5 * second for first, second in work)
+    for wrong in ({"9": 1.0}, {"0": -1.0}, {"0": float("nan")}):
+        with pytest.raises(LayoutError, match="what time_layers"):
+            parts(seconds=wrong)
+
+    held = []
+    verdict = verify(model, "pp2", pairs(), seconds=seconds, alter=lambda run: held.append(len(run.parameters)))
+    assert verdict.equal
+    assert sorted(held) == [2, 10]

@@ -162,17 +162,17 @@ def test_a_deadlock_is_told_in_place_of_a_time():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_64_stages_and_1024_microbatches_are_built_in_a_second_and_simulated_in_two(name):
-    def seconds(work):
-        tries = []
+    def takes_less(limit, work):
         for _ in range(3):  # what else the machine does can only make a try slower
             start = time.process_time()
             work()
-            tries.append(time.process_time() - start)
-        return min(tries)
+            if time.process_time() - start < limit:
+                return True
+        return False
 
     schedule = build(name, 64, 1024)
     times, memory = Times.equal(schedule.num_chunks), Memory.equal(schedule.num_chunks)
     # twice the limit, for machines that do other work: alone, 0.1 to 0.6, 0.1 to 0.2 and 0.4 to 0.9 seconds
-    assert seconds(lambda: build(name, 64, 1024)) < 2
-    assert seconds(lambda: check_schedule(schedule)) < 2
-    assert seconds(lambda: simulate(schedule, times, memory)) < 4
+    assert takes_less(2, lambda: build(name, 64, 1024))
+    assert takes_less(2, lambda: check_schedule(schedule))
+    assert takes_less(4, lambda: simulate(schedule, times, memory))

@@ -17,7 +17,7 @@ from shardwright.boxes import Lies
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.models import MODELS
-from shardwright.parallelize.planning import expected_traffic, local_samples, make_plan
+from shardwright.parallelize.planning import StepTraffic, local_samples, make_plan
 from shardwright.report import describe, description, show_text
 from shardwright.report.outline import layer_rows, num_grids, rank_grids, rank_groups, shortened
 from shardwright.report.pictures import layout_figure
@@ -76,7 +76,7 @@ def test_a_rank_sends_what_the_strategies_say_for_its_own_coordinate(line, model
     plan, strategies = make_plan(job, Layout.parse(line))
     found = describe(job, Layout.parse(line), inputs=inputs)
     for rank in found["ranks"]:
-        traffic = expected_traffic(job, plan, strategies, inputs, rank["coord"])
+        traffic = StepTraffic(job, plan, strategies, inputs).at(rank["coord"])  # for this rank alone
         assert rank["sent_bytes"] == {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
     samples_of_a_copy = {tuple(r["coord"][a] for a in plan.inputs): r["samples"] for r in found["ranks"]}
     assert sum(samples_of_a_copy.values()) == 7

@@ -13,7 +13,7 @@ from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy, GPTConfig, MLPConfig, build_mlp
 from shardwright.models.gpt import GPT
-from shardwright.parallelize import expected_traffic, make_plan
+from shardwright.parallelize import StepTraffic, make_plan
 from shardwright.strategy import Job
 from shardwright.verify import verify
 
@@ -74,7 +74,7 @@ def test_what_is_sent_is_narrow_and_exactly_what_is_said(line, word):
         job = Job(gpt(), CrossEntropy())
         plan, chosen = make_plan(job, Layout.parse(line))
         said = Counter()
-        for source, each in expected_traffic(job, plan, chosen, inputs, run.coord).items():
+        for source, each in StepTraffic(job, plan, chosen, inputs).at(run.coord).items():
             for traffic in each:
                 said[source, traffic.kind, traffic.axis, traffic.num_bytes] += traffic.times
         made = Counter((r.source, r.kind, r.axis, r.num_bytes) for r in records if r.source not in ("loss", "core"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.boxes import Lies, Piece, plan_transfer, write
 from shardwright.checkpoint.manifest import Manifest, check_files, find
@@ -92,7 +92,7 @@ def _wanted(
         found.append((name, run.plan.rest[name].parameter, parameter))
         for key in keys.get(name, []) if optimizer is not None else ():
             dtype = getattr(torch, manifest.tensors[f"optimizer/{name}/{key}"][0])
-            state = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            state = _home(run, parameter, key, dtype)
             states.append((parameter, key, state))
             found.append((f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, state))
     for name, buffer in kept_buffers(run.model).items():
@@ -100,6 +100,12 @@ def _wanted(
         if lies.pieces(run.coord):  # or else another stage has it
             found.append((name, lies, buffer))
     return found, states
+
+
+def _home(run: Run, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
+    if run.offload is not None:
+        return run.offload.home(parameter, key, dtype)
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def _check_names(folder: Path, manifest: Manifest, run: Run) -> None:

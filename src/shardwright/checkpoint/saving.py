@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,19 @@ from shardwright.units import format_bytes
 LOSS_SCALE = "(loss scale)"
 """The name under which a manifest's scalars keep it: no parameter has such a one."""
 
+MOST_BYTES = 2**28
+"""A file holds so much, or one tensor: so much lies in memory a second time while it is written."""
+
 Entries = dict[str, tuple[str, tuple[int, ...], list[Stored]]]
+
+
+@dataclass
+class _Part:
+    """One file of a rank: by key, the tensors and which piece of each it holds."""
+
+    file: str
+    pieces: dict[str, tuple[Tensor, Piece]] = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 def save(
@@ -56,8 +68,8 @@ def save(
     token = told[0][0]
     owners = {name: rank for rank, (_, names) in reversed(list(enumerate(told))) for name in names}
     partial = root / f".tmp-{name}-{token}"
-    entries, tensors = _owned(run, optimizer, f"part-{run.world.rank:05d}.safetensors", owners)
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    entries, parts = _owned(run, optimizer, owners)
+    num_bytes = sum(part.num_bytes for part in parts)
 
     def prepare() -> None:
         for stale in root.glob(".tmp-*") if root.is_dir() else ():
@@ -68,11 +80,14 @@ def save(
         free = shutil.disk_usage(partial).free
         if free < num_bytes:
             raise OSError(28, f"{format_bytes(free)} free, {format_bytes(num_bytes)} to write")
-        file = partial / f"part-{run.world.rank:05d}.safetensors"
-        if tensors:
-            save_file(tensors, str(file))
+        files = {}
+        for part in parts:
+            file = partial / part.file
+            save_file({key: _copied(*held) for key, held in part.pieces.items()}, str(file))
             flush(file)
-        files = {file.name: (file.stat().st_size, checksum(file))} if tensors else {}
+            files[file.name] = file.stat().st_size, checksum(file)
+            if run.offload is not None:
+                run.offload.put_away()
         return packed(entries), files, _scalars(run, optimizer), _groups(run, optimizer)
 
     def finish() -> None:
@@ -129,24 +144,31 @@ def _nothing() -> None:
     return None
 
 
-def _owned(
-    run: Run, optimizer: torch.optim.Optimizer | None, file: str, owners: Mapping[str, int]
-) -> tuple[Entries, dict[str, Tensor]]:
-    """What this rank writes: entries of the manifest, and the tensors of its file; of each buffer, the owner's."""
+def _owned(run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int]) -> tuple[Entries, list[_Part]]:
+    """What this rank writes: entries of the manifest, and what its files hold; of each buffer, the owner's."""
     entries: Entries = {}
-    tensors: dict[str, Tensor] = {}
+    parts: list[_Part] = []
     mine = [name for name, rank in owners.items() if rank == run.world.rank or name in run.plan.buffers]
     for name, lies, local in (*_state(run, optimizer), *_buffers(run, mine)):
         whole = name in mine and not lies.axes
         pieces = _outermost(lies.pieces(run.coord) if whole else lies.owned(run.coord, run.plan.mesh))
         stored = []
         for number, piece in enumerate(pieces):
-            key = f"{name}#{number}"
-            tensors[key] = read_box(local.detach(), piece, piece.whole).contiguous().cpu().clone()
-            stored.append(Stored(piece.whole, file, key))
+            key, size = f"{name}#{number}", piece.whole.size * local.element_size()
+            if not parts or parts[-1].num_bytes + size > MOST_BYTES:
+                more = f".{len(parts)}" if parts else ""
+                parts.append(_Part(f"part-{run.world.rank:05d}{more}.safetensors"))
+            parts[-1].pieces[key] = local.detach(), piece
+            parts[-1].num_bytes += size
+            stored.append(Stored(piece.whole, parts[-1].file, key))
         if stored:
             entries[name] = (str(local.dtype).removeprefix("torch."), lies.shape, stored)
-    return entries, tensors
+    return entries, parts
+
+
+def _copied(local: Tensor, piece: Piece) -> Tensor:
+    """The piece in memory of its own: a file refuses tensors that share some."""
+    return read_box(local, piece, piece.whole).contiguous().cpu().clone()
 
 
 def _outermost(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:

@@ -38,6 +38,7 @@ def save_tensors(
     token = gather_json(everyone, uuid.uuid4().hex[:8])[0]
     partial = root / f".tmp-{name}-{token}"
     file = partial / f"part-{here().rank:05d}.safetensors"
+    _check_tensors(tensors)
     entries, parts = _owned(tensors, file.name)
 
     def write_part() -> tuple[Any, ...]:
@@ -58,6 +59,25 @@ def save_tensors(
     return root / name
 
 
+def _check_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
+    """Raises CheckpointError for what is not global; LayoutError where ranks give different names."""
+    from shardwright.global_tensor.agreement import check_everywhere
+    from shardwright.global_tensor.tensor import GlobalTensor, where_of
+
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, GlobalTensor):
+            raise CheckpointError(
+                explain(
+                    f"'{name}' is no global tensor",
+                    given=type(tensor).__name__,
+                    allowed="global tensors by name",
+                    fix=f"write to_global({name}, placement, sbp) for it",
+                )
+            )
+    said = [(name, tuple(x.shape), x.dtype, where_of(x)) for name, x in tensors.items()]
+    check_everywhere("the tensors of a checkpoint", said)
+
+
 def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dict[str, Tensor]]:
     from shardwright.global_tensor.lying import boxes
     from shardwright.global_tensor.tensor import moved, where_of, without_sums
@@ -69,6 +89,8 @@ def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dic
         where = given._replace(sbp=without_sums(given.sbp))
         local, rank = moved(tensor, where), here().rank
         held, seen = boxes(tuple(tensor.shape), where), set()
+        if 0 in tensor.shape and rank == where.placement.ranks[0]:  # it is known, and no file has any of it
+            entries[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), [])
         for other, box in held.items():
             if other == rank and box not in seen and (box.size or not box.start):
                 key = f"{name}#0"
@@ -84,6 +106,7 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
 
     Raises: CheckpointError, on every rank: missing, broken or foreign; or without one of the tensors.
     """
+    _check_tensors(tensors)
     folder = find(Path(path))
     manifest = read_manifest(folder)
     for name, tensor in tensors.items():
@@ -131,7 +154,7 @@ def _fill(folder: Path, manifest: Manifest, name: str, tensor: GlobalTensor) -> 
 
     where, local = where_of(tensor), tensor._local_tensor
     box = boxes(tuple(tensor.shape), where).get(here().rank)
-    if box is None:
+    if box is None or 0 in box.shape:
         return
     if terms(where)[here().rank]:
         local.zero_()  # the first term is the whole

@@ -47,7 +47,7 @@ def _config(shared: opt.Shared, base: dict[str, Any] | None = None, **flags: Any
 
 @app.command()
 @exits_well
-@takes("layout", "model", "set_", "role", "data", "batch", "seq", "seed", "config")
+@takes("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "seed", "config")
 def train(
     shared: opt.Shared,
     steps: Annotated[int | None, typer.Option(help="Steps in all.", show_default="100")] = None,
@@ -66,6 +66,9 @@ def train(
     deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Repeatable kernels only.")] = None,
     debug: Annotated[bool | None, typer.Option("--debug", help="Check that ranks make the same calls.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="How long a call may wait.", show_default="600")] = None,
+    offload_folder: Annotated[
+        str | None, typer.Option(help="Where /offload:disk keeps its files.", show_default="the temporary folder")
+    ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/train"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
     ranks: Annotated[str, opt.RANKS] = "processes",
@@ -85,6 +88,7 @@ def train(
         shared, read_run(out) if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
         tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
+        offload_folder=offload_folder,
     )  # fmt: skip
     try:
         summary = run_training(whole, out, resume=resume, ranks=ranks)  # type: ignore[arg-type]
@@ -158,13 +162,13 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
     with without_values():
         model, loss, model_config = config.build()
     layout, data = LayoutLine.parse(config.layout), open_data(config.data, seq=config.seq, model=model_config)
+    kept = json.loads((out / "run.json").read_text())
     job = job_for(model, loss, layout, inputs_of(data, config.batch), config.num_tokens, config.roles)
-    description = describe(job, layout)
+    description = describe(job._replace(seconds=kept["seconds"]), layout)
     rows = read_metrics(out)
     pictures = {"loss": out / "loss.png", "layout": out / "layout.png"}
     draw_loss(rows, pictures["loss"])
     draw_layout(description, pictures["layout"])
-    kept = json.loads((out / "run.json").read_text())
     run = {**kept["options"], **{k: kept[k] for k in ("world_size", "started", "versions")}, "steps": summary["steps"]}
     return write_page(
         out,
@@ -178,7 +182,7 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
 
 @app.command()
 @exits_well
-@takes("layout", "model", "set_", "role", "data", "batch", "seq", "seed", "config")
+@takes("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "seed", "config")
 def verify(
     shared: opt.Shared,
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 2,
@@ -192,12 +196,14 @@ def verify(
     from shardwright.draws import without_values
     from shardwright.errors import PlanError, explain
     from shardwright.train.data import Order, global_batch, open_data
+    from shardwright.train.measuring import layer_seconds
     from shardwright.verify import verify as compare
 
     opt.check_ranks(ranks)
     if dtype not in ("float64", "float32"):
         raise PlanError(explain("verify compares in float64 or float32", given=dtype, allowed="both", fix="float64"))
     whole = _config(shared, {"seq": 64}, steps=steps)
+    opt.check_alone(whole)
     with without_values():
         plain, loss, model_config = whole.build()
     dropped = False
@@ -209,7 +215,7 @@ def verify(
     batches = [global_batch(samples, order.batch(step)) for step in range(whole.steps)]
     verdict = compare(
         plain, whole.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=whole.seed, ranks=ranks,  # type: ignore[arg-type]
-        roles=whole.roles,
+        roles=whole.roles, seconds=layer_seconds(whole),
     )  # fmt: skip
     note = ", with dropout 0.1" if dropped else ""
     if _is_first_rank() or not verdict.equal:
@@ -220,7 +226,7 @@ def verify(
 
 @app.command()
 @exits_well
-@takes("layout", "model", "set_", "role", "batch", "seq", "config")
+@takes("layout", "model", "set_", "role", "measured_costs", "batch", "seq", "config")
 def show(
     shared: opt.Shared,
     png: Annotated[Path | None, typer.Option(help="Draw the layout into this file as well.")] = None,
@@ -251,15 +257,16 @@ def show(
     from shardwright.report import describe, draw_layout, show_text
     from shardwright.report.description import timeline_data, timeline_of
     from shardwright.report.timelines import timeline_text, write_timelines
-    from shardwright.train.measuring import measure
+    from shardwright.train.measuring import layer_seconds, measure
 
     opt.check_ranks(ranks)
     whole = _config(shared)
+    opt.check_alone(whole)
     with without_values():
         plain, loss, model_config = whole.build()
     inputs = whole.example(model_config)
     layout = LayoutLine.parse(whole.layout)
-    job = job_for(plain, loss, layout, inputs, whole.num_tokens, whole.roles)
+    job = job_for(plain, loss, layout, inputs, whole.num_tokens, whole.roles)._replace(seconds=layer_seconds(whole))
     description = describe(job, layout, inputs=inputs)
     if png is not None:
         draw_layout(description, png)
@@ -275,7 +282,7 @@ def show(
         found, ledger = ledger_of(whole, job, model_config, on, memory_png, width)  # type: ignore[arg-type]
         description, text = {**description, "memory": found}, f"{text}\n{ledger}"
     if measured and drawn:
-        drawn = [drawn[0].at_speed_of(seen := measure(whole, ranks)), seen]  # type: ignore[arg-type]
+        drawn = [drawn[0].at_speed_of(seen := measure(whole, ranks, job.seconds)), seen]  # type: ignore[arg-type]
         text += "\n\n" + timeline_text(drawn, width)
         description = {**description, "measured": timeline_data(seen)}
     if timeline is not None:

@@ -32,7 +32,7 @@ def ledger_of(
             )
         )
     predicted = predicted_accounts(job, layout, batch)
-    measured = dict(enumerate(measure_accounts(config, ranks))) if ranks is not None else None
+    measured = dict(enumerate(measure_accounts(config, ranks, job.seconds))) if ranks is not None else None
     if png is not None:
         draw_memory(png, config.layout, predicted, measured)
     return memory_data(predicted, measured), memory_text(predicted, measured, width)

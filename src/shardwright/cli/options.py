@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -40,6 +41,10 @@ SHARED: Mapping[str, Any] = {
     "role": Annotated[
         list[str] | None,
         typer.Option("--role", help="PATTERN=column, row or copied for the layers so named; repeat for more."),
+    ],
+    "measured_costs": Annotated[
+        bool | None,
+        typer.Option("--measured-costs", help="Time the layers first, and balance a pipeline's stages by that."),
     ],
     "data": Annotated[
         _text,
@@ -93,6 +98,20 @@ def check_ranks(ranks: str) -> None:
         raise PlanError(
             explain(
                 "ranks run as threads or processes", given=ranks, allowed="threads, processes", fix="--ranks threads"
+            )
+        )
+
+
+def check_alone(config: Any) -> None:
+    """Raises PlanError where each of several processes would time the layers, and find another cut."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.measured_costs and size > 1:
+        raise PlanError(
+            explain(
+                "layers are timed in one process, and several would each find other times",
+                given=f"--measured-costs in a world of {size} processes",
+                allowed="one process, or train, whose first rank measures for all",
+                fix="start it without torchrun, or leave out --measured-costs",
             )
         )
 

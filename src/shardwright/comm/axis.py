@@ -341,9 +341,14 @@ class Axis:
         """Receives the next tensor from member ``source``."""
         return self.receive_async(shape, dtype, source).wait()
 
-    def receive_async(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Pending[Tensor]:
-        """Starts :meth:`receive`: posted early, the message lands while the rank computes."""
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+    def receive_async(
+        self, shape: Sequence[int], dtype: torch.dtype, source: int, into: Tensor | None = None
+    ) -> Pending[Tensor]:
+        """Starts :meth:`receive`: posted early, the message lands while the rank computes.
+
+        ``into``, contiguous and of that shape, is filled in place of fresh memory.
+        """
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device) if into is None else into
         if tensor.numel() == 0:
             return done(tensor)
         return self.channel.receive(self._call("receive", tensor, f"from member {source}"), tensor, source)

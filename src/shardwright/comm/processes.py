@@ -110,7 +110,7 @@ def run_processes(
     options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links, "link": link}
     base = folder_for_sockets()
     _start_server(base)
-    with tempfile.TemporaryDirectory(prefix="shardwright-", dir=base) as folder, _quiet():
+    with tempfile.TemporaryDirectory(prefix="shardwright-", dir=base) as folder, _quiet(), _handlers_kept():
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=f"shardwright-{os.getpid()}",
             rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
@@ -155,6 +155,20 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Puts the caller's handlers of signals back, which the launcher replaces by its own and leaves so."""
+    here = threading.current_thread() is threading.main_thread()  # no other thread may set one, nor does the launcher
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if here else ()
+    before = {number: signal.getsignal(number) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None is one that was not set from Python: it cannot be put back
+                signal.signal(number, handler)
 
 
 def _rank_main(pickled: bytes, folder: str, left: list[str]) -> bytes:

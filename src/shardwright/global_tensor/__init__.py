@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwright.global_tensor import sbp
-from shardwright.global_tensor.creation import arange, empty, from_local, full, ones, rand, randn, zeros
+from shardwright.global_tensor.creation import arange, empty, full, ones, rand, randn, zeros
 from shardwright.global_tensor.module import module_to_global
+from shardwright.global_tensor.parts import from_local
 from shardwright.global_tensor.placement import Placement, placement
 from shardwright.global_tensor.routes import Route, plan_to_global
 from shardwright.global_tensor.tensor import GlobalTensor, to_global

@@ -8,14 +8,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardwright.comm.here import here
 from shardwright.errors import LayoutError, PlanError, explain, nearest
 from shardwright.global_tensor import sbp as words
+from shardwright.global_tensor.agreement import check_everywhere
 from shardwright.global_tensor.lying import Where, local_shape
-from shardwright.global_tensor.placement import Placement, check_in_world
+from shardwright.global_tensor.placement import Placement, check_placement
 from shardwright.global_tensor.sbp import Sbp, broadcast
-from shardwright.global_tensor.tensor import GlobalTensor, wrap
+from shardwright.global_tensor.tensor import GlobalTensor, to_global, wrap
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -36,8 +39,11 @@ def module_to_global(
     >>> layer.weight.sbp, layer.bias.sbp
     ((Shard(dim=0),), (Replicate(),))
     """
-    check_in_world(placement)
+    _check_kinds(module, sbp)
+    check_placement(placement)
+    _check_layers(module)
     found = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    check_everywhere("the module, the placement or the sbp", [placement, sbp, [(name, *_kind(x)) for name, x in found]])
     places = {name: _where(name, tensor, placement, sbp or {}) for name, tensor in found}
     _check_patterns(list(sbp or {}), list(places))
     known: dict[int, Tensor] = {}
@@ -54,17 +60,46 @@ def module_to_global(
 
 
 def _where(name: str, tensor: Tensor, placement: Placement, sbp: Mapping[str, Sbp | Sequence[Sbp]]) -> Where:
-    if tensor.is_meta:
+    if is_lazy(tensor) or tensor.is_meta:
         raise PlanError(
             explain(
                 f"'{name}' has no values",
-                given="a module on the meta device",
+                given="a module on the meta device, or one that has not run yet",
                 allowed="a module with values, on the first rank at least",
-                fix="call module.to_empty(device='cpu') and initialise it first",
+                fix="call module.to_empty(device='cpu') and initialise it, or run it once, first",
             )
         )
     given = next((lies for pattern, lies in sbp.items() if fnmatchcase(name, pattern)), (broadcast,) * placement.ndim)
     return Where(placement, words.checked(given, placement, tensor.ndim))
+
+
+def _check_kinds(module: object, sbp: object) -> None:
+    if not isinstance(module, nn.Module) or not (sbp is None or isinstance(sbp, Mapping)):
+        raise LayoutError(
+            explain(
+                "a module and a mapping of patterns are needed",
+                given=f"{type(module).__name__}, {type(sbp).__name__}",
+                allowed="an nn.Module and a dict, or None",
+                fix="write module_to_global(module, placement, {'*.weight': sbp.split(0)})",
+            )
+        )
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return ("lazy",) if is_lazy(tensor) else (tuple(tensor.shape), tensor.dtype, tensor.is_meta)
+
+
+def _check_layers(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.RNNBase):
+            raise PlanError(
+                explain(
+                    f"'{name}' keeps its weights in a list of its own and starts from plain zeros",
+                    given=f"nn.{type(layer).__name__}",
+                    allowed="modules that compute with their parameters as they are",
+                    fix=f"write it with nn.{layer.mode.split('_')[0]}Cell and a first state that is global",
+                )
+            )
 
 
 def _check_patterns(patterns: list[str], names: list[str]) -> None:
@@ -81,7 +116,9 @@ def _check_patterns(patterns: list[str], names: list[str]) -> None:
 
 
 def _from_first(tensor: Tensor, where: Where) -> GlobalTensor:
-    """The first rank's tensor, lying so."""
+    """The first rank's tensor, lying so; one that is global already is moved."""
+    if isinstance(tensor, DTensor):
+        return to_global(tensor, where.placement, where.sbp)
     first = where.placement.ranks[0]
     alone = Where(Placement(where.placement.type, (first,), (1,)), (broadcast,))
     local = tensor.clone()

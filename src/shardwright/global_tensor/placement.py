@@ -81,7 +81,7 @@ class Placement:
 def placement(type: str, ranks: Any) -> Placement:
     """Where a global tensor lies: a device type, and ranks as a list or a grid (nested lists), order kept.
 
-    Raises: LayoutError: ranks that are no grid of different numbers, or that the world does not have.
+    Raises: LayoutError: ranks that are no grid of different numbers; ranks or a type that the world does not have.
 
     >>> placement("cpu", ranks=[0, 1, 3])
     placement("cpu", ranks=[0, 1, 3])
@@ -92,7 +92,7 @@ def placement(type: str, ranks: Any) -> Placement:
         raise _wrong("no such device type", type, '"cpu", "cuda" or another type torch knows', 'write "cpu"')
     if isinstance(ranks, DeviceMesh):
         ranks = ranks.mesh
-    if isinstance(ranks, torch.Tensor):
+    if hasattr(ranks, "tolist"):  # a tensor, or an array of numpy's
         ranks = ranks.tolist()
     shape, flat = _shape(ranks, ranks), tuple(_numbers(ranks))
     if not flat:
@@ -108,9 +108,21 @@ def placement(type: str, ranks: Any) -> Placement:
     return made
 
 
+def check_placement(given: object) -> None:
+    """Raises LayoutError for what is no placement, or none of this world."""
+    if not isinstance(given, Placement):
+        raise _wrong("not a placement", repr(given), "placement(type, ranks)", 'write placement("cpu", ranks=[0])')
+    check_in_world(given)
+
+
 def check_in_world(given: Placement) -> None:
-    """Raises LayoutError when the placement has ranks that the world does not have."""
-    size = here().size
+    """Raises LayoutError when the placement has ranks or a device type that the world does not have."""
+    size, has = here().size, here().device.type
+    if given.type != has and not (size == 1 and _is_usable(given.type)):
+        raise _wrong(
+            "a device type that the world does not have", f'{given}, a world on "{has}"', f'"{has}"',
+            f'write placement("{has}", ranks={given.nested()}), or start the ranks on "{given.type}"',
+        )  # fmt: skip
     outside = [rank for rank in given.ranks if rank >= size]
     if outside:
         raise _wrong(
@@ -156,6 +168,14 @@ def _is_type(type: object) -> bool:
     try:
         return isinstance(type, str) and torch.device(type).index is None
     except RuntimeError:
+        return False
+
+
+def _is_usable(type: str) -> bool:
+    """Whether this process, alone, can compute on such a device."""
+    try:
+        return bool(torch.get_device_module(type).is_available())
+    except RuntimeError:  # torch has no such devices here
         return False
 
 

@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
+from typing import SupportsIndex
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import placement_types as types
@@ -25,12 +27,14 @@ partial_sum = Partial()
 
 
 def split(dim: int) -> Shard:
-    """Cut along ``dim``; a negative one counts from the last.
+    """Cut along ``dim``; a negative one counts from the last. Raises LayoutError: no whole number.
 
     >>> text((split(0), broadcast))
     '(split(0), broadcast)'
     """
-    return Shard(dim)
+    if isinstance(dim, bool) or not isinstance(dim, SupportsIndex):
+        raise LayoutError(explain("not a dim", given=f"split({dim!r})", allowed="whole numbers", fix="write split(0)"))
+    return Shard(index(dim))
 
 
 def is_split(one: Sbp) -> bool:

@@ -6,7 +6,8 @@ Its operators are in ``rules/``; torch's own rules, and its transfers, are not u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from copy import deepcopy
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from shardwright.comm import once
 from shardwright.comm.here import here
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.global_tensor import sbp as words
+from shardwright.global_tensor.indices import with_lists
 from shardwright.global_tensor.lying import Where, local_shape
 from shardwright.global_tensor.moving import move
-from shardwright.global_tensor.placement import Placement, check_in_world, mesh_of, placement_of
-from shardwright.global_tensor.sbp import Sbp, broadcast
+from shardwright.global_tensor.placement import Placement, check_placement, mesh_of, placement_of
+from shardwright.global_tensor.routes import route
+from shardwright.global_tensor.sbp import Sbp, broadcast, is_split
+
+Sbps = Sbp | Sequence[Sbp]
 
 
 class GlobalTensor(DTensor):
@@ -83,6 +88,41 @@ class GlobalTensor(DTensor):
         where = self.placement if device_mesh is None else placement_of(device_mesh)
         return self.to_global(where, self.sbp if placements is None else placements)
 
+    @property
+    def data(self) -> Tensor:
+        """The same tensor outside of autograd; it may be given another that lies alike."""
+        return super().data
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        mine = (where_of(self), self.shape, self.dtype)
+        if not isinstance(new, GlobalTensor) or (where_of(new), new.shape, new.dtype) != mine:
+            given = str(where_of(new)) if isinstance(new, DTensor) else "a plain tensor"
+            raise LayoutError(
+                explain(
+                    "'.data' of a global tensor is given what does not lie as it does",
+                    given=f"{given}, {new.dtype} {list(new.shape)}",
+                    allowed=f"a global tensor on {where_of(self)}, {self.dtype} {list(self.shape)}",
+                    fix="write x.to_local().copy_(part) for each member's part, or make a new tensor",
+                )
+            )
+        self._local_tensor = new._local_tensor
+
+    def requires_grad_(self, requires_grad: bool = True) -> GlobalTensor:
+        """See torch. A leaf that is cut keeps its slice of a gradient that every member has whole."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf and not self._backward_hooks:
+            self.register_hook(  # type: ignore[no-untyped-call]
+                partial(_own_gradient, tuple(self.shape), where_of(self))
+            )
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(with_lists(self, index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(with_lists(self, index), value)
+
     def item(self) -> Any:
         """The number of a tensor of one element. Raises LayoutError unless its placement is the whole world."""
         return self._read("item").item()
@@ -120,6 +160,17 @@ class GlobalTensor(DTensor):
             f"sbp={words.text(self.sbp)}{', requires_grad=True' * self.requires_grad},\n  {held})"
         )
 
+    def share_memory_(self) -> GlobalTensor:
+        """Refused."""
+        raise PlanError(
+            explain(
+                "a global tensor is not shared between processes: each rank holds a part of it",
+                given=str(where_of(self)),
+                allowed="to_local().share_memory_(), for the part alone",
+                fix="give the part to the other process",
+            )
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PlanError(
             explain(
@@ -131,10 +182,22 @@ class GlobalTensor(DTensor):
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
-        copy = wrap(self._local_tensor.detach().clone(), tuple(self.shape), where_of(self))
-        copy.requires_grad_(self.requires_grad)
+        if not self.is_leaf:
+            raise PlanError(
+                explain(
+                    "a result of operators is not deep-copied: the copy would have no gradient to pass on",
+                    given=f"{list(self.shape)} on {where_of(self)}",
+                    allowed="leaves: parameters, and tensors that nothing computed",
+                    fix="write copy.deepcopy(x.detach()), or x.clone() to keep the gradient",
+                )
+            )
+        copy = wrap(self._local_tensor.detach().clone(), tuple(self.shape), where_of(self), self.stride())
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, self.requires_grad)  # type: ignore[assignment]
+        else:
+            copy.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            copy.grad = deepcopy(self.grad, memo)
         memo[id(self)] = copy
         return copy
 
@@ -146,7 +209,7 @@ class GlobalTensor(DTensor):
                     f"'{verb}' needs the numbers on every rank, and some hold none",
                     given=f"{self.placement}, a world of {here().size}",
                     allowed="tensors whose placement is the whole world",
-                    fix=f"write x.to_global({everywhere(self.placement.type)}, sbp.broadcast).{verb}, or x.to_local()",
+                    fix=f"use x.to_global({everywhere(self.placement.type)}, sbp.broadcast), or x.to_local()",
                 )
             )
         whole: GlobalTensor = self.detach()  # type: ignore[assignment]
@@ -210,7 +273,7 @@ def to_global(
     A plain tensor is taken as each rank's own part (:func:`from_local`); a DTensor as it is.
     """
     if not isinstance(x, DTensor):
-        from shardwright.global_tensor.creation import from_local
+        from shardwright.global_tensor.parts import from_local
 
         if placement is None or sbp is None:
             raise LayoutError(
@@ -224,11 +287,7 @@ def to_global(
         return from_local(x, placement, sbp, grad_sbp=grad_sbp)
     here_ = where_of(x)
     where = here_.placement if placement is None else placement
-    if not isinstance(where, Placement):
-        raise LayoutError(
-            explain("not a placement", given=repr(where), allowed="placement(type, ranks)", fix="import placement")
-        )
-    check_in_world(where)
+    check_placement(where)
     if sbp is None and where.ndim != here_.placement.ndim:
         raise LayoutError(
             explain(
@@ -287,15 +346,43 @@ def moved(x: DTensor, where: Where) -> Tensor:
     return move(x._local_tensor, tuple(x.shape), where_of(x), where)
 
 
+def check_gradient(grad: Tensor, where: Placement) -> None:
+    """Raises LayoutError for a gradient that does not lie where its tensor does: ``y.backward(plain)``."""
+    if not isinstance(grad, GlobalTensor) or grad.placement != where:
+        given = str(grad.placement) if isinstance(grad, GlobalTensor) else "a plain tensor"
+        raise LayoutError(
+            explain(
+                "a global tensor is given a gradient that does not lie where it does",
+                given=f"{given}, for a tensor on {where}",
+                allowed="a global tensor on the same placement",
+                fix="write y.backward(torch.ones_like(y)), or to_global(grad, placement, sbp) for it",
+            )
+        )
+
+
+def _own_gradient(shape: tuple[int, ...], where: Where, grad: GlobalTensor) -> GlobalTensor:
+    """A leaf's gradient, cut where the leaf is and the gradient is whole, if that moves nothing."""
+    check_gradient(grad, where.placement)
+    back = [mine if is_split(mine) and one == broadcast else one for mine, one in zip(where.sbp, grad.sbp, strict=True)]
+    there = Where(where.placement, tuple(back))
+    if there.sbp == grad.sbp or route(shape, where_of(grad), there).moved_elements:
+        return grad
+    return grad.to_global(sbp=there.sbp)
+
+
 class _ToGlobal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, there: Where, back: tuple[Sbp, ...]) -> GlobalTensor:
-        ctx.back = Where(placement_of(x._spec.mesh), back)
+        ctx.back, ctx.there = Where(placement_of(x._spec.mesh), back), there.placement
+        ctx.set_materialize_grads(False)
         local = moved(x, there)
         return wrap(local.view_as(local), tuple(x.shape), there)
 
     @staticmethod
-    def backward(ctx: Any, grad: GlobalTensor) -> Any:
+    def backward(ctx: Any, grad: GlobalTensor | None) -> Any:
+        if grad is None:
+            return None, None, None
+        check_gradient(grad, ctx.there)
         return grad.to_global(ctx.back.placement, ctx.back.sbp), None, None
 
 

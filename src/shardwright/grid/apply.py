@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwright.comm import Axis, cut_to_whole
 from shardwright.errors import PlanError, explain
 from shardwright.grid.convolution import ChannelsNote, ConvolutionNote, apply_convolution, apply_statistics
-from shardwright.grid.features import Features
+from shardwright.grid.features import Features, width
 from shardwright.grid.mode import (
     EntryNote,
     GateNote,
@@ -66,12 +66,20 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Lat
     applying = _Applying(job, axes, plan, mode, job.samples, ahead, later or Later())
     applying.everything()
     late = frozenset(
-        own_names(job.model, path)["weight"]
+        own_names(job.model, path)[own]
         for path, note in plan.notes.items()
-        if isinstance(note, LinearNote) and note.fetches
-        if job.model.get_submodule(path)._parameters["weight"] is not None
+        for own, fetches in _fetched(note)
+        if fetches and job.model.get_submodule(path)._parameters[own] is not None
     )
     return Applied(events=Events(after_backward=applying.later.finish, after_action=ahead.finish), late=late)
+
+
+def _fetched(note: object) -> Iterator[tuple[str, Sequence[str]]]:
+    """A module's own names for the weights whose gradients are summed behind autograd's back, and over what."""
+    if isinstance(note, LinearNote):
+        yield "weight", note.fetches
+    if isinstance(note, MultiheadNote):
+        yield from ((own, axes) for own, _, axes in note.projections if own == "in_proj_weight")
 
 
 @dataclass
@@ -157,21 +165,29 @@ class _Applying:
                 found.append(Move(axis, "whole"))
         return tuple(found)
 
-    def _linear(self, path: str, module: nn.Module, note: LinearNote) -> None:
-        terms = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "k"]
-        product = Product(
-            take=self.moves(note.takes()),
-            give=self.moves(note.gives()),
-            fetch=self._fetches(path, note.fetches),
-            bias_here=all(self.coord[name] == 0 for name in terms),
+    def product(self, take: tuple[Move, ...], fetch: tuple[Fetch, ...], weight: Callable[[], Tensor]) -> Product:
+        """A product as the mode runs all of them, whose output is not summed."""
+        return Product(
+            take=take,
+            fetch=fetch,
             keep=self.mode.keep,
             overlap=self.mode.overlap,
             later=self.later,
             leaves=self.job.deferred,
             ahead=self.ahead,
-            weight=lambda: weight_of(module),
+            weight=weight,
         )
-        module.forward = partial(_linear_forward, module, product)
+
+    def _linear(self, path: str, module: nn.Module, note: LinearNote) -> None:
+        terms = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "k"]
+        product = replace(
+            self.product(self.moves(note.takes()), self._fetches(path, note.fetches), partial(weight_of, module)),
+            give=self.moves(note.gives()),
+            bias_here=all(self.coord[name] == 0 for name in terms),
+        )
+        joined = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "h"]
+        num_given = width(note.x.held(self.coord, over=() if note.enters else joined))
+        module.forward = partial(_linear_forward, path, module, product, (num_given, note.x.size))
 
     def _fetches(self, path: str, names: Sequence[str]) -> tuple[Fetch, ...]:
         if not names:
@@ -328,8 +344,21 @@ def _overwritten(path: str) -> PlanError:
     )
 
 
-def _linear_forward(module: nn.Module, product: Product, input: Tensor) -> Tensor:
+def _linear_forward(path: str, module: nn.Module, product: Product, sizes: tuple[int, int], input: Tensor) -> Tensor:
+    if input.shape[-1] != sizes[0]:
+        raise _not_its_part(path, input.shape[-1], *sizes)
     return product(input, weight_of(module), module._parameters["bias"])
+
+
+def _not_its_part(path: str, given: int, part: int, whole: int) -> PlanError:
+    return PlanError(
+        explain(
+            f"'{path}' is called with other features than the part that it multiplies",
+            given=f"{given} features, where this rank multiplies {part} of {whole}",
+            allowed="a column called before its row, with what treats each element alone between them",
+            fix=f'let the layer that is called first be the column, or keep both whole: roles={{"{path}": "copied"}}',
+        )
+    )
 
 
 def _norm_forward(module: nn.Module, size: int, splits: Sequence[Split], input: Tensor) -> Tensor:

@@ -66,6 +66,11 @@ class Features:
         return tuple(name for name, _ in self.axes)
 
     @property
+    def fewest(self) -> int:
+        """How many elements the smallest part has."""
+        return min(map(width, self.parts))
+
+    @property
     def overlaps(self) -> bool:
         """Whether some element lies in two parts."""
         return sum(width(part) for part in self.parts) > width(merged([r for part in self.parts for r in part]))

@@ -102,6 +102,9 @@ def _place_attention(placing: Placing, path: str, attention: Attention, place: P
     if attention.fused:
         widths = (q_width, kv_width, kv_width)
         cuts = {"qkv": (sum(widths), concat(widths, (q, kv, kv)))}
+    made = [Features(size, axes, ranges) for size, ranges in cuts.values()]
+    if any(each.fewest < before.num_fetched(placing.mode.axes) for each in made if not each.overlaps):
+        raise placing.too_small(path, f"{attention.num_heads} heads of {attention.head_dim} elements")
     prefix = f"{path}." if path else ""
     entry = None if attention.fused else EntryNote(before, x, placing.mode.axes)
     for own, (size, ranges) in cuts.items():

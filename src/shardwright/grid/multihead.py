@@ -4,22 +4,24 @@
 
     x --h--> | in_proj: rows of q, k and v of some heads | --> these heads --k--> | out_proj: their columns | --> y
 
-Inside, samples lie in dim 0, whatever ``batch_first`` says of the arguments.
+Fewer heads than ranks are cut inside: each rank has some elements of one. Inside the module samples lie in dim 0,
+whatever ``batch_first`` says of the arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import NamedTuple, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.boxes import Ranges, concat
 from shardwright.comm import Axis
-from shardwright.grid.features import Features
-from shardwright.grid.mode import Gathering, LinearNote, gives, takes
+from shardwright.grid.features import Features, merged
+from shardwright.grid.mode import Gathering, LinearNote, Mode, gives, takes
 from shardwright.grid.overrides import Overrides
 from shardwright.grid.placing import Placing
 from shardwright.grid.roles import Boundary, Choice, GridAxis, Layer, Step
@@ -28,7 +30,7 @@ from shardwright.models.known import is_known_attention
 from shardwright.models.structure import is_exactly
 from shardwright.models.visits import Visit
 from shardwright.pipeline import Rows, Samples
-from shardwright.product import Fetch, Move
+from shardwright.product import Fetch, Move, Product, head_rows, head_slices, query_heads, weight_of
 from shardwright.product.multihead import SomeHeads, multihead
 from shardwright.strategy import Activation, Plan, Replicate, Shard, Traffic
 from shardwright.units import format_bytes, format_count
@@ -56,7 +58,18 @@ class MultiheadNote:
     heads: Features
     axes: tuple[GridAxis, ...]
     projections: tuple[Projection, ...]
+    bias: str | None
     elements: float
+
+    @property
+    def inside(self) -> bool:
+        """Whether there are fewer heads than ranks, which then have parts of them."""
+        return len(self.heads.parts) > self.heads.size
+
+    def sharing(self, coord: Coord) -> list[int]:
+        """Of the members that cut heads, those that have a part of this one's."""
+        own = self.heads.parts[self.heads.number(coord)]
+        return [number for number, part in enumerate(self.heads.parts) if part == own]
 
     def takes(self) -> tuple[Gathering, ...]:
         """The messages that bring each different input, in order."""
@@ -94,26 +107,35 @@ def _joined(path: str, own: str) -> str:
 
 
 def _choose(placing: Placing, module: nn.MultiheadAttention) -> Choice | None:
+    """Roles by which ranks have whole heads, or if need be parts of them over one axis."""
     mode, num_heads, width = placing.mode, module.num_heads, module.embed_dim
     whole, layers = mode.states(False), (Layer(width, 3 * width), Layer(width, width))
-    boundaries = (Boundary(0, whole), Boundary(num_heads, sums=False), Boundary(width, whole))
-    return mode.choose(layers, boundaries, placing.job.num_tokens)
+
+    def chosen(most_alone: int = 0) -> Choice | None:
+        middle = Boundary(num_heads, sums=False, most_alone=most_alone)
+        return mode.choose(layers, (Boundary(0, whole), middle, Boundary(width, whole)), placing.job.num_tokens)
+
+    return chosen() or chosen(width)
 
 
 def _place(placing: Placing, path: str, module: nn.MultiheadAttention) -> str:
     """Cuts one attention; returns why it cannot."""
-    choice = _choose(placing, module)
+    choice, width = _choose(placing, module), module.embed_dim
+    cannot = f"{module.num_heads} heads of {module.head_dim} elements cannot be cut over {placing.sizes()}"
     if choice is None:
-        fewer = "fewer than ranks cut them; inside a head only shardwright's own Attention is cut"
-        return f"{module.num_heads} heads cannot be cut over {placing.sizes()}: {fewer}; every rank computes it whole"
+        allowed = f"one axis cuts at most {width} parts, several cut whole heads"
+        return f"{cannot}: {allowed}; every rank computes it whole"
     before, after = choice.steps
     axes = placing.mode.axes_in(before.after, "F")
-    heads = Features.balanced(module.num_heads, axes)
-    width, head_dim = module.embed_dim, module.head_dim
-    rows: Ranges = tuple(tuple((a * head_dim, b * head_dim) for a, b in part) for part in heads.parts)
+    parts = prod(size for _, size in axes)
+    held, slices = query_heads(module, parts), head_slices(module, parts)
+    heads = Features(module.num_heads, axes, tuple(((h[0], h[-1] + 1),) for h in held))
+    rows: Ranges = tuple(merged(head_rows(module, h, part)) for h, part in zip(held, slices, strict=True))
     three = Features(3 * width, axes, concat((width,) * 3, (rows, rows, rows)))
     one = Features(width, axes, rows)
     packed = module.in_proj_weight is not None
+    if (three if packed else one).fewest < before.num_fetched(placing.mode.axes):
+        return f"{cannot}: some would hold no row of its projections; every rank computes it whole"
     projections, elements = [], 0.0
     for number, own in enumerate(PARTS[packed]):
         in_features = getattr(module, own).shape[1]
@@ -127,7 +149,8 @@ def _place(placing: Placing, path: str, module: nn.MultiheadAttention) -> str:
     placing.cut_weight(out, after, one, y, enters=True, first=True)
     placing.note_role(out, f"in-features of the heads that '{path}' holds", after)
     x = placing.features_in(before.before, width)
-    note = MultiheadNote(before, after, x, y, heads, placing.mode.axes, tuple(projections), elements)
+    bias = placing.names[path].get("in_proj_bias")
+    note = MultiheadNote(before, after, x, y, heads, placing.mode.axes, tuple(projections), bias, elements)
     placing.plan = _noted(placing, path, note)
     return ""
 
@@ -165,6 +188,7 @@ def _noted(placing: Placing, path: str, note: MultiheadNote) -> Plan:
     words = " ".join(f"{axis}:{role}" for axis, role in roles.items())
     num_bytes = note.elements * plan.dtypes[note.projections[0].name].itemsize
     why = f"{note.heads.size} heads in {len(note.heads.parts)} parts: rows of q, k and v; "
+    why += "each head over several ranks, scores summed; " if note.inside else ""
     why += f"sends {format_bytes(num_bytes)} for {format_count(placing.job.num_tokens)} tokens"
     return plan.role(path, placing.mode.name, words, why)
 
@@ -188,6 +212,10 @@ class Applying(Protocol):
         """Messages with what their sizes are found by."""
         ...
 
+    def product(self, take: tuple[Move, ...], fetch: tuple[Fetch, ...], weight: Callable[[], Tensor]) -> Product:
+        """A product whose output is summed by somebody else."""
+        ...
+
 
 def apply_multihead(applying: Applying, module: nn.Module, note: MultiheadNote) -> None:
     """Gives the module the forward of its heads."""
@@ -195,7 +223,13 @@ def apply_multihead(applying: Applying, module: nn.Module, note: MultiheadNote) 
     heads = tuple(h for a, b in note.heads.held(applying.coord) for h in range(a, b))
     heads = heads if note.heads.names else tuple(range(note.heads.size))
     fetch = {own: _fetch(applying, name, axes) for own, name, axes in note.projections}
-    part = SomeHeads(heads, applying.moves(note.takes()), applying.moves(note.gives()), fetch)
+    take, together, shares = applying.moves(note.takes()), None, None
+    if "in_proj_weight" in fetch:
+        together = applying.product(take, fetch["in_proj_weight"], partial(weight_of, module, "in_proj_weight"))
+    if note.inside:
+        (axis,) = note.heads.names
+        shares = applying.axes[axis].subset(note.sharing(applying.coord))
+    part = SomeHeads(heads, take, applying.moves(note.gives()), fetch, together, shares)
     module.forward = partial(multihead, module, part)  # type: ignore[method-assign]
 
 
@@ -228,9 +262,12 @@ class Pricing(Protocol):
 
     plan: Plan
     coord: Coord
+    mode: Mode
 
     def _num_rows(self, rows: Rows, tokens: int) -> int: ...
-    def _taken(self, gatherings: Sequence[Gathering], rows: Rows, x: Features, visit: Visit) -> Iterator[Traffic]: ...
+    def _taken(
+        self, gatherings: Sequence[Gathering], rows: Rows, x: Features, visit: Visit, *, again: bool = False
+    ) -> Iterator[Traffic]: ...
     def _summed(
         self, gatherings: Sequence[Gathering], shape: tuple[int, int], visit: Visit, learns: bool
     ) -> Iterator[Traffic]: ...
@@ -242,20 +279,28 @@ def price_multihead(pricing: Pricing, note: MultiheadNote, visit: Visit) -> Iter
     assert call is not None, "an attention was called"
     moved, before = note.takes(), note.before.rows_before
     rows = tuple(each for each in moved if each.lies == "rows")
-    operands = [(moved, *each) for each in call.inputs]
-    operands += [(rows, 1, call.mask, call.mask_learns)] if call.mask else []
-    operands += [(rows, 1, call.padding, call.padding_learns)] if call.padding else []
-    for gatherings, tokens, width, learns in operands:
+    together = len(call.inputs) == len(note.projections) == 1
+    again = together and not pricing.mode.keep
+    operands = [(moved, *each, again and note.projections[0].name not in pricing.plan.frozen) for each in call.inputs]
+    operands += [(rows, 1, call.mask, call.mask_learns, False)] if call.mask else []
+    operands += [(rows, 1, call.padding, call.padding_learns, False)] if call.padding else []
+    for gatherings, tokens, width, learns, twice in operands:
         shape = (call.num_samples, tokens, width)
         operand = Visit(shape, shape, visit.element_bytes, learns, num_forwards=visit.num_forwards)
-        yield from pricing._taken(gatherings, before, Features.balanced(width, ()), operand)
+        yield from pricing._taken(gatherings, before, Features.balanced(width, ()), operand, again=twice)
     of_each = [call.mask] * call.mask_learns + [call.padding] * call.padding_learns
     learnt = [call.shared_mask, *(pricing._num_rows(before, 1) * size for size in of_each)]
     for axis in (each.axis for each in moved if each.lies == "whole"):
         for size in learnt:
             yield Traffic("all_reduce", axis, size * visit.element_bytes, pricing.plan.mesh[axis])
     for _, name, axes in note.projections:
-        yield from _fetched(pricing, name, axes, visit.num_forwards)
+        yield from _fetched(pricing, name, axes, visit.num_forwards + (again and call.inputs[0][2]))
+    if note.inside:
+        made = (note.bias, *(each.name for each in note.projections[:2]))  # queries and keys
+        learns = call.scores_learn or any(name is not None and name not in pricing.plan.frozen for name in made)
+        num_bytes = pricing._num_rows(note.before.rows_after, 1) * call.scores * visit.element_bytes
+        members = len(note.sharing(pricing.coord))
+        yield Traffic("all_reduce", note.heads.names[0], num_bytes, members, visit.num_forwards + learns)
     if call.weights:
         given = (pricing._num_rows(note.after.rows_gathered, 1), call.weights)
         yield from pricing._summed(note.gives(), given, replace(visit, y_shape=given), call.weights_learn)

@@ -81,6 +81,10 @@ class Step(NamedTuple):
     cuts: tuple[str, ...] = ()
     rows_before: Rows = ()
 
+    def num_fetched(self, axes: Sequence[GridAxis]) -> int:
+        """How many parts of the weight's rows are stored apart and gathered for the product."""
+        return prod(a.size for a, role in zip(axes, self.roles, strict=True) if role == "t" and a.stored)
+
     @property
     def rows_gathered(self) -> Rows:
         """How the rows lie in the product."""
@@ -209,9 +213,8 @@ def steps_from(
                 continue  # a copied weight is not cut
             if not boundary.sums and ("k", "F") in zip(roles, after, strict=True):
                 continue
-            fetched = prod(a.size for a, role in zip(axes, roles, strict=True) if role == "t" and a.stored)
             kept = prod(a.size for a, role in zip(axes, roles, strict=True) if role == "h")
-            if layer.out_features // kept < fetched:
+            if layer.out_features // kept < Step(before, roles, after).num_fetched(axes):  # type: ignore[arg-type]
                 continue  # some rank would store nothing of the weight
             for orders in _moved(rows, axes, before, roles, after):  # type: ignore[arg-type]
                 step = Step(before, roles, after, *orders, rows)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from shardwright.comm.ghosts import ghost_world
 from shardwright.layout import Layout
 from shardwright.ledger.attention import AttendsAsHere
 from shardwright.ledger.tracking import Account, Tracker
+from shardwright.models.known import asking_nothing
 from shardwright.parallelize import Run, hollow, parallelize
 from shardwright.parallelize.planning import num_rows
 from shardwright.parallelize.rehearsal import values_crossing
@@ -50,6 +51,8 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: Optimizer) -> Account
     tracker.hold("gradients", (p.grad for p in _learning(run)))
     tracker.hold("optimizer", tree_leaves(list(optimizer.state.values())))
     tracker.hold("batch", tree_leaves((batch.inputs, batch.targets)))
+    if run.offload is not None:
+        tracker.hold(run.offload.place, run.offload.tensors)  # not the device's memory: it counts apart
     with _watching(run, tracker), tracker:
         run.step(batch)
         tracker.hold("gradients", (p.grad for p in _learning(run)))
@@ -84,7 +87,7 @@ def predict_memory(
     if run.plan.stages is not None:
         _expect(run, job, mine, num_rows(meta))
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
-    with AttendsAsHere():
+    with AttendsAsHere(), asking_nothing(run.model):
         run.step(mine)
         steps.step()
         return measure_memory(run, mine, steps)

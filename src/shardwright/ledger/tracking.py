@@ -24,6 +24,9 @@ KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "logits
 """What storages are for. ``messages`` are gathered pieces and what is sent; ``backward`` is what a backward works on,
 with what it computes again."""
 
+ELSEWHERE = ("host", "disk")
+"""Where state may rest that is offloaded: in no moment, since it is not the device's memory."""
+
 _OURS = "shardwright."
 _TRANSPORTS = tuple(f"{_OURS}comm.{name}" for name in ("threads", "transport", "shared", "sums", "exchange", "witness"))
 
@@ -42,9 +45,10 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Account:
-    """What one rank holds over a step. ``moments`` are in order; ``actions`` are what the executor ran."""
+    """What one rank holds over a step. ``moments`` are in order; ``elsewhere`` are bytes that rest on host or disk."""
 
     moments: tuple[Moment, ...]
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> Moment:
@@ -117,7 +121,8 @@ class Tracker(TorchDispatchMode):
 
     def account(self) -> Account:
         """What was held over time."""
-        return Account(tuple(self._moments))
+        rests = {place: self._totals[place] for place in ELSEWHERE if self._totals[place]}
+        return Account(tuple(self._moments), rests)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named: Mapping[str, Any] = kwargs or {}

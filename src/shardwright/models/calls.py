@@ -13,8 +13,8 @@ class AttentionCall(NamedTuple):
 
     ``inputs``: of each different input its tokens, features, and whether a gradient flows back. ``padding``: the
     elements of the mask of keys. ``mask``: those of a mask of each sample, ``shared_mask`` those of one for all whose
-    gradient is wanted. ``weights``: those of the weights that are given back. What ``_learns``, or ``learn``, has a
-    gradient.
+    gradient is wanted. ``weights``: those of the weights that are given back. ``scores``: those of one head. What
+    ``_learns``, or ``learn``, has a gradient; scores have one of the projections' weights, too.
     """
 
     num_samples: int
@@ -26,6 +26,8 @@ class AttentionCall(NamedTuple):
     shared_mask: int = 0
     weights: int = 0
     weights_learn: bool = False
+    scores: int = 0
+    scores_learn: bool = False
 
     def shape(self, width: int) -> tuple[int, int, int]:
         """The queries' shape and the output's, samples first."""
@@ -48,8 +50,8 @@ def attention_call(
     >>> import torch
     >>> attention, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.zeros(3, 5, 4)
     >>> call = attention_call(attention, x, x, x)
-    >>> call.num_samples, call.inputs, call.weights
-    (3, ((5, 4, False),), 25)
+    >>> call.num_samples, call.inputs, call.weights, call.scores
+    (3, ((5, 4, False),), 25, 25)
     """
     batched = query.dim() == 3
     tokens = int(module.batch_first and batched)
@@ -59,16 +61,19 @@ def attention_call(
     num_scores = query.shape[tokens] * key.shape[tokens]
     by_sample = attn_mask is not None and attn_mask.dim() == 3
     learns = attn_mask is not None and attn_mask.requires_grad
+    padding_learns = key_padding_mask is not None and key_padding_mask.requires_grad
     heads = 1 if average_attn_weights else module.num_heads
     return AttentionCall(
         query.shape[1 - tokens] if batched else 1,
         tuple(inputs.values()),
         padding=key.shape[tokens] if key_padding_mask is not None else 0,
-        padding_learns=key_padding_mask is not None and key_padding_mask.requires_grad,
+        padding_learns=padding_learns,
         mask=module.num_heads * num_scores if by_sample else 0,
         mask_learns=learns,
         shared_mask=num_scores if learns and not by_sample else 0,
         weights=heads * num_scores if need_weights else 0,
+        scores=num_scores,
+        scores_learn=learns or padding_learns or query.requires_grad or key.requires_grad,
     )
 
 

@@ -8,6 +8,7 @@ V vocabulary, or classes
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,43 @@ class MeanSquaredError(nn.Module):
         check_same_shape("outputs", outputs.shape, "targets", targets.shape)
         loss_sum = (outputs - targets.to(outputs.dtype)).square().sum()
         return loss_sum, torch.full((), outputs.numel(), dtype=torch.int64, device=outputs.device)
+
+
+def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
+    """What a loss has given; the count may be a sum of weights, which need not be whole.
+
+    >>> sum_and_count((torch.tensor(3.0), 2))
+    (tensor(3.), tensor(2))
+    >>> sum_and_count(torch.tensor(1.5))
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: a loss gives the sum over its targets and their count
+      given:   Tensor
+      allowed: a pair (sum, count), the sum a tensor of one number
+      fix:     return loss.sum(), targets.numel(): the mean is taken once, over all ranks
+    """
+    pair = isinstance(result, tuple) and len(result) == 2
+    if not pair or not isinstance(result[0], Tensor) or result[0].dim():
+        parts = result if isinstance(result, tuple) else (result,)
+        each = (f"Tensor {tuple(p.shape)}" if isinstance(p, Tensor) and p.dim() else type(p).__name__ for p in parts)
+        raise PlanError(
+            explain(
+                "a loss gives the sum over its targets and their count",
+                given=", ".join(each),
+                allowed="a pair (sum, count), the sum a tensor of one number",
+                fix="return loss.sum(), targets.numel(): the mean is taken once, over all ranks",
+            )
+        )
+    return result[0], torch.as_tensor(result[1], device=result[0].device)
+
+
+def mean_of(loss_sum: Tensor, count: float) -> tuple[Tensor, float]:
+    """The mean, and what it was divided by: where nothing counts, one.
+
+    >>> mean_of(torch.tensor(0.25), 0.5), mean_of(torch.tensor(0.0), 0)
+    ((tensor(0.5000), 0.5), (tensor(0.), 1.0))
+    """
+    divisor = float(count) or 1.0
+    return loss_sum / divisor, divisor
 
 
 def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape: torch.Size) -> None:

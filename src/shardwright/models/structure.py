@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import operator
 from collections import Counter
@@ -17,6 +16,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 
 from shardwright.draws import RefusesDraws, with_names
+from shardwright.models.copies import copied
 from shardwright.models.reading import ATTRIBUTES, AttributeReads, ShowsReads, Tracer
 
 ELEMENTWISE_MODULES = (
@@ -144,10 +144,10 @@ def trace(
     graph = fx.Graph()
     tracer = Tracer(graph)
     memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-    copied = copy.deepcopy(module, memo)
+    apart = copied(module, memo)
     running: list[str] = []
     patched = set[nn.Module]()
-    for path, child, opens in _inside(copied, deep=deep, opened=opened):
+    for path, child, opens in _inside(apart, deep=deep, opened=opened):
         if child in patched:
             continue  # its first name is its name
         patched.add(child)
@@ -163,16 +163,16 @@ def trace(
     try:
         inputs = {
             parameter.name: tracer.proxy(graph.placeholder(parameter.name))
-            for parameter in inspect.signature(copied.forward).parameters.values()
+            for parameter in inspect.signature(apart.forward).parameters.values()
             if (parameter.default is inspect.Parameter.empty or parameter.name in given)
             and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         }
         weights = [*module.parameters(), *module.buffers()] if shows_weights else []
-        if shows_weights and type(copied) in KNOWN_LOOPS:
-            copied.forward = _loop(copied)
-        reads = AttributeReads(copied) if shows_weights else None
+        if shows_weights and type(apart) in KNOWN_LOOPS:
+            apart.forward = _loop(apart)
+        reads = AttributeReads(apart) if shows_weights else None
         with RefusesDraws(), ShowsReads(tracer, weights), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            output = graph.output(tracer.create_arg(_called_by_name(copied, tracer, inputs)))
+            output = graph.output(tracer.create_arg(_called_by_name(apart, tracer, inputs)))
         if reads is not None and reads.has_changed():
             return None  # the next step would read something else
         output.meta[ATTRIBUTES] = tuple(reads.found) if reads is not None else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,24 +14,28 @@ from shardwright.comm import Axis, World
 from shardwright.draws import Draws, key_dropout
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
-from shardwright.parallelize.again import compute_again
+from shardwright.models.without_samples import stand_no_samples
+from shardwright.parallelize.again import compute_again, keep_elsewhere
 from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import samples_of, tokens_of
 from shardwright.parallelize.checking import check_model, check_trains, check_world
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
-from shardwright.parallelize.planning import expected_traffic, hollow, job_for, make_plan, twin
+from shardwright.parallelize.planning import StepTraffic, hollow, job_for, make_plan, twin
 from shardwright.parallelize.run import Run
 from shardwright.pipeline import Deferred, Executor, Samples
+from shardwright.pipeline.agreement import check_same, lines_of
+from shardwright.pipeline.written import Written
+from shardwright.product import batch_norms, share_statistics
 from shardwright.slices.masters import Masters, narrow_buffers
 from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, apply_in_turn, sync_axes
 
 __all__ = [
     "LayerAlone",
     "Run",
+    "StepTraffic",
     "check_model",
     "check_trains",
-    "expected_traffic",
     "hollow",
     "job_for",
     "layer_alone",
@@ -56,6 +61,7 @@ def parallelize(
     example: Any = None,
     seconds: Mapping[str, float] = MappingProxyType({}),
     stop_at_nan: bool = False,
+    offload_folder: str | Path | None = None,
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
@@ -69,9 +75,11 @@ def parallelize(
     parts a person has put on several devices is cut into stages there. ``seconds``, by module and the same on every
     rank, are what :func:`time_layers` measured: stages are balanced by them. With ``stop_at_nan`` a step whose
     gradients are not finite raises a PlanError that names a parameter; in fp16 such a step is left out, and counted.
+    State that the layout offloads to disk goes to files in ``offload_folder``, the system's temporary one by default;
+    where that is memory (tmpfs), name one on a disk.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
-        starts. Both are raised on every rank before anything is sent.
+        starts, or state cannot be offloaded. All are raised on every rank, before the first step.
 
     >>> import torch, shardwright as sw
     >>> def work(world):
@@ -86,9 +94,13 @@ def parallelize(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
     loss = twin(loss if loss is not None else CrossEntropy())
-    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(seconds=seconds)
+    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(
+        seconds=seconds, offload_folder=None if offload_folder is None else Path(offload_folder)
+    )
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
+    if plan.stages is not None:
+        check_same(world.everyone().for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
     return _run_of(job, plan, chosen, world, seed, stop_at_nan)
 
 
@@ -103,6 +115,8 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
     axes = _axes(plan, world)
     rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
     key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
+    if plan.layout.precision != "fp32":  # torch's own takes no weights that are narrower than the statistics
+        share_statistics((norm for _, norm in batch_norms(job.model)), (), always=True)
     job, added = apply_in_turn(chosen, job, axes, plan)
     applied = list(added)
     resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}
@@ -118,10 +132,13 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
 
     summed = [one.summed for one in applied]
     sync = GradientSync(job.model, plan, coord, joined, resting, lambda unit: all(each(unit) for each in summed))
+    stand_no_samples(job.model)
     compute_again(job, plan)
+    keep_elsewhere(job, plan, applied, axes["world"])
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
-    executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred)
+    written = None if plan.layout.own_statistics else Written(job.model)
+    executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred, written)
     return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan)
 
 

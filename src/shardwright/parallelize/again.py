@@ -1,9 +1,15 @@
-"""Lets the modules that a plan computes again keep nothing but what goes in."""
+"""Lets the modules that a plan names keep nothing but what goes in, or keep what they save elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from shardwright.comm import Axis
+from shardwright.parallelize.packing import Packing
 from shardwright.pipeline.regions import Block, Remembers
-from shardwright.strategy import Job, Plan
+from shardwright.slices import Storage
+from shardwright.strategy import Applied, Job, Plan
+from shardwright.strategy.recompute import keeps_on
 
 
 def compute_again(job: Job, plan: Plan) -> None:
@@ -20,3 +26,17 @@ def compute_again(job: Job, plan: Plan) -> None:
         module = job.model.get_submodule(path)
         block = Block(path, module, module.forward, tuple(states), selective, shared)
         module.forward = block
+
+
+def keep_elsewhere(job: Job, plan: Plan, applied: Sequence[Applied], everyone: Axis) -> None:
+    """What the plan's ``packed`` modules save for the backward goes to host memory or to disk, and comes back for it.
+
+    On a CPU host memory is the device's: there nothing moves.
+    """
+    place = keeps_on(plan.layout)
+    if place is None or (place == "host" and everyone.device.type in ("cpu", "meta")):
+        return
+    outer = next((each.saving for each in applied if each.saving is not None), None)
+    packing = Packing(Storage(place, everyone, job.offload_folder), outer)
+    for path in plan.packed:
+        packing.attach(job.model.get_submodule(path))

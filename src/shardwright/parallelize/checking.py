@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -10,7 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from shardwright.comm import World
 from shardwright.errors import LayoutError, PlanError, explain
-from shardwright.strategy import Plan
+from shardwright.layout import Layout
+from shardwright.models.keeping import iterates, sees_batch
+from shardwright.pipeline.samples import local_samples
+from shardwright.strategy import Plan, check_table
 
 
 class _Refusal(NamedTuple):
@@ -32,6 +36,54 @@ def check_model(model: nn.Module) -> None:
     """
     for refusal in (*_of_parameters(model), *_of_modules(model)):
         raise PlanError(explain(refusal.what, given=refusal.given, allowed=refusal.allowed, fix=refusal.fix))
+
+
+def check_microbatches(model: nn.Module, layout: Layout) -> None:
+    """Raises LayoutError for layers that count batches, or look at one as a whole, where ``mb`` cuts it.
+
+    >>> check_microbatches(nn.BatchNorm1d(2), Layout.parse("mb4/own-statistics"))
+    >>> check_microbatches(nn.Sequential(nn.BatchNorm1d(2)), Layout.parse("mb4"))
+    Traceback (most recent call last):
+    shardwright.errors.LayoutError: '0' computes statistics over the batch, which 'mb' cuts
+      given:   BatchNorm1d under mb4
+      allowed: layers that treat each sample alone; under mb4/own-statistics each microbatch has its own statistics
+      fix:     write mb4/own-statistics, leave out mb, or use GroupNorm or LayerNorm
+    """
+    if layout.num_microbatches == 1:
+        return
+    number, own = f"mb{layout.num_microbatches}", replace(layout, own_statistics=True)
+    for name, module in model.named_modules():
+        check_table(name, module, number, ["scale_grad_by_freq"])
+        if layout.own_statistics or not (sees_batch(module) or iterates(module)):
+            continue
+        raise LayoutError(
+            explain(
+                f"'{name}' changes what it keeps with every call, and 'mb' makes several of one"
+                if iterates(module)
+                else f"'{name}' computes statistics over the batch, which 'mb' cuts",
+                given=f"{type(module).__name__} under {layout}",
+                allowed="layers that treat each sample alone; "
+                f"under {number}/own-statistics each microbatch has its own statistics",
+                fix=f"write {own}, leave out mb, or use GroupNorm or LayerNorm",
+            )
+        )
+
+
+def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
+    """Raises PlanError for a batch so small that a microbatch would have nothing to take statistics of its own from."""
+    number, first = plan.layout.num_microbatches, dict.fromkeys(plan.mesh.axes, 0)  # of a balanced cut, the largest
+    here = len(local_samples(plan.mesh, plan.row_axes, first, num_global))
+    if not plan.layout.own_statistics or here >= number:
+        return
+    if any(sees_batch(module) or iterates(module) for module in model.modules()):
+        raise PlanError(
+            explain(
+                "a microbatch without samples has no statistics of its own",
+                given=f"{num_global} samples in {number} microbatches, under {plan.layout}",
+                allowed=f"a sample or more in each: {number} or more on each of the ranks that cut the batch",
+                fix="leave such a batch out, or use fewer microbatches",
+            )
+        )
 
 
 def check_trains(plan: Plan) -> None:

@@ -8,9 +8,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.errors import PlanError, explain
+from shardwright.strategy import Plan
 
-def is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+
+def check_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], plan: Plan) -> None:
+    """Raises PlanError for an optimizer that looks at more than a rank has in hand under this plan."""
+    cut = [name for name, rest in plan.rest.items() if rest.optimizer.axes or name in plan.offloaded]
+    if cut and not is_elementwise(kind, options):
+        raise PlanError(
+            explain(
+                f"{kind.__name__} looks at whole tensors, and '{cut[0]}' is not whole on every rank",
+                given=f"{kind.__name__} under {plan.layout}",
+                allowed="optimizers that update each element alone: SGD, Adam, AdamW, RMSprop, Adagrad, ...",
+                fix="use AdamW, or a layout that cuts no parameter",
+            )
+        )
+    if plan.offloaded and not is_elementwise(kind, options, in_turn=True):
+        raise PlanError(
+            explain(
+                f"{kind.__name__} counts its steps for all parameters together, and state on '{plan.layout}' is "
+                "updated in parts",
+                given=f"{kind.__name__} under {plan.layout}",
+                allowed="optimizers that keep nothing but for each parameter: SGD, Adam, AdamW, RMSprop, Adagrad, ...",
+                fix="use AdamW, or leave out offload",
+            )
+        )
+
+
+def is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, in_turn: bool = False) -> bool:
     """Whether stepping a tensor whole and in two slices gives the same: found out by doing it.
+
+    With ``in_turn`` each slice has a step of its own.
 
     >>> is_elementwise(torch.optim.AdamW, {"lr": 0.1}), is_elementwise(torch.optim.Adafactor, {"lr": 0.1})
     (True, False)
@@ -24,7 +53,11 @@ def is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]
         for gradient in gradients:
             for parameter, (a, b) in zip(parameters, ranges, strict=True):
                 parameter.grad = gradient[a:b].clone()
-            optimizer.step()
+                if in_turn:
+                    optimizer.step()
+                    parameter.grad = None
+            if not in_turn:
+                optimizer.step()
         return torch.cat([p.detach() for p in parameters])
 
     try:

@@ -39,10 +39,15 @@ class _Group:
             return self._start_boxes()
         unreached = [parameter for parameter in self.parameters if parameter.grad is None]
         gradients = [_contiguous_gradient(parameter) for parameter in self.parameters]
-        pending = self.axis.all_reduce_together_async(gradients)
+        sent = [gradient.to(self.axis.device) for gradient in gradients]  # what is offloaded has left the device
+        pending = self.axis.all_reduce_together_async(sent)
+        away = [pair for pair in zip(gradients, sent, strict=True) if pair[0] is not pair[1]]
 
         def finish() -> None:
             pending.wait()
+            for gradient, summed in away:
+                gradient.copy_(summed)
+            away.clear()  # nothing is held that the step does not need
             for parameter in unreached:
                 if parameter.grad is not None and not parameter.grad.any():
                     parameter.grad = None  # no rank's forward reached it: as on one device
@@ -51,7 +56,7 @@ class _Group:
 
     def _start_boxes(self) -> Callable[[], None]:
         parts = [read(_contiguous_gradient(p), piece, box) for p, piece, box in self.boxes]
-        message = torch.cat([part.reshape(-1) for part in parts])
+        message = torch.cat([part.reshape(-1) for part in parts]).to(self.axis.device)
         pending = self.axis.all_reduce_async(message)
 
         def finish() -> None:

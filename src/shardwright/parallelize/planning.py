@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,17 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright import grid
 from shardwright.errors import GridError, LayoutError, explain
 from shardwright.grid.overrides import overrides_of
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
+from shardwright.models.copies import copied
 from shardwright.models.visits import Visit, Visits, observe
 from shardwright.parallelize.advice import advised
 from shardwright.parallelize.auto import num_shares, samples_of, settle
+from shardwright.parallelize.checking import check_microbatches
 from shardwright.parallelize.rehearsal import crossings, values_crossing
 from shardwright.parallelize.sequences import cut_tokens, num_tokens_of
 from shardwright.pipeline import Samples, samples
@@ -31,8 +31,8 @@ from shardwright.pipeline.samples import microbatch_samples
 from shardwright.product import forget_batches
 from shardwright.slices.masters import narrow, narrow_buffers
 from shardwright.strategies import choose
-from shardwright.strategy import NUM_TOKENS, Batch, Job, Plan, Strategy, Traffic, check_table
-from shardwright.strategy.recompute import blocks_again, run_twice, with_opened
+from shardwright.strategy import NUM_TOKENS, Batch, Crossing, Job, Plan, Strategy, Traffic
+from shardwright.strategy.recompute import blocks_again, keeps_on, run_twice, with_opened
 
 
 def hollow(model: nn.Module) -> nn.Module:
@@ -58,7 +58,7 @@ def twin(model: nn.Module) -> nn.Module:
 def _copied(model: nn.Module, change: Any) -> nn.Module:
     memo: dict[int, Any] = {id(p): nn.Parameter(change(p), requires_grad=p.requires_grad) for p in model.parameters()}
     memo.update({id(b): change(b) for b in model.buffers()})
-    return copy.deepcopy(model, memo)
+    return copied(model, memo)
 
 
 def make_plan(
@@ -75,20 +75,7 @@ def make_plan(
     layout = settle(layout, partial(_sent, job))
     strategies = choose(layout) if strategies is None else tuple(strategies)
     whole = job._replace(model=hollow(job.model))
-    if layout.num_microbatches > 1:
-        for name, module in whole.model.named_modules():
-            check_table(name, module, f"mb{layout.num_microbatches}", ["scale_grad_by_freq"])
-            if isinstance(module, nn.modules.batchnorm._BatchNorm | _SpectralNorm):
-                raise LayoutError(
-                    explain(
-                        f"'{name}' changes what it keeps with every call, and 'mb' makes several of one"
-                        if isinstance(module, _SpectralNorm)
-                        else f"'{name}' computes statistics over the batch, which 'mb' cuts",
-                        given=f"{type(module).__name__} under {layout}",
-                        allowed="layers that treat each sample alone",
-                        fix="leave out mb, or use GroupNorm or LayerNorm",
-                    )
-                )
+    check_microbatches(whole.model, layout)
     overrides_of(whole)  # names that the model does not have are refused under any layout
     again = blocks_again(whole.model, layout)
     plan = Plan.of(whole, layout)
@@ -99,6 +86,8 @@ def make_plan(
             raise advised(error, whole, layout) from None
     if plan.stages is not None:
         again = with_opened(whole.model, again, plan.stages.opened)
+    if keeps_on(layout) is not None:
+        return replace(plan, packed=again), strategies
     return replace(plan, again=again), strategies
 
 
@@ -112,7 +101,7 @@ def _sent(job: Job, layout: Layout) -> float:
     if job.example is None:
         return grid.sent(plan)
     inputs = tree_map_only(Tensor, lambda t: t.new_empty((len(t) * num_shares(layout), *t.shape[1:])), job.example)
-    said = expected_traffic(job, plan, strategies, inputs, dict.fromkeys(plan.mesh.axes, 0))
+    said = StepTraffic(job, plan, strategies, inputs).at(dict.fromkeys(plan.mesh.axes, 0))
     return sum(each.sent_bytes for traffic in said.values() for each in traffic)
 
 
@@ -158,6 +147,8 @@ def local_samples(plan: Plan, coord: Coord, num_samples: int) -> range:
 
 def rows(tree: Any, start: int, stop: int) -> Any:
     """Rows of every tensor of a batch: views."""
+    if isinstance(tree, Tensor):  # a walk through a tree costs ten times as much
+        return tree[start:stop]
     return tree_map_only(Tensor, lambda tensor: tensor[start:stop], tree)
 
 
@@ -181,27 +172,58 @@ def num_rows(tree: Any) -> int:
     return sizes.pop()
 
 
-def expected_traffic(
-    job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any, coord: Coord
-) -> dict[str, tuple[Traffic, ...]]:
-    """What each strategy says that one step on this global batch sends from the rank at ``coord``."""
-    whole = _narrow_model(hollow(job.model), plan)
-    forget_batches(whole)
-    on_meta = tree_map_only(Tensor, lambda tensor: narrow(tensor.to("meta"), plan), inputs)
-    num_global = num_rows(inputs)
-    num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
-    on_meta = cut_tokens(plan, coord, on_meta, num_tokens)
-    shares = microbatch_samples(local_samples(plan, coord, num_global), plan.layout.num_microbatches)
-    trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
-    seen = (observe(whole, rows(on_meta, s.start, s.stop)) for s in shares)
-    everywhere = tuple(run_twice(each, plan.again, trained) for each in seen)
-    visits = tuple(_on_stage(each, plan, coord) for each in everywhere)
-    element_bytes = next(whole.parameters()).element_size()
-    mine = [rows(on_meta, share.start, share.stop) for share in shares]
-    apart = job._replace(model=_narrow_model(hollow(job.model), plan), loss=hollow(job.loss))
-    crossing = crossings(values_crossing(apart, plan, strategies, mine, num_global, coord, num_tokens))
-    batch = Batch(visits, element_bytes, in_hand(plan, coord, num_global, num_tokens), crossing, everywhere)
-    return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in strategies}
+class StepTraffic:
+    """What each strategy says that one step on a global batch sends, from any rank.
+
+    Ranks whose microbatches have the same shapes see the same calls of the model, which are observed once.
+    """
+
+    def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
+        self.job, self.plan, self.strategies = job, plan, tuple(strategies)
+        self._whole = _narrow_model(hollow(job.model), plan)
+        forget_batches(self._whole)
+        self._inputs = tree_map_only(Tensor, lambda tensor: narrow(tensor.to("meta"), plan), inputs)
+        self._num_samples, self._num_tokens = num_rows(inputs), num_tokens_of(inputs) if plan.token_axes else 0
+        self._trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
+        self._seen: dict[tuple[torch.Size, ...], Visits] = {}
+        self._crossed: dict[tuple[object, ...], tuple[Mapping[str, tuple[Crossing, ...]], ...]] = {}
+
+    def at(self, coord: Coord) -> dict[str, tuple[Traffic, ...]]:
+        """By strategy, the messages of the rank at ``coord``."""
+        plan = self.plan
+        inputs = cut_tokens(plan, coord, self._inputs, self._num_tokens)
+        shares = microbatch_samples(local_samples(plan, coord, self._num_samples), plan.layout.num_microbatches)
+        mine = [rows(inputs, share.start, share.stop) for share in shares]
+        everywhere = tuple(map(self._visits, mine))
+        visits = tuple(_on_stage(each, plan, coord) for each in everywhere)
+        samples = in_hand(plan, coord, self._num_samples, self._num_tokens)
+        crossing = self._crossing(mine, samples, coord)
+        batch = Batch(visits, next(self._whole.parameters()).element_size(), samples, crossing, everywhere)
+        return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
+
+    def _visits(self, microbatch: Any) -> Visits:
+        shapes = tuple(leaf.shape for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))
+        if shapes not in self._seen:
+            self._seen[shapes] = run_twice(observe(self._whole, microbatch), self.plan.again, self._trained)
+        return self._seen[shapes]
+
+    def _crossing(
+        self, microbatches: Sequence[Any], samples: Sequence[Samples], coord: Coord
+    ) -> tuple[Mapping[str, tuple[Crossing, ...]], ...]:
+        if self.plan.stages is None:
+            return tuple({} for _ in microbatches)
+        axes = [axis for axis in self.plan.mesh.axes if axis not in ("pp", "replica", "dp")]
+        # stages share the values, and copies of the model compute alike on as many samples
+        key = (*(coord[axis] for axis in axes), *(each.counts(axes) for each in samples))
+        if key not in self._crossed:
+            apart = _narrow_model(hollow(self.job.model), self.plan)  # it will be changed
+            job = self.job._replace(model=apart, loss=hollow(self.job.loss))
+            self._crossed[key] = crossings(
+                values_crossing(
+                    job, self.plan, self.strategies, microbatches, self._num_samples, coord, self._num_tokens
+                )
+            )
+        return self._crossed[key]
 
 
 def _narrow_model(model: nn.Module, plan: Plan) -> nn.Module:

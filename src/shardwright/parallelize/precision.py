@@ -73,3 +73,24 @@ def stop_at(parameters: Mapping[str, nn.Parameter], everyone: Axis, step: int) -
                 fix="use a lower rate, or look at the batch; the parameters are as they were before the step",
             )
         )
+
+
+def finish_gradients(
+    parameters: Mapping[str, nn.Parameter], everyone: Axis, scale: LossScale | None, factor: float, step: int,
+    *, stops_at_nan: bool,
+) -> None:  # fmt: skip
+    """What is left of the division by the global count; no gradients where a step is left out."""
+    if stops_at_nan and scale is None:
+        stop_at(parameters, everyone, step)
+    if scale is not None:
+        finite = are_finite(parameters, everyone)
+        if not finite and scale.value <= LEAST:
+            stop_at(parameters, everyone, step)
+        scale.update(finite)
+        if not finite:
+            for parameter in parameters.values():
+                parameter.grad = None  # an optimizer leaves these as they are
+            return
+    gradients = [p.grad for p in parameters.values() if p.grad is not None]
+    if gradients and factor != 1:
+        torch._foreach_mul_(gradients, factor)

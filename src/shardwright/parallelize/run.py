@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,11 @@ from shardwright.boxes import read
 from shardwright.comm import Axis, World
 from shardwright.comm.values import gather_json
 from shardwright.draws import Draws
-from shardwright.errors import PlanError, explain
+from shardwright.models.losses import mean_of
 from shardwright.models.visits import call_model
 from shardwright.parallelize.bridge import from_global_parameters, to_global_parameters
-from shardwright.parallelize.checking import check_frozen, check_trains
-from shardwright.parallelize.elementwise import is_elementwise
+from shardwright.parallelize.checking import check_frozen, check_full, check_trains
+from shardwright.parallelize.elementwise import check_elementwise
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.planning import (
     local_samples,
@@ -28,8 +29,9 @@ from shardwright.parallelize.planning import (
     on_device,
     rows,
 )
-from shardwright.parallelize.precision import LEAST, LossScale, are_finite, stop_at
+from shardwright.parallelize.precision import LossScale, finish_gradients
 from shardwright.parallelize.sequences import check_long_enough, cut_tokens, join_tokens, num_tokens_of
+from shardwright.parallelize.updates import updates_beside, updating
 from shardwright.pipeline import (
     Action,
     Events,
@@ -60,6 +62,7 @@ class Run:
 
     ``model`` holds this rank's part, under the names of the plain model; ``plan`` says where everything lies.
     ``parameters`` are what the optimizer steps, as they rest: the model's own, unless a strategy cuts the state.
+    ``offload`` is where their state rests, if that is not the rank's device.
     """
 
     def __init__(
@@ -80,7 +83,8 @@ class Run:
         self.parameters: Mapping[str, nn.Parameter] = {
             name: resting.get(name, p) for name, p in self.model.named_parameters()
         }
-        self._kept = [each.kept for each in applied]
+        self.offload = next((each.offload for each in applied if each.offload is not None), None)
+        self._applied = applied
         self.coord = plan.mesh.coord(world.rank)
         self.draws: Draws = executor.draws
         self.num_steps = 0
@@ -120,22 +124,21 @@ class Run:
     def _narrow(self, inputs: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: narrow(tensor, self.plan), inputs)
 
-    def kept(self) -> list[Tensor]:
-        """What lies in memory between steps beside the parameters: units that stay whole."""
-        return [tensor for each in self._kept for tensor in each()]
-
     # ---- steps
 
-    def step(self, batch: Microbatch) -> Tensor:
+    def step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> Tensor:
         """Forward and backward over this rank's part of one batch; returns the global mean loss.
 
         Starts from zero gradients and ends with the gradients of the global mean, whole on every rank that holds
-        the parameter. Call the optimizer next. Raises: PlanError: no parameter wants a gradient.
+        the parameter. Call the optimizer next; or give it as ``update``: then it has stepped, and gradients are gone.
+        State that is offloaded is then updated beside the backward, unless something needs all gradients first: a loss
+        scale, ``stop_at_nan``, stages, ranks that share slices' gradients. Raises: PlanError: no parameter wants one.
         """
         check_trains(self.plan)
         check_frozen(self._executor.parameters, self.plan.frozen)
-        pieces = self.pieces(batch)
         assert batch.num_global is not None, "a share of a global batch"
+        check_full(self.model, self.plan, batch.num_global)
+        pieces = self.pieces(batch)
         expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
         self._in_hand(batch.num_tokens)
         self.draws.step = self.num_steps
@@ -143,16 +146,25 @@ class Run:
         self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         last = LossEnd(self.loss, scale=scale / expected, widen=self._widens)
-        with torch.enable_grad():
+        beside = None if self._stops_at_nan or update is None else updates_beside(self.plan, self.offload)
+        global_mean = partial(self._mean, last.sums)
+        with torch.enable_grad(), updating(beside, update, self._executor, len(pieces), expected, global_mean) as known:
             self._executor.run(schedule, stage, pieces, last)
-        for events in self._executor.events:
-            events.before_sync()
-        mean, count = self._mean(last.sums)
+            for events in self._executor.events:
+                events.before_sync()
+        mean, count = known[0] if known else global_mean()
         self._sync.finish()
         for events in self._executor.events:
             events.after_sync()
-        self._finish_gradients(expected / count / scale)  # by one, unless some targets do not count
+        finish_gradients(
+            self.parameters, self._everyone.for_strategy("core"), self.loss_scale,
+            expected / count / scale,  # by one, unless some targets do not count
+            self.num_steps, stops_at_nan=self._stops_at_nan,
+        )  # fmt: skip
         self.num_steps += 1
+        if update is not None:
+            update.step()
+            update.zero_grad()
         return mean
 
     @property
@@ -160,26 +172,9 @@ class Run:
         """How many steps were left out so far, their gradients not finite: in fp16 alone."""
         return 0 if self.loss_scale is None else self.loss_scale.num_skipped
 
-    def _finish_gradients(self, factor: float) -> None:
-        """What is left of the division by the global count; no gradients where a step is left out."""
-        if self._stops_at_nan and self.loss_scale is None:
-            stop_at(self.parameters, self._everyone.for_strategy("core"), self.num_steps)
-        if self.loss_scale is not None:
-            finite = are_finite(self.parameters, self._everyone.for_strategy("core"))
-            if not finite and self.loss_scale.value <= LEAST:
-                stop_at(self.parameters, self._everyone.for_strategy("core"), self.num_steps)
-            self.loss_scale.update(finite)
-            if not finite:
-                for parameter in self.parameters.values():
-                    parameter.grad = None  # an optimizer leaves these as they are
-                return
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if gradients and factor != 1:
-            torch._foreach_mul_(gradients, factor)
-
     def _cut(self, batch: Microbatch, samples: range) -> Microbatch:
-        first = batch.samples.start
-        inputs, targets = rows((batch.inputs, batch.targets), samples.start - first, samples.stop - first)
+        start, stop = samples.start - batch.samples.start, samples.stop - batch.samples.start
+        inputs, targets = rows(batch.inputs, start, stop), rows(batch.targets, start, stop)
         return Microbatch(inputs, targets, samples, batch.num_global, batch.num_tokens)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
@@ -189,10 +184,10 @@ class Run:
     def evaluate(self, batch: Microbatch) -> Tensor:
         """The global mean loss on one batch, dropping nothing and keeping no gradients.
 
-        Through a pipeline in its own order, in microbatches; otherwise the batch at once.
+        In microbatches through a pipeline, in its own order, or where each has its statistics; or else at once.
         """
-        pipelined = self.plan.schedule is not None
-        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches if pipelined else 1)
+        apart = self.plan.schedule is not None or self.plan.layout.own_statistics
+        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches if apart else 1)
         last = LossEnd(self.loss, widen=self._widens)
         self._in_hand(batch.num_tokens)
         with self._evaluating():
@@ -268,8 +263,7 @@ class Run:
             total = self.axes[joint(self.plan, self.plan.loss_axes)].for_strategy("loss").all_reduce(total)
         if total.is_meta:  # a rehearsal has no values
             return total[0], 1.0
-        count = float(total[1])
-        return total[0] / max(count, 1.0), max(count, 1.0)
+        return mean_of(total[0], float(total[1]))
 
     # ---- what happens when
 
@@ -318,6 +312,10 @@ class Run:
         spans = (tuple(Span(Action(*each[:3]), *each[3:]) for each in stage) for stage in found)
         return Timeline(f"{self.plan.layout}, measured", tuple(spans))
 
+    def kept(self) -> Iterator[Tensor]:
+        """What stays on the rank between steps beside parameters and buffers: wholes that parameters are views of."""
+        return (tensor for each in self._applied for tensor in each.kept())
+
     # ---- the optimizer
 
     def optimizer(
@@ -325,22 +323,18 @@ class Run:
     ) -> torch.optim.Optimizer:
         """A real torch optimizer over this rank's part; groups may be given as ``parameters``, as torch takes them.
 
-        Raises: PlanError: an optimizer that needs whole tensors, where some are cut.
+        Where the layout offloads state, all ranks call it, and its step goes unit by unit.
+
+        Raises: PlanError: an optimizer that needs whole tensors, where some are cut; on every rank, no room for its
+            state where that is offloaded.
         """
-        cut = [name for name, rest in self.plan.rest.items() if rest.optimizer.axes]
-        if cut and not is_elementwise(kind, options):
-            raise PlanError(
-                explain(
-                    f"{kind.__name__} looks at whole tensors, and '{cut[0]}' is not whole on every rank",
-                    given=f"{kind.__name__} under {self.plan.layout}",
-                    allowed="optimizers that update each element alone: SGD, Adam, AdamW, RMSprop, Adagrad, ...",
-                    fix="use AdamW, or a layout that cuts no parameter",
-                )
-            )
+        check_elementwise(kind, options, self.plan)
         if parameters is None:
             parameters = [p for p in self.parameters.values() if p.requires_grad]
             parameters = parameters or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch wants one
         optimizer = kind(parameters, **options)
+        if self.offload is not None:
+            self.offload.attach(optimizer, lambda groups: kind(groups, **options))
         optimizer.register_step_post_hook(lambda *_: self.changed())
         return optimizer
 

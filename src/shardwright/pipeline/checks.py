@@ -48,6 +48,36 @@ def check_schedule(schedule: Schedule, num_microbatches: int | None = None) -> N
     deque(run_order(schedule), maxlen=0)
 
 
+def check_order(schedule: Schedule) -> None:
+    """Raises LayoutError unless every chunk runs its forwards in the order of the microbatches.
+
+    >>> F0, F1 = Action("F", 0), Action("F", 1)
+    >>> check_order(Schedule("by hand", ((F0, F1),), (0,), 2))
+    >>> check_order(Schedule("by hand", ((F1, F0),), (0,), 2))
+    Traceback (most recent call last):
+    shardwright.errors.LayoutError: schedule 'by hand' runs microbatches out of order, and the model keeps statistics
+      given:   stage 0 runs 0F0 after 0F1
+      allowed: on every chunk F of microbatch 0 first, then of 1, and so on: later ones weigh more
+      fix:     on stage 0, move 0F0 before 0F1
+    """
+    for stage, actions in enumerate(schedule.actions):
+        last: dict[int, Action] = {}
+        for action in actions:
+            if action.kind != "F":
+                continue
+            before = last.get(action.chunk)
+            if before is not None and before.microbatch > action.microbatch:
+                raise LayoutError(
+                    explain(
+                        f"schedule '{schedule.name}' runs microbatches out of order, and the model keeps statistics",
+                        given=f"stage {stage} runs {action} after {before}",
+                        allowed="on every chunk F of microbatch 0 first, then of 1, and so on: later ones weigh more",
+                        fix=f"on stage {stage}, move {action} before {before}",
+                    )
+                )
+            last[action.chunk] = action
+
+
 def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Every action with its stage, in one of the orders in which they could run one after the other.
 

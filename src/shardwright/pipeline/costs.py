@@ -18,13 +18,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from shardwright.models.known import asking_nothing
 from shardwright.models.visits import call_model
 from shardwright.pipeline.graph import CallSite, Chunked, bind, prepare, run, sites
+from shardwright.product.batch_norm import without_batches
 
 WORK_PER_ELEMENT = 16
-"""Operations of a matrix product that a device does while it reads and writes one element."""
+"""Operations of a matrix product that a device does while it reads and writes one element.
+
+A guess, between what a core and what a GPU does, used to weigh one call against another and for nothing else. Where it
+matters, time the layers: :func:`time_layers`.
+"""
 FLOPS_PER_S = 50e9
-"""What one core does, about, where nobody says: only ratios matter to a cut and a drawing."""
+"""Operations a second, to write work as seconds. A guess of one core, and no promise.
+
+A cut, an ``auto`` schedule, a bubble and the shares of a drawing compare works with each other, and are the same for
+any number here. Seconds that are drawn are right only where layers were timed, whose seconds come out as they went in;
+and :meth:`Timeline.at_speed_of` scales a prediction to what a run took before the two stand side by side.
+"""
 
 
 class Cost(NamedTuple):
@@ -66,7 +77,7 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
     found: dict[CallSite, Cost] = {}
     counted = {node: site for node, site in sites(graph) if site is not None}
     chunked = Chunked(graph, dict.fromkeys(counted.values(), 0), 1)
-    values = bind(model, graph, inputs)
+    values = bind(chunked, inputs)
 
     def counting(node: fx.Node, call: Any) -> Any:
         def counted_call(*args: Any, **named: Any) -> Any:
@@ -82,7 +93,7 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
         each._replace(call=counting(each.node, each.call)) if each.node in counted else each
         for each in prepare(model, chunked, 0)
     ]
-    with torch.no_grad():
+    with torch.no_grad(), asking_nothing(model), without_batches(model):
         run(ready, values)
     return found
 

@@ -76,9 +76,11 @@ def cut(
     >>> [stages.chunked.calls_of(chunk) for chunk in range(2)]
     [('0', '1'), ('2',)]
     """
+    if seconds:
+        _check_seconds(model, seconds)
     if names:
         _check_open(names, closed)
-        return _by_hand(model, num_chunks, names, example, num_tokens)
+        return _by_hand(model, num_chunks, names, example, num_tokens, seconds)
     opened: set[str] = set()
     refused: set[str] = set(closed)
     given = arguments_given(model, example) if example is not None else ()
@@ -100,6 +102,21 @@ def cut(
     groups = [total([costs[site] for site in movable[a:b]]) for a, b in pairwise([*places, len(movable)])]
     starts = [places[group] for group in _balance(groups, num_chunks)]
     return _stages(model, graph, movable, starts, costs, tuple(sorted(opened)))
+
+
+def _check_seconds(model: nn.Module, seconds: Mapping[str, float]) -> None:
+    """Raises LayoutError for times of modules that the model does not have, or that no clock shows."""
+    known = [name for name, _ in model.named_modules() if name]
+    for name, taken in seconds.items():
+        if name not in known:
+            what, fix = f"the model has no module '{name}', whose seconds are given", f"write {nearest(name, known)}"
+        elif not 0 <= taken < float("inf"):
+            what, fix = f"the seconds of '{name}' cannot be", "give what time_layers() returns"
+        else:
+            continue
+        given = f"{name}: {taken}"
+        allowed = "names of the model's modules, and zero seconds or more: what time_layers() returns"
+        raise LayoutError(explain(what, given=given, allowed=allowed, fix=fix))
 
 
 def _unknown_call(path: str, given: Sequence[str]) -> LayoutError:
@@ -271,7 +288,8 @@ def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
 
 
 def _by_hand(
-    model: nn.Module, num_chunks: int, names: Sequence[str], example: Any, num_tokens: int
+    model: nn.Module, num_chunks: int, names: Sequence[str], example: Any, num_tokens: int,
+    seconds: Mapping[str, float] | None,
 ) -> Stages:  # fmt: skip
     given = ",".join(names)
     known = [name for name, _ in model.named_modules() if name]
@@ -321,7 +339,7 @@ def _by_hand(
             )
         )
     starts[0] = 0  # what comes before the first name belongs to it
-    return _stages(model, graph, movable, starts, _costs(model, graph, example, num_tokens, None), tuple(opened))
+    return _stages(model, graph, movable, starts, _costs(model, graph, example, num_tokens, seconds), tuple(opened))
 
 
 def _words(movable: Sequence[CallSite]) -> str:

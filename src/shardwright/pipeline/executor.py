@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.draws import Draws, RefusesDraws
-from shardwright.errors import PlanError, explain
+from shardwright.models.losses import sum_and_count
 from shardwright.models.visits import call_model
 from shardwright.pipeline.actions import Action, Schedule
 from shardwright.pipeline.deferred import Deferred
 from shardwright.pipeline.samples import Samples
 from shardwright.pipeline.timeline import Span
+from shardwright.pipeline.written import Written
 
 
 class Unit(NamedTuple):
@@ -60,6 +61,10 @@ def _nothing(*_: Any) -> None:
     return None
 
 
+def _in_nothing(action: Action) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Events:
     """What to do at the edges of units and actions. All are optional; ranks fire them in the same order."""
@@ -70,7 +75,7 @@ class Events:
     after_backward: Callable[[int], None] = _nothing
     after_weight_gradients: Callable[[Unit, int], None] = _nothing
     after_action: Callable[[Action], None] = _nothing
-    during: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext()
+    during: Callable[[Action], AbstractContextManager[None]] = _in_nothing
     before_sync: Callable[[], None] = _nothing
     after_sync: Callable[[], None] = _nothing
     after_optimizer: Callable[[], None] = _nothing
@@ -181,18 +186,7 @@ class LossEnd:
         """See :class:`Last`."""
         if self.widen:
             output = tree_map_only(Tensor, lambda t: t.float() if t.dtype.is_floating_point else t, output)
-        result = self.loss(output, microbatch.targets)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise PlanError(
-                explain(
-                    "a loss gives the sum over its targets and their count",
-                    given=type(result).__name__,
-                    allowed="a pair (sum, count)",
-                    fix="return loss.sum(), targets.numel(): the mean is taken once, over all ranks",
-                )
-            )
-        loss_sum, count = result
-        count = torch.as_tensor(count, device=loss_sum.device)
+        loss_sum, count = sum_and_count(self.loss(output, microbatch.targets))
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]))
         return loss_sum * self.scale if self.scale != 1 else loss_sum
 
@@ -219,6 +213,14 @@ def held_units(units: Sequence[Unit], held: Collection[str]) -> tuple[Unit, ...]
     return tuple(unit for unit in found if unit.parameters)
 
 
+@contextmanager
+def _all_of(around: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in around:
+            stack.enter_context(each)
+        yield
+
+
 class Executor:
     """Runs the actions of one step on this rank's part of the model.
 
@@ -238,7 +240,9 @@ class Executor:
         late: Collection[str] = (),
         work: Work | None = None,
         deferred: Deferred | None = None,
+        written: Written | None = None,
     ) -> None:
+        self.written = written
         self.model, self.draws, self.samples, self.late = model, draws, samples, frozenset(late)
         self.work = WholeModel(model) if work is None else work
         self.deferred = Deferred() if deferred is None else deferred
@@ -276,13 +280,10 @@ class Executor:
             for events in self.events:
                 events.after_action(action)
 
-    @contextmanager
-    def during(self, action: Action) -> Iterator[None]:
+    def during(self, action: Action) -> AbstractContextManager[Any]:
         """What strategies have open while an action runs."""
-        with ExitStack() as stack:
-            for events in self.events:
-                stack.enter_context(events.during(action))
-            yield
+        around = [events.during(action) for events in self.events if events.during is not _in_nothing]
+        return _all_of(around) if around else nullcontext()
 
     def in_order(self, actions: Sequence[Action]) -> tuple[Unit, ...]:
         """The units in the order in which a list of actions completes their gradients, the same on every model copy."""
@@ -299,7 +300,11 @@ class Executor:
         elif self.samples is not None and microbatch.num_global is not None:
             self.samples.begin(microbatch.num_global, number, len(microbatches))
         key = (chunk, self.model.training)
-        with nullcontext() if key in self._has_run else RefusesDraws():
+        around: list[AbstractContextManager[Any]] = [] if key in self._has_run else [RefusesDraws()]
+        written = self.written if self.model.training and len(microbatches) > 1 else None
+        if written is not None and not written.is_done(chunk):
+            around.append(written.watching(chunk, len(microbatches)))
+        with _all_of(around) if around else nullcontext():
             starts = self.work.forward(chunk, number)
         self._has_run.add(key)
         return starts

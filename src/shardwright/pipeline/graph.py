@@ -83,6 +83,11 @@ class Chunked:
                 found[node] = min(users)
         return found
 
+    @cached_property
+    def arguments(self) -> tuple[tuple[str, str], ...]:
+        """The model's arguments in the order of its forward: what the code calls each, and its name."""
+        return tuple((node.name, str(node.target)) for node in self.graph.nodes if node.op == "placeholder")
+
     @property
     def attributes(self) -> tuple[tuple[str, str], ...]:
         """The modules' own values that the code reads, each by the module's path and its name."""
@@ -358,19 +363,17 @@ def run(ready: Sequence[Ready], values: dict[str, Any], before: Callable[[fx.Nod
     return result
 
 
-def bind(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[str, Any]:
-    """A batch's inputs by the names of the graph's placeholders.
+def bind(chunked: Chunked, inputs: Any) -> dict[str, Any]:
+    """A batch's inputs by the names that the code has for them.
 
     >>> import torch
-    >>> model = nn.ReLU()
-    >>> list(bind(model, read_graph(nn.Sequential(model)), torch.ones(1)))
-    ['input_1']
+    >>> bind(Chunked(read_graph(nn.Sequential(nn.ReLU())), {CallSite("0"): 0}, 1), torch.ones(1))
+    {'input_1': tensor([1.])}
     """
-    holders = [node for node in graph.nodes if node.op == "placeholder"]
     if isinstance(inputs, Mapping):
-        return {node.name: inputs[str(node.target)] for node in holders}
+        return {name: inputs[argument] for name, argument in chunked.arguments}
     values = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    return {node.name: value for node, value in zip(holders, values, strict=True)}
+    return {name: value for (name, _), value in zip(chunked.arguments, values, strict=True)}
 
 
 def arguments_given(model: nn.Module, inputs: Any) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwright.comm import Axis, Pending
 from shardwright.errors import PlanError, explain
+from shardwright.pipeline.buffers import Buffers
 from shardwright.pipeline.transfers import Message
 
 PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice)
@@ -81,46 +82,79 @@ def fill(form: Form, tensors: Sequence[Tensor]) -> Any:
     return tree_unflatten([next(given) if isinstance(leaf, Leaf) else leaf for leaf in form.leaves], form.spec)
 
 
+KEPT_KEYS = 256
+"""The forms of so many keys are remembered, or of one list of actions that has more; those not used for longest go."""
+
+
+@dataclass
+class _Known:
+    """What is known of one key: the form of each edge (from chunk, to chunk), and where the other side knows it too."""
+
+    forms: dict[tuple[int, int], Form] = field(default_factory=dict)
+    announced: set[tuple[int, int]] = field(default_factory=set)
+
+
 @dataclass
 class Mail:
-    """One stage's messages to and from the others, over the axis of the stages."""
+    """One stage's messages to and from the others, over the axis of the stages.
+
+    All stages begin lists with the same keys in the same order, so they remember, and forget, the same forms.
+    """
 
     axis: Axis
-    _forms: dict[tuple[int, int, object], Form] = field(default_factory=dict)
-    _announced: set[tuple[int, int, object]] = field(default_factory=set)
+    _known: dict[object, _Known] = field(default_factory=dict)
+    _by_number: dict[int, _Known] = field(default_factory=dict)
     _queues: dict[int, deque[Message]] = field(default_factory=dict)
     _posted: dict[Message, list[Pending[Tensor]]] = field(default_factory=dict)
     _from: dict[Message, int] = field(default_factory=dict)
+    _buffers: Buffers = field(default_factory=Buffers)
 
-    def begin(self, arrivals: Mapping[int, Sequence[Message]]) -> None:
-        """A list of actions begins: these messages will come, in this order from each stage."""
+    def begin(self, arrivals: Mapping[int, Sequence[Message]], keys: Sequence[object]) -> None:
+        """A list of actions begins: these messages will come, in this order from each stage.
+
+        ``keys[m]`` is that of microbatch m.
+        """
         assert not self._posted, "every message of the last list was taken"
         self._queues = {stage: deque(messages) for stage, messages in arrivals.items()}
         self._from = {message: stage for stage, messages in arrivals.items() for message in messages}
+        self._buffers.begin()
+        self._by_number = {}
+        for number, key in enumerate(keys):
+            self._by_number[number] = self._known[key] = self._known.pop(key, _Known())
+        for key in list(self._known)[: -max(KEPT_KEYS, len(keys))]:  # the last are those of this list
+            del self._known[key]
 
-    def form(self, message: Message, key: object) -> Form:
+    def knows(self, key: object) -> bool:
+        """Whether a list with this key has begun, not too long ago."""
+        return key in self._known
+
+    def learn(self, key: object, edge: tuple[int, int], form: Form) -> None:
+        """Values of this form will cross between these chunks, without being announced."""
+        self._known.setdefault(key, _Known()).forms[edge] = form
+
+    def form(self, message: Message) -> Form:
         """The form of the values that crossed this edge."""
-        return self._forms[message.source, message.target, key]
+        return self._by_number[message.microbatch].forms[message.source, message.target]
 
-    def remember(self, message: Message, key: object, form: Form) -> None:
+    def remember(self, message: Message, form: Form) -> None:
         """Values cross an edge between chunks of one stage: nothing is sent."""
-        self._forms[message.source, message.target, key] = form
+        self._by_number[message.microbatch].forms[message.source, message.target] = form
 
-    def send(self, message: Message, form: Form, tensors: Sequence[Tensor], key: object, to: int) -> None:
+    def send(self, message: Message, form: Form, tensors: Sequence[Tensor], to: int) -> None:
         """Values forward; their form goes ahead when the other side does not know it."""
-        place = (message.source, message.target, key)
-        known = self._forms.setdefault(place, form)
-        if known != form:
+        known, edge = self._by_number[message.microbatch], (message.source, message.target)
+        before = known.forms.setdefault(edge, form)
+        if before != form:
             raise PlanError(
                 explain(
                     f"what chunk {message.source} hands to chunk {message.target} has another form than before",
-                    given=f"{form.leaves}, before {known.leaves}",
+                    given=f"{form.leaves}, before {before.leaves}",
                     allowed="shapes that follow from those of the batch: the receiver knows no others",
                     fix="keep shapes that depend on values inside one stage",
                 )
             )
-        if place not in self._announced:
-            self._announced.add(place)
+        if edge not in known.announced:
+            known.announced.add(edge)
             said = _said(form)
             data = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(self.axis.device)
             forms = self.axis.for_strategy("core")
@@ -134,26 +168,26 @@ class Mail:
         for gradient in gradients:
             self.axis.send(gradient, to)
 
-    def post(self, messages: Sequence[Message], keys: Mapping[int, object]) -> None:
+    def post(self, messages: Sequence[Message]) -> None:
         """Posts the receives of these messages, and of those that come before them, as far as their forms are known."""
         for message in messages:
             queue = self._queues.get(self._from.get(message, -1))
             while queue and message not in self._posted:
                 first = queue[0]
-                if (first.source, first.target, keys[first.microbatch]) not in self._forms:
+                if (first.source, first.target) not in self._by_number[first.microbatch].forms:
                     break
-                self._post(queue.popleft(), keys)
+                self._post(queue.popleft())
 
-    def take(self, message: Message, keys: Mapping[int, object]) -> list[Tensor]:
+    def take(self, message: Message) -> list[Tensor]:
         """The tensors of a message; waits for them."""
         stage = self._from[message]
         while message not in self._posted:
             first = self._queues[stage].popleft()
-            place = (first.source, first.target, keys[first.microbatch])
-            if place not in self._forms:
+            forms, edge = self._by_number[first.microbatch].forms, (first.source, first.target)
+            if edge not in forms:
                 assert first.kind == "F", "values cross before their gradients do"
-                self._forms[place] = self._receive_form(stage)
-            self._post(first, keys)
+                forms[edge] = self._receive_form(stage)
+            self._post(first)
         return [pending.wait() for pending in self._posted.pop(message)]
 
     def _receive_form(self, stage: int) -> Form:
@@ -161,11 +195,14 @@ class Mail:
         size = int(forms.receive((1,), torch.int64, stage))
         return _heard(bytes(forms.receive((size,), torch.uint8, stage).tolist()))
 
-    def _post(self, message: Message, keys: Mapping[int, object]) -> None:
-        form = self._forms[message.source, message.target, keys[message.microbatch]]
+    def _post(self, message: Message) -> None:
+        form, stage = self.form(message), self._from[message]
         wanted = [leaf for leaf in form.tensors if message.kind == "F" or leaf.needs_gradient]
-        stage = self._from[message]
-        self._posted[message] = [self.axis.receive_async(leaf.shape, leaf.dtype, stage) for leaf in wanted]
+        found = []
+        for leaf in wanted:
+            into = self._buffers.take(leaf.shape, leaf.dtype, self.axis.device)
+            found.append(self.axis.receive_async(leaf.shape, leaf.dtype, stage, into))
+        self._posted[message] = found
 
 
 def _said(form: Form) -> bytes:

@@ -176,9 +176,9 @@ class _Region:
         now = [each.moment() for each in self.block.states]
         for back in self.restore:
             back()
-        apart = tree_map_only(
-            Tensor, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), (self.args, self.named)
-        )
+        given = {id(leaf): leaf for leaf in tree_leaves((self.args, self.named)) if isinstance(leaf, Tensor)}
+        leaves = {key: leaf.detach().requires_grad_(leaf.requires_grad) for key, leaf in given.items()}
+        apart = tree_map_only(Tensor, lambda leaf: leaves[id(leaf)], (self.args, self.named))  # one stays one
         gives = _Gives(self.kept) if self.block.selective else nullcontext()
         saving = saved_tensors_hooks(save, found.__getitem__)
         try:

@@ -138,6 +138,17 @@ class Samples:
         members = ({**self.coord, axis: i} for i in range(self.mesh[axis]))
         return tuple(len(self._held(rows, at, tokens=tokens)) for at in members)
 
+    def counts(self, axes: Collection[str]) -> tuple[int, ...]:
+        """How many rows of the input each rank holds that differs from this one on ``axes`` alone.
+
+        >>> samples = Samples(Mesh(dp=2, row=2), ("dp", "row"), {"dp": 0, "row": 1})
+        >>> samples.begin(num_global=7)
+        >>> samples.counts(["row"]), samples.counts(["dp", "row"])
+        ((2, 2), (2, 2, 2, 1))
+        """
+        members = ({**self.coord, **at} for at in self.mesh.coords(axes))
+        return tuple(len(self._held((), at, tokens=bool(self.token_axes))) for at in members)
+
     def slices(self, rows: Rows, dims: Sequence[int], shape: Sequence[int]) -> tuple[SliceOfDim, ...]:
         """What of a tensor with tokens in ``dims`` a rank holds: these rows, and of further dims the first tokens.
 

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwright.comm import once
 from shardwright.errors import PlanError, explain
-from shardwright.pipeline.actions import Action, Schedule
+from shardwright.pipeline.actions import Schedule
+from shardwright.pipeline.agreement import check_same, lines_of
 from shardwright.pipeline.cutting import Stages
 from shardwright.pipeline.executor import Frame, Last, Microbatch
 from shardwright.pipeline.graph import Chunked, Ready, Repeat, arguments_given, bind, prepare, run
@@ -23,6 +24,9 @@ from shardwright.pipeline.transfers import Message, arrivals, coming, receiver
 
 POSTED_AHEAD = 2
 """Receives of so many actions are posted before the first of them runs."""
+
+KEPT_ROUTES = 4
+"""So many lists of actions are remembered, with what they send: those met last."""
 
 
 PLAIN = (bool, int, float, str, tuple, type(None))
@@ -63,6 +67,14 @@ class Kept(NamedTuple):
     """For each edge that leaves, which of the starts its gradients belong to, in order."""
 
 
+class Route(NamedTuple):
+    """What other stages send this one in a list of actions: for each of its own, and by stage as it leaves there."""
+
+    schedule: Schedule
+    coming: tuple[tuple[Message, ...], ...]
+    arrivals: Mapping[int, Sequence[Message]]
+
+
 @dataclass
 class Code:
     """A model's code for one set of arguments: how it is cut, and this stage's nodes, ready to run.
@@ -73,6 +85,7 @@ class Code:
     chunked: Chunked
     ready: Mapping[int, tuple[Ready, ...]]
     attributes: Mapping[tuple[str, str], Any]
+    routes: list[Route] = field(default_factory=list)
     has_run: bool = False
 
 
@@ -91,11 +104,11 @@ class Stage:
     repeat: Repeat
     frame: Frame | None = None
     _codes: dict[object, Code] = field(default_factory=dict)
+    _compared: set[object] = field(default_factory=set)
     _code: Code | None = None
-    _schedule: Schedule | None = None
+    _route: Route | None = None
     _microbatches: Sequence[Microbatch] = ()
     _last: Last | None = None
-    _keys: dict[int, object] = field(default_factory=dict)
     _kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
     _here: dict[Message, list[Tensor]] = field(default_factory=dict)
     _inbox: dict[Message, list[Tensor]] = field(default_factory=dict)
@@ -115,31 +128,30 @@ class Stage:
             for edge in chunked.edges:
                 sent = [_past(chunked, name, crossing[name]) for name in edge.values]
                 form, _ = form_of(sent, f"chunk {edge.source}")
-                message = Message("F", number, edge.source, edge.target)
-                self.mail.remember(message, self._key(number, microbatch, len(microbatches)), form)
+                self.mail.learn(self._key(number, microbatch, len(microbatches)), (edge.source, edge.target), form)
 
     # ---- what the executor asks, see Work
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: Last) -> None:
         """A list of actions comes."""
-        for microbatch in microbatches:  # what is refused is refused by every stage, before one waits for another
-            with framed(self.frame, microbatch.inputs):
-                pass
-        self._code = self._code_for(arguments_given(self.stages.model, microbatches[0].inputs))
-        self._schedule, self._microbatches, self._last = schedule, microbatches, last
         count = len(microbatches)
-        self._keys = {number: self._key(number, each, count) for number, each in enumerate(microbatches)}
+        keys = [self._key(number, each, count) for number, each in enumerate(microbatches)]
+        for key, microbatch in zip(keys, microbatches, strict=True):
+            if not self.mail.knows(key):  # what is refused is refused by every stage, before one waits for another
+                with framed(self.frame, microbatch.inputs):
+                    pass
+        self._code = self._code_for(arguments_given(self.stages.model, microbatches[0].inputs))
+        self._route, self._microbatches, self._last = self._route_for(schedule, self._code), microbatches, last
         self._kept, self._here, self._inbox = {}, {}, {}
-        self.mail.begin(arrivals(schedule, self._code.chunked.edges, self.stage))
+        self.mail.begin(self._route.arrivals, keys)
 
     def wait(self, place: int) -> None:
         """Posts the receives of the next actions and waits for what this one needs."""
-        assert self._schedule is not None
-        actions = self._schedule.actions[self.stage]
-        for action in actions[place : place + POSTED_AHEAD]:
-            self.mail.post(self._coming(action), self._keys)
-        for message in self._coming(actions[place]):
-            self._inbox[message] = self.mail.take(message, self._keys)
+        assert self._route is not None
+        for messages in self._route.coming[place : place + POSTED_AHEAD]:
+            self.mail.post(messages)
+        for message in self._route.coming[place]:
+            self._inbox[message] = self.mail.take(message)
 
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
         """Runs a microbatch through a chunk and sends on what others need."""
@@ -150,7 +162,7 @@ class Stage:
         assert self._code is not None
         assert self._last is not None
         chunked, microbatch = self._code.chunked, self._microbatches[number]
-        values = bind(self.stages.model, chunked.graph, inputs)
+        values = bind(chunked, inputs)
         incoming: list[Incoming] = []
         for edge in chunked.edges:
             if edge.target == chunk:
@@ -226,7 +238,15 @@ class Stage:
             for path, module in self.model.named_modules():
                 self.stages.model.get_submodule(path).training = module.training
             code = self._codes[key] = self._read(given)
+            self._compare(code, given)
         return code
+
+    def _compare(self, code: Code, given: tuple[str, ...]) -> None:
+        """Asks the other stages whether they read the same, once for each kind of list: all begin the same ones."""
+        kind = (given, self.model.training)
+        if kind not in self._compared:
+            self._compared.add(kind)
+            check_same(self.mail.axis.for_strategy("core"), lines_of(code.chunked))
 
     def _changed(self, code: Code) -> list[tuple[str, str]]:
         """What the code was read with and is no longer so."""
@@ -252,15 +272,24 @@ class Stage:
         place = (number, count, microbatch.num_global, microbatch.num_tokens)
         return (str(spec), shapes, place, self.model.training, torch.is_grad_enabled())
 
-    def _coming(self, action: Action) -> tuple[Message, ...]:
-        assert self._code is not None
-        messages = coming(action, self._code.chunked.edges)
-        return tuple(m for m in messages if self.stage_of[m.source] != self.stage_of[m.target])
+    def _route_for(self, schedule: Schedule, code: Code) -> Route:
+        """Found once for a schedule; evaluations make their own, so the last few are kept."""
+        for place, route in enumerate(code.routes):
+            if route.schedule is schedule:
+                code.routes.insert(0, code.routes.pop(place))
+                return route
+        edges = code.chunked.edges
+        each = (coming(action, edges) for action in schedule.actions[self.stage])
+        apart = (tuple(m for m in some if self.stage_of[m.source] != self.stage_of[m.target]) for some in each)
+        route = Route(schedule, tuple(apart), arrivals(schedule, edges, self.stage))
+        code.routes[KEPT_ROUTES - 1 :] = []
+        code.routes.insert(0, route)
+        return route
 
     def _take_in(self, message: Message, incoming: list[Incoming]) -> Any:
         """The values that came over an edge, in order; what needs gradients is noted in ``incoming``."""
         tensors = self._inbox.pop(message) if message in self._inbox else self._here.pop(message)
-        form = self.mail.form(message, self._keys[message.microbatch])
+        form = self.mail.form(message)
         learns = [i for i, leaf in enumerate(form.tensors) if leaf.needs_gradient]
         if learns:
             came = Incoming(message, tuple(tensors[i] for i in learns))
@@ -278,12 +307,12 @@ class Stage:
     def _give(self, message: Message, values: list[Any]) -> list[Tensor]:
         """Hands values on; returns the tensors among them whose gradients come back."""
         form, tensors = form_of(values, f"chunk {message.source}")
-        key, to = self._keys[message.microbatch], receiver(message, self.stage_of)
+        to = receiver(message, self.stage_of)
         if to == self.stage:
-            self.mail.remember(message, key, form)
+            self.mail.remember(message, form)
             self._here[message] = [tensor.detach() for tensor in tensors]
         else:
-            self.mail.send(message, form, tensors, key, to)
+            self.mail.send(message, form, tensors, to)
         return [tensor for tensor in tensors if tensor.requires_grad]
 
 

@@ -10,6 +10,7 @@ N samples, C channels (dim 1), S all other dims; A members of an axis
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -173,7 +174,9 @@ class _Forward:
     def __call__(self, input: Tensor) -> Tensor:
         module, buffers = self.module, self.module._buffers
         module._check_input_dim(input)
-        w_C, b_C = module._parameters.get("weight"), module._parameters.get("bias")
+        wide = torch.promote_types(input.dtype, torch.float32)  # as statistics are, whatever the layers compute in
+        affine = (module._parameters.get(name) for name in ("weight", "bias"))
+        w_C, b_C = (None if parameter is None else parameter.to(wide) for parameter in affine)
         mean_C, var_C = buffers.get("running_mean"), buffers.get("running_var")
         if not uses_batch(module):
             return functional.batch_norm(input, mean_C, var_C, w_C, b_C, False, 0.0, module.eps)
@@ -212,7 +215,8 @@ class _Forward:
 def share_statistics(modules: Iterable[nn.Module], axes: Sequence[Axis], *, always: bool = False) -> None:
     """Makes each BatchNorm use the statistics of all samples over ``axes`` too, beside those that others have added.
 
-    ``always`` replaces the forward even if there is nobody to share with: for one that reads no attributes. That of
+    ``always`` replaces the forward even if there is nobody to share with: for one that reads no attributes, or whose
+    weights are narrower than its statistics. That of
     ``nn.SyncBatchNorm`` is always replaced: it would ask every process, whatever these hold.
 
     >>> from shardwright import Mesh, run_on_threads
@@ -243,6 +247,27 @@ def forget_batches(model: nn.Module) -> None:
     """
     for _, module in batch_norms(model):
         module.forward = partial(_normed_by_nothing, module)
+
+
+@contextmanager
+def without_batches(model: nn.Module) -> Iterator[None]:
+    """While it lasts, the model is as :func:`forget_batches` leaves it.
+
+    >>> model = nn.BatchNorm1d(2, device="meta")
+    >>> with without_batches(model):
+    ...     model(torch.ones(1, 2, device="meta")).shape
+    torch.Size([1, 2])
+    >>> "forward" in vars(model)
+    False
+    """
+    before = [(vars(norm), vars(norm).get("forward")) for _, norm in batch_norms(model)]
+    forget_batches(model)
+    try:
+        yield
+    finally:
+        for own, forward in before:
+            del own["forward"]
+            own.update({} if forward is None else {"forward": forward})
 
 
 def _normed_by_nothing(module: Any, input: Tensor) -> Tensor:

@@ -331,8 +331,8 @@ def _weight_gradient(dys: Sequence[Tensor], panels: Sequence[Tensor]) -> Tensor:
     return dw
 
 
-def weight_of(module: nn.Module) -> Tensor:
+def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """The module's weight, read past what watches over those who read it."""
-    weight = module._parameters.get("weight")
+    weight = module._parameters.get(name)
     assert weight is not None
     return weight

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from torch import nn
+
 from shardwright.boxes import balanced_ranges
 from shardwright.errors import LayoutError, explain
 from shardwright.mesh import balanced
 from shardwright.models.attention import Attention
 
+Attends = Attention | nn.MultiheadAttention
+"""What has ``num_heads`` heads of ``head_dim`` elements."""
 
-def query_heads(attention: Attention, tp: int) -> tuple[tuple[int, ...], ...]:
+
+def query_heads(attention: Attends, tp: int) -> tuple[tuple[int, ...], ...]:
     """The query heads of each index: several, or one that is shared with its neighbours.
 
-    >>> query_heads(Attention(8, 4), 3), query_heads(Attention(8, 2), 3)
+    >>> query_heads(Attention(8, 4), 3), query_heads(nn.MultiheadAttention(8, 2), 3)
     (((0, 1), (2,), (3,)), ((0,), (0,), (1,)))
     """
     if tp <= attention.num_heads:
@@ -28,7 +33,7 @@ def query_heads(attention: Attention, tp: int) -> tuple[tuple[int, ...], ...]:
     return tuple((h,) for h in range(attention.num_heads) for _ in range(groups[h], groups[h + 1]))
 
 
-def head_slices(attention: Attention, tp: int) -> tuple[tuple[int, int], ...]:
+def head_slices(attention: Attends, tp: int) -> tuple[tuple[int, int], ...]:
     """Which elements of its heads each index holds; pairs of elements where a rotation turns them together.
 
     Raises: LayoutError: more ranks than there are elements.
@@ -36,7 +41,8 @@ def head_slices(attention: Attention, tp: int) -> tuple[tuple[int, int], ...]:
     >>> head_slices(Attention(8, 2), 2), head_slices(Attention(8, 2), 3)
     (((0, 4), (0, 4)), ((0, 2), (2, 4), (0, 4)))
     """
-    size = attention.head_dim // (2 if attention.rotary is not None else 1)
+    turned = _halves(attention) > 1
+    size = attention.head_dim // _halves(attention)
     if tp <= attention.num_heads:
         return ((0, size),) * tp
     if tp > size * attention.num_heads:
@@ -44,7 +50,7 @@ def head_slices(attention: Attention, tp: int) -> tuple[tuple[int, int], ...]:
             explain(
                 "more tp ranks than the attention can use",
                 given=f"tp={tp}, {attention.num_heads} heads of {attention.head_dim} elements"
-                + (", turned in pairs" if attention.rotary is not None else ""),
+                + (", turned in pairs" if turned else ""),
                 allowed=f"tp from 1 to {size * attention.num_heads}",
                 fix=f"set tp={size * attention.num_heads}, or move the other ranks to 'dp'",
             )
@@ -63,16 +69,21 @@ def kv_heads(attention: Attention, heads: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(range(heads[0] // group, heads[-1] // group + 1))
 
 
-def head_rows(attention: Attention, heads: tuple[int, ...], part: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+def head_rows(attention: Attends, heads: tuple[int, ...], part: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     """The rows of a projection that belong to these elements of these heads, in the order of the heads.
 
     >>> head_rows(Attention(8, 2), (1,), (0, 2)), head_rows(Attention(8, 2, rotary=True), (1,), (0, 1))
     (((4, 6),), ((4, 5), (6, 7)))
     """
-    halves = 2 if attention.rotary is not None else 1
+    halves = _halves(attention)
     step = attention.head_dim // halves
     return tuple(
         (head * attention.head_dim + half * step + part[0], head * attention.head_dim + half * step + part[1])
         for head in heads
         for half in range(halves)
     )
+
+
+def _halves(attention: Attends) -> int:
+    """2 where a rotation turns the elements of a head in pairs, one of each half."""
+    return 2 if isinstance(attention, Attention) and attention.rotary is not None else 1

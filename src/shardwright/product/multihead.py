@@ -1,6 +1,6 @@
-"""torch's ``nn.MultiheadAttention`` on some of its heads, with weights, masks and dropout as torch takes them.
+"""torch's ``nn.MultiheadAttention`` on some of its heads or a part of one, with torch's weights, masks and dropout.
 
-B samples, L queries, S keys, E width, N heads, D head width; n this rank's part of N
+B samples, L queries, S keys, E width, N heads, D head width; n, d this rank's parts of N and D
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.comm import cut_to_shared, sum_gradient
-from shardwright.draws import attend_dropping, dropper_of
+from shardwright.comm import Axis, cut_to_shared, partial_to_whole, sum_gradient
+from shardwright.draws import attend_dropping, dropper_of, masked, softmax_of_seen
 from shardwright.errors import PlanError, explain
-from shardwright.product.grid import Fetch
+from shardwright.product.grid import Fetch, Product
 from shardwright.product.moves import Move, give, take
 
 
@@ -25,13 +25,22 @@ class SomeHeads:
     """What one rank computes of an attention, and the messages that it takes.
 
     ``heads`` are this rank's; ``take`` brings each different input, and ``give`` the weights where they are asked for;
-    ``fetch`` brings a projection's rows, by the weight's name.
+    ``fetch`` brings a projection's rows, by the weight's name. ``together`` does both for queries, keys and values of
+    one input, whose weights are one. ``shares`` are the ranks that have one head together, each some of its elements,
+    where there are fewer heads than ranks: a score is the sum of their terms.
     """
 
     heads: tuple[int, ...]
     take: tuple[Move, ...] = ()
     give: tuple[Move, ...] = ()
     fetch: Mapping[str, Sequence[Fetch]] = field(default_factory=dict)
+    together: Product | None = None
+    shares: Axis | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for those that share its head, where each of them knows the same."""
+        return self.shares is None or self.shares.index == 0
 
     @property
     def rows(self) -> tuple[Move, ...]:
@@ -58,9 +67,10 @@ def multihead(
 ) -> tuple[Tensor, Tensor | None]:
     """What the module gives: its arguments and results are those of its own forward, whose weights are cut by heads.
 
-    Shapes: query (B, L, E) or as the module takes it; in_proj_weight (3 n D, E), out_proj.weight (E, n D).
+    Shapes: query (B, L, E) or as the module takes it; in_proj_weight (3 n d, E), out_proj.weight (E, n d).
     Traffic: ``take`` of each different input, and of masks of each sample where it gathers samples; ``fetch`` of each
-        projection; the out-projection's own; ``give`` of the weights, B*L*S elements, or N times as many, if asked for.
+        projection; the out-projection's own; ``give`` of the weights, B*L*S elements, or N times as many, if asked for;
+        over ``shares`` an all-reduce of the scores, B*L*S elements, forward, and one of their gradient.
     Raises: PlanError: samples that are not in a dim of their own.
     """
     batched = query.dim() == 3
@@ -73,13 +83,10 @@ def multihead(
                 fix="give it a dim of samples, or keep the layer 'copied' with roles",
             )
         )
-    different = {id(x): x for x in (query, key, value)}
-    entered = {number: take(_samples_first(module, x), part.take) for number, x in different.items()}
-    q_BLE, k_BSE, v_BSE = (entered[id(x)] for x in (query, key, value))
-    q_BnLD, k_BnSD, v_BnSD = (_heads(x, len(part.heads)) for x in _project(module, part, q_BLE, k_BSE, v_BSE))
+    q_BnLd, k_BnSd, v_BnSd = (_heads(x, len(part.heads)) for x in _project(module, part, query, key, value))
     masks = _masks(module, part, query.dtype, key_padding_mask, attn_mask, causal=is_causal, need_weights=need_weights)
-    y_BnLD, weights = _attend(module, q_BnLD, k_BnSD, v_BnSD, masks, need_weights=need_weights)
-    y_BLE = cast(Tensor, module.out_proj(y_BnLD.transpose(1, 2).flatten(2)))
+    y_BnLd, weights = _attend(module, part.shares, q_BnLd, k_BnSd, v_BnSd, masks, need_weights=need_weights)
+    y_BLE = cast(Tensor, module.out_proj(y_BnLd.transpose(1, 2).flatten(2)))
     if weights is not None:
         weights = _whole_weights(weights, part, module.num_heads, average=average_attn_weights)
         weights = weights if batched else weights.squeeze(0)
@@ -104,16 +111,18 @@ def _project(
 ) -> Sequence[Tensor]:
     """Queries, keys and values of this rank's heads, side by side."""
     own = module._parameters
-    bias = own["in_proj_bias"]
-    if own["in_proj_weight"] is not None:
-        packed = _fetched(module, part, "in_proj_weight")
-        if query is key and key is value:
-            return functional.linear(query, packed, bias).chunk(3, dim=-1)
-        weights = packed.chunk(3)
+    weight, bias = own["in_proj_weight"], own["in_proj_bias"]
+    if part.together is not None and weight is not None and query is key and key is value:
+        return part.together(_samples_first(module, query), weight, bias).chunk(3, dim=-1)
+    different = {id(x): x for x in (query, key, value)}
+    entered = {number: take(_samples_first(module, x), part.take) for number, x in different.items()}
+    if weight is not None:
+        weights = _fetched(module, part, "in_proj_weight").chunk(3)
     else:
         weights = tuple(_fetched(module, part, f"{name}_proj_weight") for name in "qkv")
     biases: Sequence[Tensor | None] = (None, None, None) if bias is None else bias.chunk(3)
-    return [functional.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+    inputs = [entered[id(x)] for x in (query, key, value)]
+    return [functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
 
 
 def _fetched(module: nn.MultiheadAttention, part: SomeHeads, name: str) -> Tensor:
@@ -152,6 +161,9 @@ def _masks(
         padding_BS = take(padding_BS if padding_BS.dim() == 2 else padding_BS.unsqueeze(0), part.rows)
         padding_B11S = padding_BS[:, None, None]
         merged = padding_B11S if merged is None else merged + padding_B11S
+    if merged is not None and merged.requires_grad and not part.is_first:
+        merged = merged.view_as(merged)  # not a leaf, which would keep the hook
+        merged.register_hook(torch.zeros_like)  # those that share a head have the same gradient: one gives it
     return _Masks(merged, causal=False)
 
 
@@ -171,24 +183,38 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _attend(
-    module: nn.MultiheadAttention, q_BnLD: Tensor, k_BnSD: Tensor, v_BnSD: Tensor, masks: _Masks, *, need_weights: bool
+    module: nn.MultiheadAttention,
+    shares: Axis | None,
+    q_BnLd: Tensor,
+    k_BnSd: Tensor,
+    v_BnSd: Tensor,
+    masks: _Masks,
+    *,
+    need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     drop = dropper_of(module)
-    if not need_weights:
+    if not need_weights and shares is None:
         if drop is not None:
-            return attend_dropping(q_BnLD, k_BnSD, v_BnSD, masks.merged, causal=masks.causal, drop=drop), None
+            return attend_dropping(q_BnLd, k_BnSd, v_BnSd, masks.merged, causal=masks.causal, drop=drop), None
         attend = functional.scaled_dot_product_attention
-        return attend(q_BnLD, k_BnSD, v_BnSD, masks.merged, is_causal=masks.causal), None
-    scores_BnLS = q_BnLD @ k_BnSD.mT * q_BnLD.shape[-1] ** -0.5
-    if masks.merged is not None:
-        scores_BnLS = scores_BnLS + masks.merged
-    weights_BnLS = scores_BnLS.softmax(dim=-1)
+        return attend(q_BnLd, k_BnSd, v_BnSd, masks.merged, is_causal=masks.causal), None
+    terms_BnLS = q_BnLd @ k_BnSd.mT * module.head_dim**-0.5
+    scores_BnLS = masked(_summed(terms_BnLS, shares), masks.merged, causal=masks.causal)
+    weights_BnLS = scores_BnLS.softmax(dim=-1) if need_weights else softmax_of_seen(scores_BnLS)  # as torch's two ways
     weights_BnLS = weights_BnLS if drop is None else drop(weights_BnLS)
-    return weights_BnLS @ v_BnSD, weights_BnLS
+    if shares is not None:
+        weights_BnLS = sum_gradient(weights_BnLS, shares)  # each weighs its own elements of the values
+    return weights_BnLS @ v_BnSd, weights_BnLS if need_weights else None
+
+
+def _summed(terms: Tensor, shares: Axis | None) -> Tensor:
+    return terms if shares is None else partial_to_whole(terms, shares)
 
 
 def _whole_weights(weights_BnLS: Tensor, part: SomeHeads, num_heads: int, *, average: bool) -> Tensor:
     """The weights of all heads, or their mean, for this rank's own samples."""
+    if not part.is_first:
+        weights_BnLS = weights_BnLS * 0  # a term of the sum that is not there, and takes part in the backward
     if average:
         return give(weights_BnLS.sum(dim=1) / num_heads, part.give)
     shape = (weights_BnLS.shape[0], num_heads, *weights_BnLS.shape[2:])

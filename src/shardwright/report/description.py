@@ -14,7 +14,7 @@ from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.models.structure import owners
 from shardwright.parallelize.planning import (
-    expected_traffic,
+    StepTraffic,
     in_hand,
     local_samples,
     make_plan,
@@ -22,6 +22,7 @@ from shardwright.parallelize.planning import (
 )
 from shardwright.parallelize.sequences import num_tokens_of
 from shardwright.pipeline import Action, Span, Timeline
+from shardwright.pipeline.costs import FLOPS_PER_S
 from shardwright.pipeline.predict import predict
 from shardwright.pipeline.samples import microbatch_samples
 from shardwright.strategy import INPUT, Job, Plan, Role, Strategy, partial_axes
@@ -39,7 +40,7 @@ MOST_IN_ALL = 2**20
 """A layout for more ranks is not described."""
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-"""The keys of a rank that add up to what its state takes."""
+"""The keys of a rank that add up to what its state takes; what it has offloaded is ``offloaded_bytes``."""
 
 _ADAMW_MOMENTS = 2
 
@@ -87,11 +88,11 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
         "ranks": _ranks(job, plan, strategies, inputs),
         "parameters": [_parameter(plan, name) for name in plan.compute],
         "layers": _layers(job, plan),
-        **_pipeline(plan),
+        **_pipeline(plan, timed=bool(job.seconds)),
     }
 
 
-def _pipeline(plan: Plan) -> dict[str, Any]:
+def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
     """How a pipeline cuts the model, its schedule, and the timeline that follows from what the chunks cost."""
     schedule, stages = plan.schedule, plan.stages
     if schedule is None or stages is None:
@@ -114,6 +115,7 @@ def _pipeline(plan: Plan) -> dict[str, Any]:
     return {
         "schedule": schedule.name,
         "bubble": timeline.bubble,
+        "seconds_from": "timed layers" if timed else f"{FLOPS_PER_S / 1e9:.0f} GFLOP/s, a guess",
         "stages": found,
         "timeline": timeline_data(timeline),
     }
@@ -160,14 +162,20 @@ def _held(plan: Plan, coord: Coord, sizes: Mapping[str, int]) -> _Held:
     parameter = tuple(rest.parameter.num_elements(coord) for rest in plan.rest.values())
     gradient = tuple(plan.rest[name].gradient.num_elements(coord) for name in trained)
     optimizer = tuple(plan.rest[name].optimizer.num_elements(coord) for name in trained)
+    away = [name for name in plan.compute if name in plan.offloaded]
+    here = [0 if name in plan.offloaded else count for name, count in zip(trained, optimizer, strict=True)]
     owned = (piece for rest in plan.rest.values() for piece in rest.parameter.owned(coord, plan.mesh))
     entry = {
         "num_parameters": sum(parameter),
         "num_owned": sum(piece.whole.size for piece in owned),
         "parameter_bytes": sum(plan.parameter_bytes(name, coord) for name in plan.rest),
         "gradient_bytes": bytes_of(trained, gradient),
-        "optimizer_bytes": bytes_of(trained, optimizer) * _ADAMW_MOMENTS,
+        "optimizer_bytes": bytes_of(trained, here) * _ADAMW_MOMENTS,
     }
+    if away:
+        slices = bytes_of(away, (plan.rest[name].parameter.num_elements(coord) for name in away))
+        moments = bytes_of(trained, optimizer) * _ADAMW_MOMENTS - entry["optimizer_bytes"]
+        entry["offloaded_bytes"] = slices + moments
     return _Held(entry, (compute, parameter, gradient, optimizer))
 
 
@@ -232,7 +240,7 @@ class _Sent:
     """What each rank computes and sends in one step on a global batch."""
 
     def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
-        self.job, self.plan, self.strategies, self.inputs = job, plan, strategies, inputs
+        self.plan, self.traffic = plan, StepTraffic(job, plan, strategies, inputs)
         self.num_samples = num_rows(inputs)
         self.num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
         self.found: dict[object, dict[str, float]] = {}
@@ -252,8 +260,8 @@ class _Sent:
         )
         key = (apart, held.counts, tuple(map(len, microbatches)), together)
         if key not in self.found:
-            traffic = expected_traffic(self.job, self.plan, self.strategies, self.inputs, coord)
-            self.found[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
+            said = self.traffic.at(coord)
+            self.found[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in said.items()}
         found = {"samples": len(samples), "sent_bytes": self.found[key]}
         return found | ({"tokens_of_each": len(all_in_hand[0].tokens(()))} if self.plan.token_axes else {})
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.layout import Layout
-from shardwright.ledger import KINDS, Account, predict_memory
+from shardwright.ledger import ELSEWHERE, KINDS, Account, predict_memory
 from shardwright.mesh import Mesh
 from shardwright.report.pictures import _INK, _LEFT, _MUTED, _RULE, _WIDTH, _figure, _save
 from shardwright.report.show import table_of, table_text
@@ -47,10 +47,11 @@ def predicted_accounts(job: Job, layout: Layout, batch: tuple[Any, Any]) -> dict
 
 
 def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[dict[str, Any]]:
-    """The peaks as JSON takes them: bytes in all and of each kind, and when."""
+    """The peaks as JSON takes them: bytes in all and of each kind, and when; what rests elsewhere, where some does."""
 
     def of(account: Account) -> dict[str, Any]:
-        return {"peak_bytes": account.peak_bytes, "action": account.peak.action, "at_peak": account.at_peak()}
+        found = {"peak_bytes": account.peak_bytes, "action": account.peak.action, "at_peak": account.at_peak()}
+        return found | ({"elsewhere": dict(account.elsewhere)} if account.elsewhere else {})
 
     return [
         {"rank": rank, "predicted": of(account)} | ({"measured": of(measured[rank])} if measured else {})
@@ -91,6 +92,9 @@ def memory_text(predicted: Accounts, measured: Accounts | None = None, width: in
         numbers = [account.peak_bytes, *(held[kind] for kind in kinds)]
         table.add_row(name, account.peak.action, *(f"{number / unit:.2f}" for number in numbers))
     text = table_text(table, width)
+    for place in ELSEWHERE:
+        most = max(account.elsewhere.get(place, 0) for _, account in rows)
+        text += f"Beside it, on {place}: up to {format_bytes(most)} a rank.\n" if most else ""
     if measured is not None:
         off = [predicted[rank].peak_bytes / measured[rank].peak_bytes - 1 for rank in predicted]
         text += f"The prediction is off by {100 * max(off, key=abs):+.2f} %, at most.\n"

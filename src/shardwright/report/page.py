@@ -170,6 +170,8 @@ def _memory(description: Description, rows: Rows) -> str:
         cells = [escape(group.name), *map(format_bytes, (*states, sum(states)))]
         body.append([*cells, *([_measured(group, peaks)] if measured else [])])
     note = "State is parameters, gradients and the two moments of AdamW, as the layout places them."
+    if "offloaded_bytes" in description["ranks"][0]:
+        note += " What it has offloaded to host memory or disk is not among it."
     if measured:
         heads.append("peak, measured")
         note += (

@@ -46,6 +46,7 @@ def show_text(description: Description, width: int = 100) -> str:
     if "samples" in description["ranks"][0]:
         tables.append(_traffic_table(description))
     drawn = [] if (timeline := timeline_of(description)) is None else [timeline_text([timeline], width)]
+    drawn += [f"The prediction's seconds are from {description['seconds_from']}."] if drawn else []
     texts = (table_text(table, width) for table in tables)
     return "\n".join([title, *_grid_texts(description, width), *texts, *drawn])
 
@@ -107,11 +108,13 @@ def _calls(names: Sequence[str]) -> str:
 
 
 def _memory_table(description: Description) -> Table:
-    table = table_of("memory", "parameters", "their bytes", "gradients", "AdamW", "sum", numbers=True)
+    more = ["offloaded"] if "offloaded_bytes" in description["ranks"][0] else []
+    table = table_of("memory", "parameters", "their bytes", "gradients", "AdamW", "sum", *more, numbers=True)
     for name, group in rank_groups(description):
         states = [group[0][state] for state in STATES]
         count = format_count(group[0]["num_parameters"])
-        table.add_row(name, count, *(format_bytes(num_bytes) for num_bytes in (*states, sum(states))))
+        away = [group[0]["offloaded_bytes"]] if more else []
+        table.add_row(name, count, *(format_bytes(num_bytes) for num_bytes in (*states, sum(states), *away)))
     return table
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.comm import Axis, Pending
 from shardwright.mesh import balanced
+from shardwright.slices.storage import Storage
 
 
 class Flat:
@@ -24,7 +25,9 @@ class Flat:
     slice is a part of it. ``gradient`` is the slice's, once it is summed.
 
     The whole is in the ``dtype`` that the parameters compute in; where the slice is wider, it is the master, and the
-    whole is made of what it is rounded to. ``wide`` sums gradients as wide as the slice.
+    whole is made of what it is rounded to. ``wide`` sums gradients as wide as the slice. With ``storage`` the slice
+    rests there, apart from the whole. ``is_updated`` says that it has the next step's values while a backward still
+    runs, ``shows_next`` that the whole has them.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Flat:
         keeps: bool,
         dtype: torch.dtype | None = None,
         wide: bool = False,
+        storage: Storage | None = None,
     ) -> None:
         self.parameters, self.axis, self.keeps, self.wide = dict(parameters), axis, keeps, wide
         self.shapes = [p.shape for p in self.parameters.values()]
@@ -44,9 +48,10 @@ class Flat:
         self.range = cuts[axis.index], cuts[axis.index + 1]
         masters = torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
         whole = masters.to(dtype)
-        self._is_part = keeps and whole is masters
+        self._storage = storage
+        self._is_part = keeps and whole is masters and storage is None
         self._dropped = whole.new_full((), float("nan"))
-        self.slice = masters[slice(*self.range)] if self._is_part else masters[slice(*self.range)].clone()
+        self.slice = self._at_rest(masters[slice(*self.range)])
         self.ranges = self._ranges()
         self.resting = {
             name: nn.Parameter(self.slice[a:b], requires_grad=self.parameters[name].requires_grad)
@@ -55,8 +60,17 @@ class Flat:
         self.whole: Tensor | None = whole
         self.gradient: Tensor | None = None
         self.unreached = set(self.parameters)
+        self.is_updated = False
+        self.shows_next = False
         self._pending: Pending[Tensor] | None = None
         self.drop()
+
+    def _at_rest(self, values: Tensor) -> Tensor:
+        if self._storage is None:
+            return values if self._is_part else values.clone()
+        home = self._storage.empty(values.numel(), values.dtype).copy_(values)
+        self._storage.put_away([home])
+        return home
 
     def _ranges(self) -> dict[str, tuple[int, int]]:
         """Of each parameter, the part of the slice that is its."""
@@ -76,10 +90,13 @@ class Flat:
 
     def gather(self) -> None:
         """Starts to make the whole; the parameters show it once :meth:`arrive` has returned."""
+        self.shows_next = self.is_updated
         if self.whole is None:
             self.whole = self._dropped.new_empty(self.num_elements)
         if not self._is_part:
             self.whole[slice(*self.range)].copy_(self.slice)
+            if self._storage is not None:
+                self._storage.put_away([self.slice])
         self._pending = self.axis.all_gather_into_async(self.whole, self.part_sizes)
 
     def arrive(self) -> None:
@@ -127,8 +144,9 @@ class Flat:
 
     def show_gradient(self) -> None:
         """Gives the resting parameters their gradients; the next step starts from none."""
+        gradient = None if self.gradient is None else self.gradient.to(self.slice.device)
         for name, (a, b) in self.ranges.items():
-            part = None if self.gradient is None else self.gradient[a:b]
+            part = None if gradient is None else gradient[a:b]
             if name in self.unreached and part is not None and part.numel() and not part.any():
                 part = None  # no rank's forward reached it: as on one device
             self.resting[name].grad = part

@@ -70,10 +70,11 @@ def _first(lies: Lies, stage: int) -> Coord:
     return {"pp": stage} if "pp" in lies.axes else {}
 
 
-def rest_in_slices(plan: Plan, axis: str, chosen: Sequence[Group], *, drops: bool) -> Plan:
+def rest_in_slices(plan: Plan, axis: str, chosen: Sequence[Group], *, drops: bool, away: str | None = None) -> Plan:
     """The plan with each group's parameters, gradients and optimizer state at rest in slices over ``axis``.
 
-    ``drops`` says that the parameters are whole only while something computes with them.
+    ``drops`` says that the parameters are whole only while something computes with them. ``away`` is where slices
+    and optimizer state rest, if that is not the rank's device.
     """
     rest = dict(plan.rest)
     for group in chosen:
@@ -81,5 +82,7 @@ def rest_in_slices(plan: Plan, axis: str, chosen: Sequence[Group], *, drops: boo
         for place, name in enumerate(group.parameters):
             flat = plan.compute[name].flat(axis, plan.mesh[axis], beside, place)
             rest[name] = Rest(flat, flat, flat)
-    names = [name for group in chosen for name in group.parameters] if drops else []
-    return replace(plan, rest=rest, dropped=plan.dropped.union(names))
+    names = [name for group in chosen for name in group.parameters]
+    dropped = plan.dropped.union(names if drops else ())
+    offloaded = {**plan.offloaded, **(dict.fromkeys(names, away) if away is not None else {})}
+    return replace(plan, rest=rest, dropped=dropped, offloaded=offloaded)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwright.comm import Axis, Pending
+from shardwright.mesh import balanced
 from shardwright.models.structure import owners
 from shardwright.pipeline import Action, Events
 from shardwright.pipeline.executor import Unit
 from shardwright.slices.flat import Flat
 from shardwright.slices.groups import Group
+from shardwright.slices.offload import Offloaded
+from shardwright.slices.storage import Storage
 from shardwright.slices.window import Block, Window
 from shardwright.strategy import Applied, Plan
 
@@ -35,19 +38,31 @@ class SlicedState:
     """A rank's parameters in slices over one axis.
 
     ``stage`` 1 sums gradients once a step, 2 after each microbatch; 3 drops the whole parameters after use as well.
+    What rests does so in ``storage``, where there is one.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, axis: Axis, chosen: tuple[Group, ...], stage: int, ahead: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        axis: Axis,
+        chosen: tuple[Group, ...],
+        stage: int,
+        ahead: int,
+        storage: Storage | None = None,
+    ) -> None:
         self.stage, self.ahead, self.num_microbatches = stage, ahead, plan.layout.num_microbatches
         self.drops = stage == 3 and axis.size > 1
         named = dict(model.named_parameters())
         flats: dict[str, list[tuple[Group, Flat]]] = {}
-        for group in chosen:
-            mine = {name: named[name] for name in group.parameters if name in named}
+        held = [(group, {name: named[name] for name in group.parameters if name in named}) for group in chosen]
+        if storage is not None:
+            storage.reserve(_slice_bytes(mine, axis) for _, mine in held if mine)
+        for group, mine in held:
             if mine:
                 first = group.parameters[0]
-                wide = first in plan.wide_sums
-                flat = Flat(mine, axis, keeps=not self.drops, dtype=plan.dtypes[first], wide=wide)
+                dtype, wide = plan.dtypes[first], first in plan.wide_sums
+                flat = Flat(mine, axis, keeps=not self.drops, dtype=dtype, wide=wide, storage=storage)
                 flats.setdefault(group.unit, []).append((group, flat))
         users: dict[str, set[str]] = {}
         for path, _, _, name in owners(model):
@@ -61,6 +76,7 @@ class SlicedState:
             for unit, each in flats.items()
         }
         self.trained = {unit: [flat for group, flat in each if group.trained] for unit, each in flats.items()}
+        self.offloaded = None if storage is None else Offloaded(storage, self.trained)
         self.window = Window(tuple(self.blocks.values()), ahead, self.drops)
         self._left: dict[str, int] = {}
         self._sent: list[tuple[str, list[tuple[Flat, Pending[Tensor]]]]] = []
@@ -69,18 +85,22 @@ class SlicedState:
 
     def applied(self) -> Applied:
         """What a run needs to know."""
-        resting = {n: p for block in self.blocks.values() for flat in block.flats for n, p in flat.resting.items()}
+        flats = [flat for block in self.blocks.values() for flat in block.flats]
+        resting = {name: parameter for flat in flats for name, parameter in flat.resting.items()}
         events = Events(
             during=self._during,
             after_weight_gradients=self._after_weight_gradients,
             before_sync=self._before_sync,
-            after_optimizer=self.window.changed,
+            after_optimizer=self._after_optimizer,
         )
-        return Applied(events=events, parameters=resting, summed=self._is_summed, kept=self._wholes)
-
-    def _wholes(self) -> list[Tensor]:
-        flats = (flat for block in self.blocks.values() for flat in block.flats)
-        return [flat.whole for flat in flats if flat.whole is not None]
+        return Applied(
+            events=events,
+            parameters=resting,
+            offload=self.offloaded,
+            summed=self._is_summed,
+            kept=lambda: _wholes(flats),
+            saving=(self.window.save, self.window.take_out) if self.drops else None,
+        )
 
     def _watch(self, model: nn.Module) -> None:
         """Before a module runs, and before anyone else reads its parameters, they are there."""
@@ -102,6 +122,11 @@ class SlicedState:
     def _during(self, action: Action) -> Iterator[None]:
         with self.window.during(action):
             yield
+
+    def _after_optimizer(self) -> None:
+        self.window.changed()
+        if self.offloaded is not None:
+            self.offloaded.put_away()
 
     # ---- gradients
 
@@ -126,6 +151,8 @@ class SlicedState:
         for flat in self.trained[name]:
             flat.show_gradient()
         self._summed.add(name)
+        if self.offloaded is not None:
+            self.offloaded.gradients_are_there(name)
 
     def _is_summed(self, name: str) -> bool:
         return name in self._summed
@@ -138,3 +165,13 @@ class SlicedState:
                 self._show(name)
         self._left.clear()
         self._summed.clear()
+
+
+def _wholes(flats: Iterable[Flat]) -> Iterator[Tensor]:
+    return (flat.whole for flat in flats if flat.whole is not None)
+
+
+def _slice_bytes(parameters: Mapping[str, nn.Parameter], axis: Axis) -> int:
+    """What this rank's slice of a sequence takes."""
+    cuts = balanced(sum(p.numel() for p in parameters.values()), axis.size)
+    return sum((cuts[axis.index + 1] - cuts[axis.index]) * p.element_size() for p in list(parameters.values())[:1])

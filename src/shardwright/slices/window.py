@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.errors import PlanError, explain
 from shardwright.pipeline import Action
 from shardwright.slices.flat import Flat
 
@@ -41,9 +42,14 @@ class Block:
     is_whole: bool = False
     is_coming: bool = False
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it is whole, or on its way."""
+        return self.is_whole or self.is_coming
+
     def gather(self) -> None:
         """Starts to make it whole, if it is not."""
-        if not (self.is_whole or self.is_coming):
+        if not self.is_there:
             for flat in self.flats:
                 flat.gather()
             self.is_coming = True
@@ -103,7 +109,7 @@ class Window:
         if action.kind == "W":
             self._path = ()  # weights' gradients need no weights
         if forward and self.drops and torch.is_grad_enabled():
-            with torch.autograd.graph.saved_tensors_hooks(self._save, self._take_out):
+            with torch.autograd.graph.saved_tensors_hooks(self.save, self.take_out):
                 yield
         else:
             yield
@@ -116,7 +122,19 @@ class Window:
         self._end()
 
     def need(self, block: Block) -> None:
-        """Returns when the unit is whole; the next ones are on their way."""
+        """Returns when the unit is whole; the next ones are on their way.
+
+        Raises: PlanError: it has been updated beside a backward that still needs it as it was.
+        """
+        if any(flat.is_updated and (flat.shows_next or not block.is_there) for flat in block.flats):
+            raise PlanError(
+                explain(
+                    f"the parameters of '{block.name}' are used after their gradients were complete",
+                    given="an update beside the backward",
+                    allowed="models whose parameters get their gradients from all their uses",
+                    fix="call optimizer.step() after the step, in place of update=optimizer",
+                )
+            )
         if block is self._current:
             return
         self._touched.append(block)
@@ -158,7 +176,7 @@ class Window:
                 block.drop()
 
     def _count(self) -> None:
-        there = sum((block.is_whole or block.is_coming) and not block.stays for block in self.blocks)
+        there = sum(block.is_there and not block.stays for block in self.blocks)
         assert not self.drops or there <= self.ahead + 1, f"{there} units are whole, {self.ahead + 1} were promised"
         self.most = max(self.most, there)
 
@@ -172,16 +190,18 @@ class Window:
 
     # ---- what autograd saves
 
-    def _save(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()._cdata  # not its address: a rehearsal's memory has none
+    def save(self, tensor: Tensor) -> Any:
+        """Of a part of a unit its place; anything else as it is."""
+        key = tensor.untyped_storage()._cdata  # and not the address, of which the meta device has none
         for block in self.blocks:
             if block.is_whole:
                 for flat in block.flats:
-                    if flat.whole is not None and flat.whole.untyped_storage()._cdata == storage:
+                    if flat.whole is not None and flat.whole.untyped_storage()._cdata == key:
                         return _Saved(block, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return tensor
 
-    def _take_out(self, saved: Any) -> Tensor:
+    def take_out(self, saved: Any) -> Tensor:
+        """What :meth:`save` was given; a unit is whole by then."""
         if not isinstance(saved, _Saved):
             found: Tensor = saved
             return found

@@ -68,7 +68,7 @@ def _choice(factor: Factor, phase: str, layout: Layout, known: Mapping[str, Stra
 
 def _without(layout: Layout, factor: Factor) -> str:
     factors = tuple(other for other in layout.factors if other is not factor)
-    return str(Layout(factors, layout.num_microbatches, layout.precision, layout.recompute))
+    return str(replace(layout, factors=factors))
 
 
 def _no_option(layout: Layout, factor: Factor, option: str, known: Mapping[str, Strategy]) -> LayoutError:

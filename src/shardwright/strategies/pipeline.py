@@ -27,9 +27,10 @@ from shardwright.comm import Axis
 from shardwright.errors import LayoutError, explain
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
+from shardwright.models.keeping import keeps_something
 from shardwright.models.structure import has_hooks
 from shardwright.pipeline import Schedule
-from shardwright.pipeline.checks import check_schedule
+from shardwright.pipeline.checks import check_order, check_schedule
 from shardwright.pipeline.cutting import Stages, cut
 from shardwright.pipeline.executor import Unit
 from shardwright.pipeline.mail import Mail
@@ -71,6 +72,7 @@ class Pipeline:
                 )
             )
         schedule, stages = _chosen(job, plan)
+        _check_kept(job, plan, schedule, stages)
         holders = _holders(stages, schedule, tuple(plan.compute))
         compute, rest, buffers = dict(plan.compute), dict(plan.rest), dict(plan.buffers)
         for name, where in holders.items():
@@ -189,6 +191,30 @@ def _best(
         limit_bytes,
     )
     return schedule, stages[schedule.num_chunks]
+
+
+def _check_kept(job: Job, plan: Plan, schedule: Schedule, stages: Stages) -> None:
+    """What a layer keeps of the batches it sees is kept in one place, in their order.
+
+    Raises: LayoutError: several stages call the layer, or chunks that take turns; forwards in another order.
+    """
+    own = plan.layout.own_statistics
+    calls = [stages.chunked.calls_of(chunk) for chunk in range(schedule.num_chunks)]
+    for path, module in job.model.named_modules():
+        if not keeps_something(module):
+            continue
+        chunks = [n for n, each in enumerate(calls) if any(f"{path}.".startswith(f"{call}.") for call in each)]
+        if len({schedule.stage_of[chunk] for chunk in chunks}) > 1 or (own and len(chunks) > 1):
+            raise LayoutError(
+                explain(
+                    f"'{path}' changes what it keeps with every call, and several stages or chunks call it",
+                    given=f"{type(module).__name__} in chunks {', '.join(map(str, chunks))} under {plan.layout}",
+                    allowed="a layer of its own for each call, or calls in one chunk",
+                    fix="give each call a layer of its own, or let one stage make them all: cut:first,second",
+                )
+            )
+        if own:
+            check_order(schedule)
 
 
 def _other_devices(factor: Factor, num_chunks: int, names: tuple[str, ...]) -> LayoutError:

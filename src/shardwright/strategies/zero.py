@@ -13,6 +13,9 @@ Stage 1 sums gradients once a step, into slices; stage 2 after each microbatch, 
 unit's backward; stage 3 gathers a unit before it is used, forward and backward, and drops it after. Updated slices are
 gathered (stages 1 and 2) where the next step uses them first, while the unit before computes.
 
+With ``offload`` slices and optimizer state rest in host memory (on a CPU they do as it is), with ``offload:disk`` in
+files that are mapped into memory, and are updated unit by unit: a step works on one unit's state at a time.
+
 Shapes: at rest a parameter, its gradient and its optimizer state are 1-D: what of this rank's slice of its unit's
     sequence is the parameter's, so some parameters lie on some ranks alone.
 Traffic: for each unit's sequence of P elements, stage 1 one all-gather and one reduce-scatter; stage 2 one all-gather
@@ -31,7 +34,7 @@ from shardwright.comm import Axis
 from shardwright.errors import LayoutError, explain
 from shardwright.layout import Factor
 from shardwright.mesh import Coord
-from shardwright.slices import Group, SlicedState, groups, rest_in_slices
+from shardwright.slices import Group, Place, SlicedState, Storage, groups, rest_in_slices
 from shardwright.strategy import Applied, Batch, Job, Plan, Traffic
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -50,19 +53,24 @@ class Zero:
         "zero2": "gradients and optimizer state in slices, summed after each microbatch",
         "zero1": "optimizer state in slices",
         "ahead": "how many units are gathered before they are used, and reduced after: ahead:1",
+        "offload": "slices and optimizer state in host memory, or in mapped files: offload:disk",
     }
     source: ClassVar[str] = "Rajbhandari et al. 2020, arXiv:1910.02054"
 
     def place(self, job: Job, plan: Plan) -> Plan:
         """Cuts what rests into slices. Raises LayoutError for two stages at once, or none."""
-        stage = _stage(plan)
+        stage, drops = _stage(plan), _stage(plan) == 3 and plan.mesh["dp"] > 1
         _ahead(plan)
-        return rest_in_slices(plan, "dp", _groups(plan, stage), drops=stage == 3 and plan.mesh["dp"] > 1)
+        return rest_in_slices(plan, "dp", _groups(plan, stage), drops=drops, away=_place(plan))
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Flattens this rank's parameters and keeps its slices."""
         stage = _stage(plan)
-        return SlicedState(job.model, plan, axes["dp"], _groups(plan, stage), stage, _ahead(plan)).applied()
+        place, storage = _place(plan), None
+        if place is not None and _is_apart(place, axes["dp"].device.type):
+            storage = Storage(place, axes["world"], job.offload_folder)
+        chosen = _groups(plan, stage)
+        return SlicedState(job.model, plan, axes["dp"], chosen, stage, _ahead(plan), storage).applied()
 
     def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
         """The gathers and sums of every sequence that this rank has a part of."""
@@ -130,6 +138,28 @@ def _ahead(plan: Plan) -> int:
             )
         )
     return int(option.value)
+
+
+def _place(plan: Plan) -> Place | None:
+    """Where state rests, if that is not where it computes."""
+    option = _factor(plan).option("offload")
+    if option is None:
+        return None
+    if option.value not in (None, "disk"):
+        raise LayoutError(
+            explain(
+                "state rests in host memory or on disk",
+                given=str(_factor(plan)),
+                allowed="offload, offload:disk",
+                fix="write offload:disk",
+            )
+        )
+    return "host" if option.value is None else "disk"
+
+
+def _is_apart(place: Place, device: str) -> bool:
+    """Whether it is other memory than that in which ranks compute."""
+    return place == "disk" or device not in ("cpu", "meta")
 
 
 STRATEGY = Zero()

@@ -26,6 +26,7 @@ from shardwright.strategy.plan import (
 )
 from shardwright.strategy.protocol import (
     Applied,
+    Offload,
     Strategy,
     apply_in_turn,
     check_samples_apart,
@@ -62,6 +63,7 @@ __all__ = [
     "Batch",
     "Crossing",
     "Job",
+    "Offload",
     "Partial",
     "Plan",
     "Replicate",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -106,6 +107,7 @@ class Job(NamedTuple):
     ``stages`` are the modules at which a person lets stages begin, by putting parts on devices; ``seconds`` are those
     that were measured of modules' forwards. ``deferred`` takes, on a rank, weight gradients that are wanted later;
     ``draws`` are its random numbers; ``frame`` is what a strategy before this one does around the model's forward.
+    ``offload_folder`` is where files of state go that a layout keeps on disk.
     """
 
     model: nn.Module
@@ -120,6 +122,7 @@ class Job(NamedTuple):
     deferred: Deferred | None = None
     draws: Draws | None = None
     frame: Frame | None = None
+    offload_folder: Path | None = None
 
 
 INPUT = "(input)"
@@ -181,6 +184,8 @@ class Plan:
     """The parameters whose gradients are summed as wide as they rest, and not as narrow as they are computed."""
     dropped: frozenset[str] = frozenset()
     """The parameters that are whole only while something computes with them; of others a whole stays on each rank."""
+    offloaded: Mapping[str, str] = field(default_factory=dict)
+    """Of parameters whose state rests elsewhere than on the rank's device, where: on ``host`` or ``disk``."""
     rows: Mapping[str, Rows] = field(default_factory=dict)
     token_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The dims of a module's input with tokens, where sequences are cut and these are not dim 1 alone."""
@@ -191,6 +196,8 @@ class Plan:
     """Where buffers lie that are cut; any other is whole on every rank."""
     again: tuple[str, ...] = ()
     """The modules that the backward computes again, in place of keeping what they make."""
+    packed: tuple[str, ...] = ()
+    """The modules whose calls keep what the backward needs in host memory or on disk."""
     homes: Mapping[str, Home] = field(default_factory=dict)
     """Where the calls of modules come from that take or give a part: from elsewhere they would be wrong."""
 
@@ -265,6 +272,8 @@ class Plan:
         """
         resting = self.rest[name].parameter.num_elements(coord) * self.masters[name].itemsize
         whole = self.compute[name].num_elements(coord) * self.dtypes[name].itemsize
+        if name in self.offloaded:
+            return 0 if name in self.dropped else whole
         if name in self.dropped:
             return resting
         return max(resting, whole) if self.masters[name] == self.dtypes[name] else resting + whole

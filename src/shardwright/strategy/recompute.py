@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from torch import nn
 
@@ -12,14 +13,26 @@ from shardwright.errors import LayoutError, explain, nearest
 from shardwright.layout import Layout
 from shardwright.models.visits import Visit, Visits
 
-WORDS = ("full", "selective")
+ELSEWHERE: Mapping[str, Literal["host", "disk"]] = {"offload": "host", "offload:disk": "disk"}
+"""The words that compute nothing again, but keep what the backward needs elsewhere; and where."""
+
+WORDS = ("full", "selective", *ELSEWHERE)
 _LISTS = (nn.Sequential, nn.ModuleList)
+
+
+def keeps_on(layout: Layout) -> Literal["host", "disk"] | None:
+    """Where the layout keeps what the backward needs of blocks, if that is not where they compute.
+
+    >>> keeps_on(Layout.parse("recompute:offload:disk")), keeps_on(Layout.parse("recompute:full"))
+    ('disk', None)
+    """
+    return ELSEWHERE.get(layout.recompute or "")
 
 
 def blocks_again(model: nn.Module, layout: Layout) -> tuple[str, ...]:
     """The modules that the layout's ``recompute`` means, none inside another; none where it does not ask for any.
 
-    ``full`` and ``selective`` mean the entries of lists and sequences of modules, and among these leave single layers
+    All words mean the entries of lists and sequences of modules, and among these leave single layers
     alone where there are blocks: to compute one again frees nothing. Raises LayoutError for a word that means nothing.
 
     >>> model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))])

@@ -31,7 +31,8 @@ TABLES = {
 class TrainConfig:
     """A training run; every field is an option of ``shardwright train`` and a key of its TOML file.
 
-    ``steps`` fixes the learning-rate schedule; ``stop_at`` > 0 ends the run earlier, to be resumed.
+    ``steps`` fixes the learning-rate schedule; ``stop_at`` > 0 ends the run earlier, to be resumed. State that the
+    layout offloads to disk goes to files in ``offload_folder``, where none is given to the system's temporary one.
 
     >>> TrainConfig(steps=10, lr=1e-3).learning_rate(0) == 1e-3 / 10  # the first of ten warm-up steps
     True
@@ -56,10 +57,12 @@ class TrainConfig:
     keep: int = 3
     eval_every: int = 0
     eval_batches: int = 4
+    measured_costs: bool = False
     tensorboard: bool = False
     deterministic: bool = False
     debug: bool = False
     timeout_s: float = 600.0
+    offload_folder: str = ""
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "clip", "timeout_s"):

@@ -33,6 +33,7 @@ from shardwright.layout import Layout
 from shardwright.parallelize import Run, parallelize
 from shardwright.train.config import RUN_FILE, TrainConfig, read_run
 from shardwright.train.data import Dataset, Order, global_batch, open_data
+from shardwright.train.measuring import agreed_seconds
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
 
 CHECKPOINTS = "checkpoints"
@@ -256,9 +257,11 @@ class _Training:
         self.data = open_data(config.data, seq=config.seq, model=model_config, split="train")
         self.eval_data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
         self.order = Order(len(self.data), config.batch, config.seed)
+        self.seconds = agreed_seconds(config, world)
         self.run = parallelize(
             plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
-            example=inputs_of(self.data, config.batch),
+            example=inputs_of(self.data, config.batch), seconds=self.seconds,
+            offload_folder=config.offload_folder or None,
         )  # fmt: skip
         self.optimizer = self.run.optimizer(
             torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
@@ -305,11 +308,15 @@ class _Training:
         share = run.share(len(indices))
         inputs, targets = global_batch(self.data, indices[share.start : share.stop])
         rate = config.learning_rate(run.num_steps)
-        loss = run.step(run.part(inputs, targets, len(indices)))
-        norm = run.clip_grad_norm_(config.clip) if config.clip else None
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        part, norm = run.part(inputs, targets, len(indices)), None
+        if config.clip:  # by the norm of all gradients: no update comes before it
+            loss = run.step(part)
+            norm = run.clip_grad_norm_(config.clip)
+            self.optimizer.step()
+        else:
+            loss = run.step(part, update=self.optimizer)
         step_s = time.perf_counter() - start_s
         tokens = len(indices) * (config.seq if targets.dim() > 1 else 1)
         row: dict[str, Any] = {
@@ -355,6 +362,7 @@ class _Training:
             self.out / RUN_FILE,
             {
                 "options": self.config.to_dict(),
+                "seconds": self.seconds,
                 "world_size": self.world.size,
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
                 "versions": versions,

@@ -1,50 +1,90 @@
-"""What really happened: some steps of a run, and of the last what stages did when, or what every rank held."""
+"""What really happened: some steps of a run, and of the last what stages did when, or what every rank held.
+
+And what layers take, before there is a run: stages are balanced by it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
 from shardwright.comm import World, launch
 from shardwright.comm.launch import Ranks
+from shardwright.comm.values import gather_json
 from shardwright.draws import without_values
 from shardwright.layout import Layout
 from shardwright.ledger import Account, measure_memory
 from shardwright.parallelize import Run, parallelize
+from shardwright.parallelize.auto import num_shares
+from shardwright.parallelize.planning import on_device, rows
 from shardwright.pipeline import Microbatch, Timeline
+from shardwright.pipeline.costs import time_layers
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Order, global_batch, open_data
+
+Seconds = Mapping[str, float]
+NOT_MEASURED: Seconds = MappingProxyType({})
 
 WARM_UP = 3
 """Steps before the one that is measured."""
 
 
-def measure(config: TrainConfig, ranks: Ranks = "processes") -> Timeline:
+def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> dict[str, float]:
+    """By module, what a forward of one microbatch of one model copy spends in it, on this process's own device.
+
+    Empty where nobody asked for measured costs, or where there are no stages to balance by them. The model is built
+    whole, with values.
+    """
+    layout = Layout.parse(config.layout)
+    if not config.measured_costs or layout.factor("pp") is None:
+        return {}
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, _, model_config = config.build()
+    data = open_data(config.data, seq=config.seq, model=model_config)
+    inputs, _ = global_batch(data, Order(len(data), config.batch, config.seed).batch(0))
+    microbatch = rows(inputs, 0, -(-config.batch // num_shares(layout)))
+    return time_layers(model.to(device), on_device(microbatch, device))
+
+
+def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
+    """The same on every rank: what the first of them measures."""
+    if not config.measured_costs:
+        return {}
+    mine = layer_seconds(config, world.device) if world.rank == 0 else {}
+    found: dict[str, float] = gather_json(world.everyone(), mine)[0]
+    return found
+
+
+def measure(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> Timeline:
     """The timeline of one step under ``config.layout``, of the pipeline that rank 0 is in."""
-    return launch(_rank, Layout.parse(config.layout), config, ranks=ranks)[0]
+    return launch(_rank, Layout.parse(config.layout), config, dict(seconds), ranks=ranks)[0]
 
 
-def measure_accounts(config: TrainConfig, ranks: Ranks = "processes") -> list[Account]:
+def measure_accounts(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> list[Account]:
     """What every rank holds over one step under ``config.layout``, the optimizer's with it."""
-    return list(launch(_account, Layout.parse(config.layout), config, ranks=ranks))
+    return list(launch(_account, Layout.parse(config.layout), config, dict(seconds), ranks=ranks))
 
 
-def _rank(world: World, config: TrainConfig) -> Timeline:
-    run, _, batch = _warmed_up(world, config)
+def _rank(world: World, config: TrainConfig, seconds: Seconds) -> Timeline:
+    run, _, batch = _warmed_up(world, config, seconds)
     return run.timeline(batch)
 
 
-def _account(world: World, config: TrainConfig) -> Account:
-    run, optimizer, batch = _warmed_up(world, config)
+def _account(world: World, config: TrainConfig, seconds: Seconds) -> Account:
+    run, optimizer, batch = _warmed_up(world, config, seconds)
     return measure_memory(run, batch, optimizer)
 
 
-def _warmed_up(world: World, config: TrainConfig) -> tuple[Run, torch.optim.Optimizer, Microbatch]:
+def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run, torch.optim.Optimizer, Microbatch]:
     """A run that has taken some steps, and the batch of the next."""
     with without_values():
         plain, loss, model_config = config.build()
     run = parallelize(
         plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
-        example=config.example(model_config),
+        example=config.example(model_config), seconds=seconds, offload_folder=config.offload_folder or None,
     )  # fmt: skip
     data = open_data(config.data, seq=config.seq, model=model_config)
     order = Order(len(data), config.batch, config.seed)

@@ -21,6 +21,7 @@ from shardwright.global_tensor.rules import (
     indexing,
     joining,
     likes,
+    lists,
     losses,
     norms,
     pointwise,
@@ -41,6 +42,7 @@ from shardwright.global_tensor.rules.call import (
     results,
     run_here,
 )
+from shardwright.global_tensor.sbp import broadcast
 from shardwright.global_tensor.tensor import GlobalTensor, moved, wrap
 
 Rule = Callable[[Call], Decision]
@@ -58,17 +60,32 @@ _VALUE_DEPENDENT = (
     "unique_dim",
     "unique_consecutive",
     "unique_dim_consecutive",
+    "bincount",
+    "repeat_interleave",
 )
+
+
+_RESHAPE_THEMSELVES = ("set_", "resize_", "resize_as_")
+_WHOLE_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs one operator: brings the inputs to where the rule wants them, computes here, says how the outputs lie."""
+    if (of_lists := lists.handler(func)) is not None:
+        return of_lists(func, args, kwargs)
     leaves, spec = flattened(args, kwargs)
-    call = _call(func, args, kwargs, leaves)
+    place = _placement(func, leaves)
+    if any(isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) for leaf in leaves):
+        _check_written(func, args, kwargs)
+        leaves = [_as_global(func, leaf, place) for leaf in leaves]
+        args, kwargs = put_together(leaves, spec)
+    call = Call(func, args, kwargs, [leaf for leaf in leaves if isinstance(leaf, DTensor)], place)
     if call.name in randoms.HANDLERS:
         return randoms.HANDLERS[call.name](call)
     if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call):
         raise refusal(call, "its random numbers would depend on the layout", "randn, rand, dropout")
+    if torch.Tag.inplace_view in func.tags or call.name in _RESHAPE_THEMSELVES:
+        raise refusal(call, "it gives a tensor another shape in place", "the operator that returns a new one")
     if call.name in _READERS:
         return _READERS[call.name](call)
     if _is_composite(call):  # it comes whole only where autograd has not taken it apart
@@ -92,22 +109,53 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _returned(call, decision, run_here(call, decision, here_args, here_kwargs))
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Call:
+def _placement(func: Any, leaves: list[Any]) -> Placement:
+    """The one placement of all global tensors among the arguments."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
     places = dict.fromkeys(placement_of(x._spec.mesh) for x in tensors)
+    first = next(iter(places))
     if len(places) > 1:
-        raise mixed(func, ", ".join(map(str, places)), f"write x.to_global({next(iter(places))}, sbp) for the others")
-    plain = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, DTensor) and x.ndim > 0]
-    if plain:
+        raise mixed(func, ", ".join(map(str, places)), f"write x.to_global({first}, sbp) for the others")
+    if any(not isinstance(x, GlobalTensor) for x in tensors):
+        raise mixed(func, "a DTensor beside a global tensor", "write to_global(x) for it")
+    return first
+
+
+def _check_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for place, argument in enumerate(func._schema.arguments):
+        x = args[place] if place < len(args) else kwargs.get(argument.name)
+        if _is_written(argument) and isinstance(x, Tensor) and not isinstance(x, DTensor):
+            raise mixed(
+                func,
+                f"a plain tensor of shape {list(x.shape)} that a global one would be written to",
+                "write to_global(x, placement, sbp) for the plain one, or y.to_local() for the global one",
+            )
+
+
+def _as_global(func: Any, leaf: Any, place: Placement) -> Any:
+    """A plain number in a tensor is a copy on every member; nothing else that is plain meets a global tensor."""
+    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+        return leaf
+    if (leaf.ndim and not _is_made_by_torch(func, leaf)) or (leaf.requires_grad and torch.is_grad_enabled()):
+        kind = "a plain tensor" if leaf.ndim else "a plain tensor with a gradient, which would be global,"
         raise mixed(
             func,
-            f"a plain tensor of shape {list(plain[0].shape)} beside one on {next(iter(places))}",
+            f"{kind} of shape {list(leaf.shape)} beside one on {place}",
             "write to_global(x, placement, sbp) for the plain one",
         )
-    for x in tensors:
-        if not isinstance(x, GlobalTensor):
-            raise mixed(func, "a DTensor beside a global tensor", "write to_global(x) for it")
-    return Call(func, args, kwargs, tensors, next(iter(places)))
+    local = leaf.detach() if here().rank in place else leaf.new_empty((0,) * max(leaf.ndim, 1))
+    return wrap(local, tuple(leaf.shape), Where(place, (broadcast,) * place.ndim))
+
+
+def _is_made_by_torch(func: Any, x: Tensor) -> bool:
+    """Whether it is what torch itself makes within its functions, the same on every rank.
+
+    ``one_hot`` compares with 0, 1, 2 and so on; some backwards begin with zeros or ones.
+    """
+    if func is torch.ops.aten.eq.Tensor and x.ndim == 1 and x.dtype == torch.int64:
+        return torch.equal(x, torch.arange(len(x), device=x.device))
+    is_backward = torch._C._current_autograd_node() is not None
+    return is_backward and not x.requires_grad and any(bool((x == value).all()) for value in (0, 1))
 
 
 def _is_composite(call: Call) -> bool:
@@ -127,6 +175,9 @@ def _decision(call: Call) -> Decision:
     rule = RULES.get(call.name) or (pointwise.rule if pointwise.is_pointwise(call) else None)
     if rule is not None:
         return rule(call)
+    if not whole and call.name in _WHOLE_LAYERS:
+        why = "it computes a whole layer at once; torch.backends.mha.set_fastpath_enabled(False) turns that off"
+        raise refusal(call, why)
     if not whole:
         raise refusal(call, "it is not in the list of operators whose rules are proven")
     return decide(call, [])
@@ -141,7 +192,10 @@ def _outputs(call: Call) -> list[Tensor | None]:
     if key not in _META:
         if len(_META) > 10_000:
             _META.clear()
-        found = meta_outputs(call.func, call.args, call.kwargs)
+        try:
+            found = meta_outputs(call.func, call.args, call.kwargs)
+        except NotImplementedError as failure:
+            raise refusal(call, "torch cannot tell its result's shape beforehand") from failure
         many = list(found) if isinstance(found, (tuple, list)) else [found]
         _META[key] = [x if isinstance(x, Tensor) else None for x in many]
     return _META[key]
@@ -224,6 +278,15 @@ def _equal(call: Call) -> bool:
     return bool(torch.equal(first, second))
 
 
-_READERS: dict[str, Callable[[Call], Any]] = {"_local_scalar_dense": _number, "equal": _equal}
+def _allclose(call: Call) -> bool:
+    first, second = (x._read("allclose") for x in call.tensors)
+    return torch.allclose(first, second, *call.args[2:], **call.kwargs)
+
+
+_READERS: dict[str, Callable[[Call], Any]] = {
+    "_local_scalar_dense": _number,
+    "equal": _equal,
+    "allclose": _allclose,
+}
 
 __all__ = ["RULES", "Placement", "dispatch"]

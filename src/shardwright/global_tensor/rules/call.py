@@ -87,10 +87,10 @@ class Call:
         return tuple(found)
 
     def with_arg(self, name: str, value: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-        """``args`` with another value for one of them, which must be positional."""
-        names = [argument.name for argument in self.func._schema.arguments]
-        changed = list(args)
-        changed[names.index(name)] = value
+        """``args`` with another value for one of them, a positional one; torch leaves defaults at the end out."""
+        arguments = self.func._schema.arguments
+        changed = [*args, *(each.default_value for each in arguments[len(args) :] if not each.kwarg_only)]
+        changed[[each.name for each in arguments].index(name)] = value
         return tuple(changed)
 
 

@@ -53,18 +53,51 @@ def _pooled(num_space: int) -> Callable[[Call], Decision]:
     return rule
 
 
+def _windows(call: Call) -> Decision:
+    """``im2col``, ``col2im``: samples, where there are any."""
+    is_batched = len(call.shapes[0]) == (4 if call.name == "im2col" else 3)
+    return decide(call, [((0,), (0,))] if is_batched else [])
+
+
+def _resized(call: Call) -> Decision:
+    """``upsample_*``: samples and channels; the backward is told the size of its input."""
+
+    def resized(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if call.name.endswith("_backward"):
+            args = call.with_arg("input_size", list(decision.local_shape_of(call)), args)
+        return call.func(*args, **kwargs)
+
+    return decide(call, [((0,), (0,)), ((1,), (1,))], resized)
+
+
+_RESIZED = (
+    *(f"upsample_{way}" for way in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
+    *(f"{way}{dims}d" for way in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3)),
+    *(f"_upsample_{way}_aa" for way in ("bilinear2d", "bicubic2d")),
+)
+
 _POOLS = {
-    1: ("avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "reflection_pad1d", "replication_pad1d"),
+    1: (
+        "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "reflection_pad1d", "reflection_pad1d_backward",
+        "replication_pad1d", "replication_pad1d_backward",
+    ),
     2: (
         "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
         "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d", "adaptive_max_pool2d_backward",
         "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d", "replication_pad2d_backward",
     ),
-    3: ("max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool3d", "avg_pool3d_backward"),
+    3: (
+        "max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool3d", "avg_pool3d_backward",
+        "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "adaptive_max_pool3d", "adaptive_max_pool3d_backward",
+        "reflection_pad3d", "reflection_pad3d_backward", "replication_pad3d", "replication_pad3d_backward",
+        "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+    ),
 }  # fmt: skip
 
 RULES: dict[str, Any] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
+    **dict.fromkeys(("im2col", "col2im"), _windows),
+    **dict.fromkeys((f"{name}{end}" for name in _RESIZED for end in ("", "_backward")), _resized),
     **{name: _pooled(num) for num, names in _POOLS.items() for name in names},
 }

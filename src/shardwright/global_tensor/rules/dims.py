@@ -73,9 +73,13 @@ _REDUCED = (
 
 RULES: dict[str, Any] = {
     **dict.fromkeys(_REDUCED, _reduced),
-    **dict.fromkeys(("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), _along()),
-    **dict.fromkeys(("sort", "topk", "cumprod", "cummax", "cummin", "logcumsumexp"), _along()),
+    **dict.fromkeys(
+        ("_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), _along()
+    ),
+    **dict.fromkeys(
+        ("sort", "topk", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "glu_backward", "linalg_cross"), _along()
+    ),
     **dict.fromkeys(("cumsum",), _linear_along("dim")),
-    **dict.fromkeys(("flip", "roll"), _linear_along("dims")),
+    **dict.fromkeys(("flip", "roll", "rot90"), _linear_along("dims")),
     **dict.fromkeys(("tril", "triu"), _last(2, linear=True)),
 }

@@ -94,7 +94,13 @@ def _index_add(call: Call) -> Decision:
     ways: list[Way] = [
         (call.letters(self=dim, source=dim), (dim,)) for dim in range(len(call.shapes[0])) if dim != along
     ]
-    return decide(call, [*ways, (call.letters(self="P", source="P"), ("P",))], in_place=in_place)
+    sums: list[Way] = [(call.letters(self="P", source="P"), ("P",))]
+    return decide(call, ways + ([] if call.name.startswith("index_fill") else sums), in_place=in_place)
+
+
+def _bucketize(call: Call) -> Decision:
+    name = "self" if call.place("self") is not None else "input"
+    return decide(call, [(call.letters(**{name: dim}), (dim,)) for dim in range(len(call.out_shape))])
 
 
 # ---- several index tensors
@@ -130,7 +136,9 @@ RULES: dict[str, Any] = {
     "index_select": _index_select,
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), _scatter),
-    **dict.fromkeys(("index_add", "index_add_"), _index_add),
+    **dict.fromkeys(("scatter_reduce", "scatter_reduce_"), _scatter),
+    **dict.fromkeys((f"index_{verb}{end}" for verb in ("add", "copy", "fill") for end in ("", "_")), _index_add),
+    "bucketize": _bucketize,
     "index": _index,
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
 }

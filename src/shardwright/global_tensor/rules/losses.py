@@ -71,10 +71,7 @@ def _reduced(call: Call) -> Decision:
 def _reduced_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if call.arg("reduction") != MEAN:
         return call.func(*args, **kwargs)
-    args = (*args, *(a.default_value for a in call.func._schema.arguments[len(args) :] if not a.kwarg_only))
-    names = [argument.name for argument in call.func._schema.arguments]
-    here = list(args)
-    here[names.index("reduction")] = SUM
+    here = call.with_arg("reduction", SUM, args)
     return call.func(*here, **kwargs) / torch.Size(call.shapes[0]).numel()
 
 
@@ -96,11 +93,25 @@ def _backward_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs
     return call.func(*here, **kwargs) / torch.Size(call.out_shape).numel()
 
 
-_ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+def _with_logits(call: Call) -> Decision:
+    """Scores and targets of one shape; weights have it, or are broadcast to it from the last dims."""
+    shape = call.shapes[0]
+    out = "P" if call.arg("reduction") != NONE else None
+    ways: list[Way] = []
+    for dim, size in enumerate(shape):
+        own = [dim - len(shape) + len(given) for given in call.shapes]
+        cut = [at if at >= 0 and given[at] == size else "B" for at, given in zip(own, call.shapes, strict=True)]
+        if cut[:2] == [dim, dim]:
+            ways.append((tuple(cut), (dim if out is None else out,)))
+    return decide(call, ways, _reduced_here)
+
+
+_ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
 
 RULES: dict[str, Any] = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
     **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _nll_backward),
-    **dict.fromkeys(_ELEMENTWISE[:3], _reduced),
-    **dict.fromkeys((f"{name}_backward" for name in _ELEMENTWISE[:3]), _reduced_backward),
+    **dict.fromkeys(_ELEMENTWISE, _reduced),
+    **dict.fromkeys((f"{name}_backward" for name in _ELEMENTWISE), _reduced_backward),
+    "binary_cross_entropy_with_logits": _with_logits,
 }

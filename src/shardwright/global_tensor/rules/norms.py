@@ -1,4 +1,7 @@
-"""Normalisations: samples may be cut; what the statistics are taken over may not. Batch norm is refused when cut."""
+"""Normalisations: samples may be cut; what the statistics are taken over may not.
+
+Batch norm in training takes them over the samples, so a cut batch is refused; in evaluation it takes none.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide, refusal, to_letter
 
 
 def _layer_norm(call: Call) -> Decision:
@@ -40,7 +43,61 @@ def _with_samples(call: Call, decision: Decision, args: tuple[Any, ...], kwargs:
     return call.func(*call.with_arg("N", samples, args), **kwargs)
 
 
+_OF_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd")
+
+
+def _channels(call: Call, **also: Letter) -> tuple[Letter, ...]:
+    """Channels cut, in all tensors that have them."""
+    names = [argument.name for argument in call.func._schema.arguments]
+    return call.letters(input=1, **also, **{name: 0 for name in _OF_CHANNELS if name in names})
+
+
+def _batch_norm(call: Call) -> Decision:
+    num, saved = len(call.shapes[0]), call.outputs[1:]
+    if not call.arg("training"):
+        nothing = [None if each is None else each.new_empty(0) for each in saved]
+        call.outputs = [call.outputs[0], *nothing]  # no statistics are taken
+        ways: list[Way] = [(call.letters(input=dim), (dim, "B", "B")) for dim in range(num) if dim != 1]
+        return decide(call, [*ways, (_channels(call), (1, "B", "B"))], _evaluated)
+    if any(to_letter(one) not in ("B", "P", 1) for one in call.tensors[0].sbp):
+        raise refusal(call, "its statistics are taken over samples and space", "channels cut, evaluation")
+    decision = decide(call, [(_channels(call), (1, 0, 0))])
+    for name in ("running_mean", "running_var"):  # they are written to where they lie
+        place = call.place(name)
+        if place is not None and call.tensors[place].sbp != decision.ins[place]:
+            raise refusal(call, f"'{name}' is written to, and would have to be moved")
+    return decision
+
+
+def _evaluated(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out, *_ = call.func(*args, **kwargs)
+    return out, out.new_empty(0), out.new_empty(0)
+
+
+def _batch_norm_backward(call: Call) -> Decision:
+    ways: list[Way] = []
+    if not call.arg("train"):
+        cut = [dim for dim in range(len(call.shapes[0])) if dim != 1]
+        ways = [(call.letters(grad_out=dim, input=dim), (dim, "P", "P")) for dim in cut]
+    saved = call.place("save_mean")
+    if saved is None or call.tensors[saved].numel():
+        ways.append((_channels(call, grad_out=1), (1, 0, 0)))
+    else:
+        whole: dict[str, Letter] = {"weight": 0, "running_mean": 0, "running_var": 0}
+        ways.append((call.letters(grad_out=1, input=1, **whole), (1, 0, 0)))
+    return decide(call, ways)
+
+
+def _weight_norm(call: Call) -> Decision:
+    """The dim that keeps its norms; the others make them up."""
+    dim = int(call.arg("dim")) % len(call.shapes[0])
+    return decide(call, [((dim,) * len(call.tensors), (dim,) * len(call.outputs))])
+
+
 RULES = {
+    **dict.fromkeys(("_weight_norm_interface", "_weight_norm_interface_backward"), _weight_norm),
+    "native_batch_norm": _batch_norm,
+    "native_batch_norm_backward": _batch_norm_backward,
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
     **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _layer_norm_backward),
     "native_group_norm": _group_norm,

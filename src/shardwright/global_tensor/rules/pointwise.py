@@ -14,6 +14,8 @@ MORE = frozenset(
         "copy", "_to_copy", "detach", "alias", "lift_fresh", "softplus_backward", "leaky_relu_backward", "fill",
         "zero", "masked_fill", "elu_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
         "log_sigmoid_backward", "_conj", "floor_divide", "positive", "smooth_l1_loss_backward", "mse_loss_backward",
+        "_prelu_kernel", "_prelu_kernel_backward", "log_sigmoid_forward", "hardswish", "hardshrink_backward",
+        "softshrink_backward",
     }
 )  # fmt: skip
 

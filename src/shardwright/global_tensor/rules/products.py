@@ -40,6 +40,18 @@ def _baddbmm(call: Call) -> Decision:
     return _added(call, [((0, 0), (0,)), ((1, "B"), (1,)), (("B", 2), (2,)), ((2, 1), ("P",))])
 
 
+def _addmv(call: Call) -> Decision:
+    return _added(call, [((0, "B"), (0,)), ((1, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))])
+
+
+def _addbmm(call: Call) -> Decision:
+    return _added(call, [((1, "B"), (0,)), (("B", 2), (1,)), ((0, 0), ("P",)), ((2, 1), ("P",))])
+
+
+def _addr(call: Call) -> Decision:
+    return _added(call, [((0, "B"), (0,)), (("B", 0), (1,)), (("P", "B"), ("P",)), (("B", "P"), ("P",))])
+
+
 def _mv(call: Call) -> Decision:
     return decide(call, [((0, "B"), (0,)), ((1, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))])
 
@@ -48,4 +60,14 @@ def _dot(call: Call) -> Decision:
     return decide(call, [((0, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))])
 
 
-RULES = {"mm": _mm, "bmm": _bmm, "addmm": _addmm, "baddbmm": _baddbmm, "mv": _mv, "dot": _dot, "vdot": _dot}
+RULES = {
+    "mm": _mm,
+    "bmm": _bmm,
+    "mv": _mv,
+    **dict.fromkeys(("dot", "vdot"), _dot),
+    "addmm": _addmm,
+    "baddbmm": _baddbmm,
+    "addmv": _addmv,
+    "addbmm": _addbmm,
+    "addr": _addr,
+}

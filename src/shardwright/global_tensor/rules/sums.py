@@ -20,7 +20,8 @@ def _along(call: Call) -> tuple[tuple[int, ...], bool]:
 def _sum(call: Call) -> Decision:
     along, removed = _along(call)
     ways: list[Way] = [*kept(call, along, removed=removed), *(((dim,), ("P",)) for dim in along)]
-    if call.tensors[0].dtype == call.outputs[0].dtype:  # type: ignore[union-attr]
+    # a term that is no number is left out by nansum, and must not be
+    if call.name == "sum" and call.tensors[0].dtype == call.outputs[0].dtype:  # type: ignore[union-attr]
         ways.append((("P",), ("P",)))
     return decide(call, ways)
 

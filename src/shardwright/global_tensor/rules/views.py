@@ -160,6 +160,27 @@ def _diagonal(call: Call) -> Decision:
     return renamed(call, lambda dim: None if dim in gone else dim - sum(d < dim for d in gone))
 
 
+def _diag_embed(call: Call) -> Decision:
+    num = len(call.out_shape)
+    made = {call.arg("dim1") % num, call.arg("dim2") % num}
+    left = [dim for dim in range(num) if dim not in made]
+    return renamed(call, lambda dim: left[dim] if dim < len(left) else None)
+
+
+def _complex(call: Call) -> Decision:
+    """Two numbers in the last dim are one, or the other way round."""
+    gone = len(call.shapes[0]) - 1 if call.name == "view_as_complex" else None
+    return renamed(call, lambda dim: None if dim == gone else dim)
+
+
+def _put(call: Call) -> Decision:
+    """``slice_scatter``, ``select_scatter``: what is put in has the other dims too."""
+    along, is_select = _dim(call), call.name == "select_scatter"
+    dims = [dim for dim in range(len(call.shapes[0])) if dim != along]
+    ways: list[Way] = [((dim, dim - (is_select and dim > along)), (dim,)) for dim in dims]
+    return decide(call, [*ways, (("P", "P"), ("P",))])
+
+
 def _unfold(call: Call) -> Decision:
     along = _dim(call, "dimension")
     return renamed(call, lambda dim: None if dim == along else dim)
@@ -212,9 +233,12 @@ RULES: dict[str, Any] = {
     "expand": _expand,
     "slice": _slice,
     "select": _select,
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), _chosen),
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), _chosen),
     "unbind": _select,
     "diagonal": _diagonal,
+    "diag_embed": _diag_embed,
+    **dict.fromkeys(("view_as_complex", "view_as_real"), _complex),
+    **dict.fromkeys(("slice_scatter", "select_scatter"), _put),
     "unfold": _unfold,
     "repeat": _repeat,
     "constant_pad_nd": _padded,

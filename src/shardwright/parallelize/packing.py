@@ -1,0 +1,125 @@
+"""What the backward needs of blocks, kept in host memory or on disk while the forward goes on, beside recomputation.
+
+::
+
+    forward     x --> [ norm . product . gelu . product ] --> y      what autograd saves goes out, as it is saved
+    backward    y --> [ product . gelu . product . norm ]            each comes back when it is asked for
+
+A storage goes out once, whole, whoever looks at it; it comes back with the same strides, so that what computes with it
+finds the same last bits. Weights and buffers stay where they are: they are state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardwright.slices import Storage
+
+Saving = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What is done with a tensor that autograd saves, and how it comes back."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A storage's bytes, out; and back again, once somebody has asked."""
+
+    home: Tensor
+    device: torch.device
+    back: Tensor | None = None
+
+
+class _Known(NamedTuple):
+    """A storage that is out as it was at this version; while this is held, no other has its key."""
+
+    storage: StorageWeakRef
+    version: int
+    slot: _Slot
+
+
+class _Packed(NamedTuple):
+    """A tensor that looks at them."""
+
+    slot: _Slot
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(eq=False)
+class Packing:
+    """Takes out what autograd saves in the calls of some modules; ``outer`` is asked first, and may keep it its way.
+
+    Room is used again once the graph that saved something is gone.
+    """
+
+    storage: Storage
+    outer: Saving | None = None
+    _free: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def attach(self, module: nn.Module) -> None:
+        """From now on what the module's calls save goes out."""
+        forward = module.forward
+
+        def packed(*args: Any, **named: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **named)
+            with self._open(module):
+                return forward(*args, **named)
+
+        module.forward = packed
+
+    @contextmanager
+    def _open(self, module: nn.Module) -> Iterator[None]:
+        known: dict[int, _Known] = {}
+
+        def pack(tensor: Tensor) -> Any:
+            kept = tensor if self.outer is None else self.outer[0](tensor)
+            if kept is not tensor or tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
+                return kept
+            key = tensor.untyped_storage()._cdata
+            if any(key == state.untyped_storage()._cdata for state in (*module.parameters(), *module.buffers())):
+                return kept
+            found = known.get(key)
+            if found is None or found.storage.expired() or found.version != tensor._version:
+                storage = StorageWeakRef(tensor.untyped_storage())
+                found = known[key] = _Known(storage, tensor._version, self._out(tensor))
+            return _Packed(found.slot, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+        with saved_tensors_hooks(pack, self._back):
+            yield
+        known.clear()
+
+    @torch.no_grad()
+    def _out(self, tensor: Tensor) -> _Slot:
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        free = self._free.setdefault(whole.numel(), [])
+        home = free.pop() if free else self.storage.empty(whole.numel(), torch.uint8)
+        slot = _Slot(home.copy_(whole), tensor.device)
+        weakref.finalize(slot, free.append, home)
+        self.storage.put_away([home])
+        return slot
+
+    @torch.no_grad()
+    def _back(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Packed):
+            kept: Tensor = packed if self.outer is None else self.outer[1](packed)
+            return kept
+        slot = packed.slot
+        if slot.back is None:
+            slot.back = torch.empty_like(slot.home, device=slot.device).copy_(slot.home)
+            self.storage.put_away([slot.home])
+        tensor = torch.empty(0, dtype=packed.dtype, device=slot.device)
+        return tensor.set_(slot.back.untyped_storage(), packed.offset, packed.size, packed.stride)
+
+
+__all__ = ["Packing", "Saving"]

@@ -1,0 +1,126 @@
+"""Layers that look at a batch as a whole, where each microbatch has statistics of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from shardwright import launch, parallelize, verify
+from shardwright.errors import LayoutError, PlanError, RankFailedError
+from shardwright.layout import Layout
+
+W = 6
+OWN = "mb3/own-statistics"
+
+
+def pairs(*sizes):
+    draw = torch.Generator().manual_seed(2)
+    return [(torch.randn(size, W, generator=draw), torch.arange(size) % W) for size in sizes]
+
+
+def normed():
+    """Statistics that are running, cumulative, and of a weight; dropout, whose masks are those of the samples."""
+    return nn.Sequential(
+        nn.Linear(W, W), nn.BatchNorm1d(W), nn.Dropout(0.2), nn.ReLU(), nn.Linear(W, W),
+        nn.BatchNorm1d(W, momentum=None), nn.Tanh(), spectral_norm(nn.Linear(W, W)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [f"dp2 {OWN}", f"pp2/zb-v {OWN} dp2 recompute:1", "pp2/interleaved:v2 mb4/own-statistics", f"pp4/zb-h1 {OWN}"],
+)
+def test_each_microbatch_is_normalised_as_on_one_device_that_adds_up_their_gradients(line):
+    verdict = verify(normed(), line, pairs(10, 8))
+    assert verdict.equal, verdict
+    assert verdict.buffers_error < 1e-10
+
+
+@pytest.mark.parametrize("line", [f"pp2/zb-v {OWN} recompute:1", f"dp2 {OWN}"])
+def test_every_microbatch_counts_once(line):
+    def work(world):
+        run = parallelize(normed(), line, world)
+        for batch in run.shard(pairs(10, 7)):
+            run.step(batch)
+        return {int(b) for n, b in run.model.named_buffers() if n.endswith("tracked") and b.numel()}
+
+    found = set().union(*launch(work, Layout.parse(line).num_ranks, ranks="threads"))
+    assert found - {0} == {6}  # a stage that does not have the layer counts nothing
+
+
+def test_a_mean_that_instances_keep_is_one_for_each_microbatch():
+    model = nn.Sequential(
+        nn.Conv1d(2, 3, 3), nn.InstanceNorm1d(3, track_running_stats=True), nn.Flatten(), nn.Linear(12, 4)
+    )
+    batch = (torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(1)), torch.arange(5) % 4)
+    with pytest.raises(LayoutError, match="write pp2 mb2/own-statistics"):
+        verify(model, "pp2 mb2", [batch])
+    verdict = verify(model, "pp2 mb2/own-statistics", [batch, batch])
+    assert verdict.equal, verdict
+
+
+def test_a_batch_too_small_for_its_microbatches_is_refused_on_every_rank():
+    def work(world):
+        run = parallelize(normed(), f"pp2 {OWN}", world)
+        with pytest.raises(PlanError, match="2 samples in 3 microbatches"):
+            run.step(next(run.shard(pairs(2))))
+        return run.evaluate(next(run.shard(pairs(2)))).item()
+
+    first, second = launch(work, 2, ranks="threads")
+    assert first == second
+
+
+def test_a_norm_that_stages_share_is_refused():
+    norm = nn.BatchNorm1d(W)
+    model = nn.Sequential(nn.Linear(W, W), norm, nn.Linear(W, W), norm)
+    with pytest.raises(LayoutError, match="several stages or chunks call it"):
+        verify(model, "pp2", pairs(5))
+
+
+def test_a_schedule_that_runs_a_later_microbatch_first_is_refused(tmp_path):
+    path = tmp_path / "late.csv"
+    path.write_text("0F1,0F0,0B1,0B0\n1F1,1B1,1F0,1B0\n")
+    assert verify(nn.Sequential(nn.Linear(W, W), nn.Linear(W, W)), f"pp2/file:{path} mb2", pairs(5)).equal
+    with pytest.raises(LayoutError, match="runs microbatches out of order"):
+        verify(
+            nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Linear(W, W)),
+            f"pp2/file:{path} mb2/own-statistics",
+            pairs(5),
+        )
+
+
+@pytest.mark.parametrize("line", ["bf16", "pp2 mb2/own-statistics dp2 fp16"])
+def test_statistics_stay_wide_beside_weights_that_are_narrow(line):
+    model = nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Linear(W, W))
+    verdict = verify(model, line, pairs(9), dtype=torch.float32)
+    assert verdict.equal, verdict
+
+
+class Keeping(nn.Module):
+    """Fills a table when it is first called, and keeps the mean of what it sees, or not."""
+
+    def __init__(self, mean):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(W))
+        self.register_buffer("seen", torch.zeros(W))
+        self.mean = mean
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.table.copy_(torch.arange(W).to(x.dtype))
+            if self.mean:
+                self.seen.lerp_(x.mean(0), 0.5)
+        return x + self.table
+
+
+@pytest.mark.parametrize("line", ["mb2", "pp2/gpipe mb2"])
+def test_a_buffer_that_code_of_ones_own_changes_with_every_microbatch_is_refused(line):
+    def model(mean):
+        return nn.Sequential(nn.Linear(W, W), Keeping(mean), nn.Linear(W, W))
+
+    assert verify(model(mean=False), line, pairs(5, 4)).equal
+    assert verify(model(mean=True), f"{line}/own-statistics", pairs(5, 4)).equal
+    with pytest.raises((PlanError, RankFailedError), match=r"'1.seen' changes with every call"):
+        verify(model(mean=True), line, pairs(5, 4))
