@@ -225,6 +225,22 @@ def zero_step() -> str:
     return "\n".join(lines)
 
 
+def zero_copies() -> str:
+    """What ZeRO-3 and fully_shard hold and copy."""
+    lines = ["| model | ranks | variant | peak, MB | copied around calls | by our transport |", "|---" * 6 + "|"]
+    for row in newest("zero_copies")["table"]:
+        around, inside = (row.get(key, 0) / row["parameter_bytes"] for key in ("around", "inside"))
+        ours = f"{inside:.2f} P" if row["name"].startswith("dp") else "not seen"
+        what = f"{row['size']} | {row['ranks']} | {code_of(row['name'])} | {row['peak_bytes'] / 1e6:.1f}"
+        lines.append(f"| {what} | {around:.2f} P | {ours} |")
+    return "\n".join(lines)
+
+
+def code_of(name: str) -> str:
+    """A layout line of data parallel as code."""
+    return f"`{name}`" if name.startswith("dp") else name
+
+
 def ledger() -> str:
     """Peaks by ranks: what was measured on the one that held most, and how far any prediction was off."""
     rows = newest("ledger")["table"]
@@ -327,6 +343,7 @@ TABLES = {
     "pipeline_overhead lists": pipeline_lists,
     "zero_step": zero_step,
     "ledger": ledger,
+    "zero_copies": zero_copies,
     "offload": offload,
 }
 

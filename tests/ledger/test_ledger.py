@@ -80,7 +80,7 @@ RAJBHANDARI = {  # on each of n ranks, for each parameter: bytes of parameters, 
     ("/zero2", "fp32"): lambda n: (4, 4 / n, 8 / n),
     ("/zero3", "fp32"): lambda n: (4 / n, 4 / n, 8 / n),
     # the masters are parameters here, and gradients rest as wide as they are, since torch's optimizers want them so:
-    # two bytes more than in the paper, but for stage 3, where nothing narrow rests
+    # two bytes an element more than in the paper in stages 0 and 2
     ("", "bf16"): lambda n: (2 + 4, 2 + 2, 8),
     ("/zero1", "bf16"): lambda n: (2 + 4 / n, 2, 8 / n),
     ("/zero2", "bf16"): lambda n: (2 + 4 / n, (2 + 2) / n, 8 / n),

@@ -304,6 +304,7 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(kind):
         return str(refusal.value)
 
     (text,) = set(on_threads(work, "dp2/zero1"))
+    assert "is not whole on every rank" in text
     assert "fix:     use AdamW, or a layout that cuts no parameter" in text
 
 

@@ -18,7 +18,7 @@ def check_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, A
     if cut and not is_elementwise(kind, options):
         raise PlanError(
             explain(
-                f"{kind.__name__} looks at whole tensors, and '{cut[0]}' is cut",
+                f"{kind.__name__} looks at whole tensors, and '{cut[0]}' is not whole on every rank",
                 given=f"{kind.__name__} under {plan.layout}",
                 allowed="optimizers that update each element alone: SGD, Adam, AdamW, RMSprop, Adagrad, ...",
                 fix="use AdamW, or a layout that cuts no parameter",
