@@ -104,6 +104,7 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
     axes = _axes(plan, world)
     rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
     key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
+    stand_no_samples(job.model)
     job, added = apply_in_turn(chosen, job, axes, plan)
     applied = list(added)
     resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}
@@ -118,7 +119,6 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
         return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
 
     sync = GradientSync(job.model, plan, coord, joined, resting)
-    stand_no_samples(job.model)
     compute_again(job, plan)
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)

@@ -21,6 +21,7 @@ from shardwright.grid.overrides import overrides_of
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.models.visits import Visit, Visits, observe
+from shardwright.models.without_samples import stand_no_samples
 from shardwright.parallelize.advice import advised
 from shardwright.parallelize.auto import num_shares, samples_of, settle
 from shardwright.parallelize.rehearsal import crossings, values_crossing
@@ -187,6 +188,7 @@ def expected_traffic(
     """What each strategy says that one step on this global batch sends from the rank at ``coord``."""
     whole = _narrow_model(hollow(job.model), plan)
     forget_batches(whole)
+    stand_no_samples(whole)
     on_meta = tree_map_only(Tensor, lambda tensor: narrow(tensor.to("meta"), plan), inputs)
     num_global = num_rows(inputs)
     num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
