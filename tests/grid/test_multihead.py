@@ -617,6 +617,15 @@ def test_evaluation_does_not_take_torchs_path_past_the_cut_weights(line):
 # ---- without samples
 
 
+@pytest.mark.parametrize("line", ["dp6", "dp2 tp2x2/2d mb2"])
+@pytest.mark.parametrize("kind", [Padding, PaddingAndMaskOfEachSample])
+def test_ranks_without_samples_attend_to_nothing_under_masks_of_each_sample(kind, line):
+    case = Case(kind, MeanSquaredError())
+    verdict = verify(case.model, line, case.batches, loss=case.loss)
+    assert verdict.equal, str(verdict)
+    check_traffic(line, case)
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("options", [{}, {"need_weights": False}, {"average_attn_weights": False}], ids=str)
 def test_a_sequence_without_samples_attends_as_torchs(batch_first, options):

@@ -526,6 +526,23 @@ class Optional(nn.Module):
         return self.second(y if mask is None else y * mask)
 
 
+class Positioned(nn.Module):
+    """Takes as much of a buffer as the sequence is long."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.table, self.last = nn.Linear(W, W), nn.Embedding(9, W), nn.Linear(W, W)
+        self.register_buffer("places", torch.arange(9)[None])
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) + self.table(self.places[:, : x.shape[1]]))
+
+
+def test_a_slice_of_a_buffer_as_long_as_the_input_is_followed():
+    batches = [(torch.randn(5, length, W), torch.randn(5, length, W)) for length in (3, 4)]
+    equal(Positioned(), "pp3/1f1b mb2", batches, loss=MeanSquaredError())
+
+
 class Masked(nn.Module):
     """Its encoder looks at the mask; nobody has said that it is causal."""
 

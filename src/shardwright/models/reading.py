@@ -103,10 +103,17 @@ class ShowsReads(TorchFunctionMode):
         given = tree_flatten((args, named))[0]
         if any(isinstance(each, fx.Proxy) for each in given) or not any(id(each) in self._ids for each in given):
             return func(*args, **named)  # a proxy makes the node itself
+        if any(isinstance(each, slice) and _is_traced(each) for each in given):
+            return self._tracer.create_proxy("call_function", func, args, named)
         shapes_only = func(*tree_map(_without_values, args), **tree_map(_without_values, named))
         if not any(isinstance(each, Tensor) for each in tree_flatten(shapes_only)[0]):
             return func(*args, **named)
         return self._tracer.create_proxy("call_function", func, args, named)
+
+
+def _is_traced(place: slice) -> bool:
+    """Whether only a run of the code knows where a slice begins or ends."""
+    return any(isinstance(each, fx.Proxy) for each in (place.start, place.stop, place.step))
 
 
 def _without_values(value: Any) -> Any:

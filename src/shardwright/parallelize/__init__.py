@@ -117,6 +117,7 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
     key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
     if plan.layout.precision != "fp32":  # torch's own takes no weights that are narrower than the statistics
         share_statistics((norm for _, norm in batch_norms(job.model)), (), always=True)
+    stand_no_samples(job.model)
     job, added = apply_in_turn(chosen, job, axes, plan)
     applied = list(added)
     resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}
@@ -132,7 +133,6 @@ def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed
 
     summed = [one.summed for one in applied]
     sync = GradientSync(job.model, plan, coord, joined, resting, lambda unit: all(each(unit) for each in summed))
-    stand_no_samples(job.model)
     compute_again(job, plan)
     keep_elsewhere(job, plan, applied, axes["world"])
     events = [*(one.events for one in applied), sync.events()]

@@ -20,6 +20,7 @@ from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.models.copies import copied
 from shardwright.models.visits import Visit, Visits, observe
+from shardwright.models.without_samples import stand_no_samples
 from shardwright.parallelize.advice import advised
 from shardwright.parallelize.auto import num_shares, samples_of, settle
 from shardwright.parallelize.checking import check_microbatches
@@ -182,6 +183,7 @@ class StepTraffic:
         self.job, self.plan, self.strategies = job, plan, tuple(strategies)
         self._whole = _narrow_model(hollow(job.model), plan)
         forget_batches(self._whole)
+        stand_no_samples(self._whole)
         self._inputs = tree_map_only(Tensor, lambda tensor: narrow(tensor.to("meta"), plan), inputs)
         self._num_samples, self._num_tokens = num_rows(inputs), num_tokens_of(inputs) if plan.token_axes else 0
         self._trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
