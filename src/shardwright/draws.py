@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardwright.attending import attend_dropping
 from shardwright.errors import PlanError, explain
 
 KEYED = (nn.Dropout,)
@@ -196,51 +197,6 @@ def drop_slice(module: nn.Dropout, input: Tensor, cut: SliceOfDim) -> Tensor:
         return input
     drop: Dropper = module.__dict__["_dropper"]
     return _dropout(module, replace(drop, cuts=(*drop.cuts, cut)), input)
-
-
-def attend_dropping(
-    q_BNTD: Tensor,
-    k_BNSD: Tensor,
-    v_BNSD: Tensor,
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    drop: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """``scaled_dot_product_attention`` with a dropout of our own: (B, N, T, D).
-
-    ``mask`` is added to the scores. A query that may see nothing gives zeros, as torch's does.
-
-    >>> q, mask = torch.ones(1, 1, 2, 4), torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
-    >>> attend_dropping(q, q, q, mask, causal=False, drop=lambda weights: weights)[0, 0, :, 0]
-    tensor([1., 0.])
-    """
-    scores_BNTS = masked(q_BNTD @ k_BNSD.mT * q_BNTD.shape[-1] ** -0.5, mask, causal=causal)
-    return drop(softmax_of_seen(scores_BNTS)) @ v_BNSD
-
-
-def masked(scores_BNTS: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """The scores with ``mask`` added, those of later keys hidden if ``causal``: queries and keys begin together.
-
-    >>> masked(torch.zeros(1, 1, 2, 2), None, causal=True)[0, 0]
-    tensor([[0., -inf],
-            [0., 0.]])
-    """
-    if causal:
-        hidden_TS = torch.ones(scores_BNTS.shape[-2:], dtype=torch.bool, device=scores_BNTS.device).triu(1)
-        scores_BNTS = scores_BNTS.masked_fill(hidden_TS, -torch.inf)
-    return scores_BNTS if mask is None else scores_BNTS + mask
-
-
-def softmax_of_seen(scores_BNTS: Tensor) -> Tensor:
-    """The weights of the keys that each query sees; zeros where it sees none.
-
-    >>> softmax_of_seen(torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf]]))
-    tensor([[1., 0.],
-            [0., 0.]])
-    """
-    blind_BNT1 = (scores_BNTS == -torch.inf).all(dim=-1, keepdim=True)
-    return scores_BNTS.masked_fill(blind_BNT1, 0.0).softmax(dim=-1).masked_fill(blind_BNT1, 0.0)
 
 
 def _keyed_multihead(module: nn.MultiheadAttention, drop: Dropper) -> Callable[..., Any]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwright.attending import attend_dropping, masked, softmax_of_seen
 from shardwright.comm import Axis, cut_to_shared, partial_to_whole, sum_gradient
-from shardwright.draws import attend_dropping, dropper_of, masked, softmax_of_seen
+from shardwright.draws import dropper_of
 from shardwright.errors import PlanError, explain
 from shardwright.product.grid import Fetch, Product
 from shardwright.product.moves import Move, give, take
