@@ -56,7 +56,7 @@ GROUPED = gpt("grouped heads", "llama", CrossEntropy(label_smoothing=0.1), num_k
 ONE_KV = gpt("one kv head", "llama", num_heads=3, num_kv_heads=1, width=18)
 ONE_HEAD = Case(
     "one head",
-    AttentionConfig(width=6, num_heads=1, dropout=0.2),
+    AttentionConfig(width=8, num_heads=1, dropout=0.2),
     MeanSquaredError(),
     num_tokens=TOKENS,
     num_samples=(1, 3),
@@ -97,7 +97,7 @@ def test_heads_of_which_there_are_fewer_than_ranks_are_shared_as_where_samples_a
 
 
 def test_a_head_that_several_ranks_share_sees_the_tokens_of_all():
-    line = "tp2x4x1/3d/seq"  # eight parts of the sequence would be more than a weight has rows
+    line = "tp2x2x2/3d/seq"
     plan, _ = make_plan(Job(ONE_HEAD.model, ONE_HEAD.loss), Layout.parse(line))
     assert plan.roles[""].name == "inside a head"
     assert plan.notes[""].tokens.gathers
@@ -223,10 +223,11 @@ def test_sequences_that_are_too_short_to_be_cut_are_not_cut_unasked():
 
 
 def test_what_cannot_be_laid_out_by_tokens_is_laid_out_by_samples_unasked():
-    job = Job(Attention(4, 1, head_dim=3), MeanSquaredError(), 64, num_samples=1)
-    assert inputs_of("tp2x4x1/3d", job) == {"depth": 0, "row": 0}  # a head over the slower axis: tokens are no run
-    with pytest.raises(LayoutError, match="no layer of the model can be cut"):
-        make_plan(job, Layout.parse("tp2x4x1/3d/seq"))
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8), Looking(8, 2))
+    job = Job(model, MeanSquaredError(), 64, num_samples=1)
+    assert inputs_of("tp2x2/2d", job) == {"row": 0}  # somebody's own attention may mix tokens
+    with pytest.raises(LayoutError, match="'3'"):
+        make_plan(job, Layout.parse("tp2x2/2d/seq"))
 
 
 def test_an_axis_that_cuts_no_rows_has_nothing_to_do_with_it():
