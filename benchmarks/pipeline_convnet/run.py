@@ -38,6 +38,8 @@ LAYOUTS = (
     "pp4/1f1b mb4",
     "pp2/1f1b mb4",
     "pp2/zb-h1 mb4",
+    "tp2",
+    "tp2/spatial",
 )
 EXACT_EPOCHS, EXACT = 2, 1e-9
 """How many epochs are compared in float64, and how far a loss may be off there."""

@@ -19,7 +19,7 @@ from benchmarks.gpt_step.run import BATCH, CONFIG, SEQ
 from benchmarks.tensor_modes.cases import HIDDEN, TOKENS, WIDTH, InsideMLP, mlp_data, plain_mlp
 from benchmarks.tensor_modes.run import gpt, turn
 
-LAYOUTS = ("tp2/sp", "tp2x1/2d", "tp1x2/2d")
+LAYOUTS = ("tp2", "tp2/sp", "tp2x1/2d", "tp1x2/2d", "tp2x1/2d:summa", "tp2x1x1/3d", "tp1x1x2/3d")
 LINKS = {"none": None, "10 Gbit/s": (50e-6, 1.25e9), "1 Gbit/s": (100e-6, 0.125e9)}
 """Latency in seconds, and bytes per second."""
 
