@@ -29,10 +29,32 @@ def bridged(world, layout: str) -> None:
     run.load_global_parameters(doubled)
     for name, tensor in run.global_parameters(two, sbp.partial_sum).items():
         assert torch.equal(tensor.full_tensor(), 2 * plain[name].detach()), name
+    check_computes_with_what_was_loaded(world, layout, run, found)
     with pytest.raises(PlanError, match="is no parameter of the run"):
         run.load_global_parameters({"0.weights": found["0.weight"]})
 
 
-@pytest.mark.parametrize("layout", ["dp4", "tp4", "dp2 tp2", "tp2x2/2d", "pp2 dp2 mb2", "pp2 tp2 mb2"])
+def check_computes_with_what_was_loaded(world, layout, run, found) -> None:
+    """After a step too, when units are whole or rounded somewhere."""
+    inputs, targets = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6), torch.arange(4) % 5
+    tripled = model()
+    with torch.no_grad():
+        for parameter in tripled.parameters():
+            parameter.mul_(3)
+    fresh = sw.parallelize(tripled, layout, world)
+    optimizer = run.optimizer(torch.optim.SGD, lr=1.0)
+    (batch,) = run.shard([(inputs, targets)])
+    run.step(batch)
+    optimizer.step()
+    run.step(batch)
+    run.load_global_parameters({name: 3 * tensor for name, tensor in found.items()})
+    assert run.step(batch).item() == fresh.step(batch).item()
+
+
+LAYOUTS = ["dp4", "tp4", "dp2 tp2", "tp2x2/2d", "pp2 dp2 mb2", "pp2 tp2 mb2"]
+SLICED = ["dp4/zero1", "dp2/zero2 tp2", "dp4/zero3", "dp4 bf16", "dp4/zero1/offload:disk bf16"]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *SLICED])
 def test_parameters_of_any_layout_are_global_tensors_and_come_back(pools, layout):
     pools(4).run(bridged, layout)

@@ -127,7 +127,7 @@ def test_a_batch_whose_tensors_have_different_numbers_of_samples_is_refused():
 # ---- steps
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", [*LINES, "dp1 bf16", "tp2 mb2 bf16", "dp2/fp32-sums bf16", "dp2/zero2 mb2 bf16"])
 def test_a_step_starts_from_zero_gradients(line):
     batch = tokens(7)
     model = gpt(dropout=0.0)
@@ -135,9 +135,9 @@ def test_a_step_starts_from_zero_gradients(line):
     def work(run):
         (part,) = run.shard([batch])
         run.step(part)
-        first = [p.grad.clone() for p in run.model.parameters()]
+        first = [p.grad.clone() for p in run.parameters.values()]
         run.step(part)
-        return all(torch.equal(a, p.grad) for a, p in zip(first, run.model.parameters(), strict=True))
+        return all(torch.equal(a, p.grad) for a, p in zip(first, run.parameters.values(), strict=True))
 
     assert all(on_ranks(model, line, work))
 

@@ -69,6 +69,7 @@ def from_global_parameters(run: Run, tensors: Mapping[str, GlobalTensor]) -> Non
         filled = carry(transfer, moved(tensor, plain).to(mine.dtype), tuple(mine.shape), zeros=False)
         if name in run.parameters:
             run.parameters[name].copy_(filled)
+    run.changed()
 
 
 def _lies(run: Run) -> dict[str, Lies]:

@@ -143,6 +143,8 @@ class Run:
         self._in_hand(batch.num_tokens)
         self.draws.step = self.num_steps
         schedule, stage = self._schedule(len(pieces)), self.coord.get("pp", 0)
+        for parameter in self.parameters.values():
+            parameter.grad = None
         self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         last = LossEnd(self.loss, scale=scale / expected, widen=self._widens)
