@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -340,13 +341,19 @@ class Executor:
                     module.register_forward_hook(self._on_output(unit))
 
     def _on_gradient(self, unit: Unit, name: str) -> Callable[[Tensor], None]:
+        here = ref(self)  # torch keeps such a hook outside of what Python collects: it must not hold the model
+
         def hook(_: Tensor) -> None:
-            missing = self._missing[unit.name]
-            missing.discard(name)
-            if not missing and self._action.kind == "B":
-                self._fire_gradients(unit)
+            if (executor := here()) is not None:
+                executor._accumulated(unit, name)
 
         return hook
+
+    def _accumulated(self, unit: Unit, name: str) -> None:
+        missing = self._missing[unit.name]
+        missing.discard(name)
+        if not missing and self._action.kind == "B":
+            self._fire_gradients(unit)
 
     def _fire_gradients(self, unit: Unit) -> None:
         """Once for each microbatch, when all chunks that use the unit have given its gradients."""
