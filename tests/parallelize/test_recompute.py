@@ -220,6 +220,12 @@ def test_a_word_that_means_no_module_is_refused_on_every_rank(line, model, word)
     assert word in text
 
 
+def test_where_there_are_no_blocks_to_offload_no_word_is_named_that_offloads_nothing():
+    text = check_refused("dp2 recompute:offload:disk", nn.Linear(3, 3))
+    assert "kept elsewhere" in text
+    assert text.endswith("leave it out: dp2")
+
+
 class Overwriting(nn.Module):
     def __init__(self):
         super().__init__()
