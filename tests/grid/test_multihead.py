@@ -504,8 +504,8 @@ class UsedTwice(WithLearnedKeys):
 
 
 WHOLE = {
-    WithLearnedKeys: "bias_k, bias_v or zero attention",
-    WithZeroKeys: "bias_k, bias_v or zero attention",
+    WithLearnedKeys: "add_bias_kv=True gives it keys",
+    WithZeroKeys: "add_zero_attn=True gives it keys",
     OfAnotherKind: "not torch's own forward",
     Narrow: "1 heads of 2 elements cannot be cut over tp=3: one axis cuts at most 2 parts",
     UsedTwice: "used elsewhere too",
@@ -520,6 +520,20 @@ def test_what_is_not_known_stays_whole_is_right_and_show_says_why(kind):
     assert WHOLE[kind] in plan.roles["attn"].why
     verdict = verify(case.model, "tp3", case.batches, loss=case.loss)
     assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_a_model_with_nothing_else_to_cut_is_refused_by_what_keeps_its_attention_whole(option):
+    class Alone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.MultiheadAttention(WIDTH, 4, **{option: True})
+
+        def forward(self, x):
+            return self.attn(x, x, x)[0]
+
+    with pytest.raises(LayoutError, match=f"'attn' is kept whole: {option}=True"):
+        make_plan(Job(Alone(), MeanSquaredError()), Layout.parse("tp2"))
 
 
 # ---- beside layers whose features are cut

@@ -91,6 +91,23 @@ def test_blocks_that_overwrite_drop_or_keep_statistics_come_out_right(word, line
     assert verdict.equal, str(verdict)
 
 
+def channels(momentum):
+    norm = nn.BatchNorm2d(6, momentum=momentum)
+    return nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), norm, nn.ReLU(), nn.Conv2d(6, 4, 3, padding=1))
+
+
+@pytest.mark.parametrize(
+    "line", ["tp2 recompute:full", "tp2 mb2/own-statistics recompute:selective", "tp2x2/2d recompute:selective"]
+)
+def test_statistics_of_channels_that_are_cut_are_counted_once(line):
+    model = nn.Sequential(*map(channels, (0.1, None)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+    draw = torch.Generator().manual_seed(0)
+    batch = torch.randn(6, 4, 5, 5, generator=draw), torch.arange(6) % 5
+    verdict = verify(model, line, [batch, batch])
+    assert verdict.equal, str(verdict)
+    assert verdict.buffers_error < 1e-10
+
+
 class Counts(TorchDispatchMode):
     """How often each operator runs."""
 
@@ -201,6 +218,12 @@ def test_a_word_that_means_no_module_is_refused_on_every_rank(line, model, word)
     text = check_refused(line, model())
     assert "nothing to compute again" in text
     assert word in text
+
+
+def test_where_there_are_no_blocks_to_offload_no_word_is_named_that_offloads_nothing():
+    text = check_refused("dp2 recompute:offload:disk", nn.Linear(3, 3))
+    assert "kept elsewhere" in text
+    assert text.endswith("leave it out: dp2")
 
 
 class Overwriting(nn.Module):

@@ -95,9 +95,11 @@ def place_multiheads(placing: Placing, overrides: Overrides) -> None:
 
 def _reason_against(placing: Placing, path: str, module: nn.MultiheadAttention) -> str:
     if not is_known_attention(module):
-        plain = is_exactly(module, nn.MultiheadAttention)
-        reason = "not torch's own forward, or with hooks"
-        return "bias_k, bias_v or zero attention: every rank computes it whole" if plain else reason
+        asked = {"add_bias_kv": module.bias_k is not None, "add_zero_attn": module.add_zero_attn}
+        own = " ".join(f"{option}=True" for option, is_on in asked.items() if is_on)
+        if own and is_exactly(module, nn.MultiheadAttention):
+            return f"{own} gives it keys beside those of the tokens: every rank computes it whole"
+        return "not torch's own forward, or with hooks"
     names = [*placing.names[path].values(), *placing.names[_joined(path, "out_proj")].values()]
     return "its parameters are used elsewhere too" if any(name in placing.shared for name in names) else ""
 

@@ -54,7 +54,7 @@ def _placed(job: Job, plan: Plan, mode: Mode) -> Plan:
     if mode.axes:
         plan = _place_but_for_the_narrow(job, mode, plan)
         if all(isinstance(note, TokensNote) for note in plan.notes.values()):
-            raise _nothing_to_cut(job.model, mode)
+            raise _nothing_to_cut(job.model, mode, plan)
     for path, module, _, _ in owners(job.model):
         if path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
@@ -211,15 +211,16 @@ def _place_norm(placing: Placing, path: str, place: Place) -> None:
     placing.plan = placing.plan.role(path, placing.mode.name, "norm", f"{place.size} features, statistics combined")
 
 
-def _nothing_to_cut(model: nn.Module, mode: Mode) -> GridError:
+def _nothing_to_cut(model: nn.Module, mode: Mode, plan: Plan) -> GridError:
     total = prod(axis.size for axis in mode.axes)
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS))]
     sizes = ", ".join(f"{type(m).__name__} '{path}' {tuple(m.weight.shape)}" for path, m in layers[:NAMED])
     sizes += f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
+    kept = [f"; '{path}' is kept whole: {role.why}" for path, role in plan.roles.items() if role.name == "copied"]
     over = " ".join(f"{axis.name}={axis.size}" for axis in mode.axes)
     return GridError(
         f"no layer of the model can be cut over {over}",
-        given=f"{type(model).__name__} with " + (sizes or "no Linear layers"),
+        given=f"{type(model).__name__} with " + (sizes or "no Linear layers") + "".join(kept[:NAMED]),
         allowed="Linear -> elementwise -> Linear, Conv -> norm, pool or elementwise -> Conv, attention, or an "
         "embedding or head with many rows, each of at least as many features or channels as ranks cut them",
         fix=f"write dp{total}",

@@ -19,7 +19,7 @@ from shardwright.comm.ghosts import ghost_world
 from shardwright.layout import Layout
 from shardwright.ledger.attention import AttendsAsHere
 from shardwright.ledger.tracking import Account, Tracker
-from shardwright.models.known import asking_nothing
+from shardwright.models.on_meta import on_meta
 from shardwright.parallelize import Run, hollow, parallelize
 from shardwright.parallelize.planning import num_rows
 from shardwright.parallelize.rehearsal import values_crossing
@@ -87,7 +87,7 @@ def predict_memory(
     if run.plan.stages is not None:
         _expect(run, job, mine, num_rows(meta))
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
-    with AttendsAsHere(), asking_nothing(run.model):
+    with AttendsAsHere(), on_meta(run.model):
         run.step(mine)
         steps.step()
         return measure_memory(run, mine, steps)

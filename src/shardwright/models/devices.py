@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 MOVES = {"cpu": Tensor.cpu, "cuda": Tensor.cuda, "to": Tensor.to}
 """Methods of a tensor that move it; ``to`` may change its dtype as well, and then does that alone."""
@@ -41,11 +42,16 @@ def stay_put(graph: fx.Graph) -> None:
 
 
 class StaysOn(TorchFunctionMode):
-    """While it is on, whatever is moved is moved to one device.
+    """While it is on, whatever is moved is moved to one device, and what lies elsewhere comes to what lies there.
+
+    What code makes without naming a device lies on the CPU, and keeps its values until it meets the others.
 
     >>> with StaysOn(torch.device("cpu")):
     ...     torch.ones(1).to("meta").cuda().device
     device(type='cpu')
+    >>> with StaysOn(torch.device("meta")):
+    ...     torch.arange(3).tolist(), (torch.empty(3, device="meta") + torch.zeros(3)).device
+    ([0, 1, 2], device(type='meta'))
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +63,13 @@ class StaysOn(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         if func not in MOVES.values():
-            return func(*args, **named)
+            return self._together(func, args, named)
         rest = without_device(tuple(args[1:]), named) if func is Tensor.to else None
         here = args[0].to(self._device)
         return here if rest is None else here.to(*rest[0], **rest[1])
+
+    def _together(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        kinds = {leaf.device.type for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)}
+        if len(kinds) > 1 and self._device.type in kinds:
+            args, named = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, named))
+        return func(*args, **named)

@@ -70,6 +70,20 @@ def has_hooks(module: nn.Module, *, inside: bool = False) -> bool:
     return any(getattr(each, name) for each in (module.modules() if inside else (module,)) for name in HOOKS)
 
 
+GUARDED = "guarded_kind"
+"""Where a class that is made for one module, to watch who reads its parameters, keeps the class that it had."""
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """A module's class, or the one that it had before it was guarded.
+
+    >>> kind_of(nn.ReLU()).__name__
+    'ReLU'
+    """
+    kind: type[nn.Module] = vars(type(module)).get(GUARDED, type(module))
+    return kind
+
+
 def runs_as(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     """Whether a module's own code is its kind's: no subclass, no parametrization, no other forward."""
     return type(module) is kind and "forward" not in vars(module)

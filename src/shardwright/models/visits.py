@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.models.calls import AttentionCall, attention_call, leads_to
-from shardwright.models.devices import StaysOn
-from shardwright.models.known import asking_nothing
+from shardwright.models.on_meta import on_meta
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def observe(model: nn.Module, inputs: Any) -> Visits:
 
     handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in model.named_modules()]
     try:
-        with torch.enable_grad(), StaysOn(torch.device("meta")), asking_nothing(model):
+        with torch.enable_grad(), on_meta(model):
             result = call_model(model, inputs)
     finally:
         for handle in handles:

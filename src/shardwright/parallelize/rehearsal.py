@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from shardwright.comm.ghosts import ghost_world
 from shardwright.draws import Draws
 from shardwright.mesh import Coord
-from shardwright.models.known import asking_nothing
+from shardwright.models.on_meta import on_meta
 from shardwright.models.structure import owners
 from shardwright.pipeline import Deferred, Samples
 from shardwright.pipeline.graph import bind, prepare, run
@@ -76,7 +76,7 @@ def values_crossing(
             continue
         crossed: dict[str, Any] = {}
         for ready in chunks:
-            with torch.enable_grad(), asking_nothing(job.model), framed(job.frame, inputs) as given:
+            with torch.enable_grad(), on_meta(job.model), framed(job.frame, inputs) as given:
                 values = {**bind(chunked, given), **crossed}
                 run(ready, values, chunked.before(_ignore if job.frame is None else job.frame.repeat))
             crossed.update({name: value for name, value in values.items() if name in wanted})

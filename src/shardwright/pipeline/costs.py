@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from shardwright.models.known import asking_nothing
+from shardwright.models.on_meta import on_meta
 from shardwright.models.visits import call_model
 from shardwright.pipeline.graph import CallSite, Chunked, bind, prepare, run, sites
 from shardwright.product.batch_norm import without_batches
@@ -93,7 +93,7 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
         each._replace(call=counting(each.node, each.call)) if each.node in counted else each
         for each in prepare(model, chunked, 0)
     ]
-    with torch.no_grad(), asking_nothing(model), without_batches(model):
+    with torch.no_grad(), on_meta(model), without_batches(model):
         run(ready, values)
     return found
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.errors import PlanError, explain
-from shardwright.models.structure import BATCH_NORMS
+from shardwright.models.structure import BATCH_NORMS, kind_of
 
 COSTLY = (
     "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
@@ -230,14 +230,14 @@ class Block:
     def other_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers but for the statistics of BatchNorms, which are counted once."""
         for path, module in self.module.named_modules():
-            if type(module) not in BATCH_NORMS:
+            if kind_of(module) not in BATCH_NORMS:
                 for name, buffer in module.named_buffers(recurse=False):
                     yield f"{self.path}.{path}.{name}".replace("..", "."), buffer
 
     @contextmanager
     def counting_nothing(self) -> Iterator[None]:
         """While it lasts, BatchNorms keep their statistics in copies."""
-        norms = [module for module in self.module.modules() if type(module) in BATCH_NORMS and module.training]
+        norms = [module for module in self.module.modules() if kind_of(module) in BATCH_NORMS and module.training]
         before = [dict(norm._buffers) for norm in norms]
         for norm in norms:
             for name, buffer in norm._buffers.items():

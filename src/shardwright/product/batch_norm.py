@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from shardwright.comm import Axis, once
 from shardwright.errors import PlanError, explain
-from shardwright.models.structure import BATCH_NORMS
+from shardwright.models.structure import BATCH_NORMS, kind_of
 
 
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -32,7 +32,7 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     ['1']
     """
     for path, module in model.named_modules():
-        if type(module) in BATCH_NORMS:
+        if kind_of(module) in BATCH_NORMS:
             yield path, module
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import PlanError, explain
 from shardwright.models.callers import Home
+from shardwright.models.structure import GUARDED, kind_of
 
 
 @dataclass
@@ -148,5 +149,5 @@ def guard(module: nn.Module, path: str, forwarding: Forwarding, readable: Collec
 
     kind = type(module)
     held = [name for name, parameter in module._parameters.items() if parameter is not None]
-    names = {name: reader(name) for name in held if name not in readable}
-    module.__class__ = type(kind.__name__, (kind,), names)
+    names: dict[str, Any] = {name: reader(name) for name in held if name not in readable}
+    module.__class__ = type(kind.__name__, (kind,), {**names, GUARDED: kind_of(module)})

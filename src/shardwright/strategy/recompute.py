@@ -74,6 +74,15 @@ def _outermost(paths: Sequence[str]) -> tuple[str, ...]:
 
 def _nothing(what: str, layout: Layout, names: Sequence[str], like: str) -> LayoutError:
     without = str(replace(layout, recompute=None))
+    if keeps_on(layout) is not None:  # a pattern would compute again, and keep nothing elsewhere
+        return LayoutError(
+            explain(
+                f"{what}, so there is nothing whose activations could be kept elsewhere",
+                given=str(layout),
+                allowed=f"recompute:{' or recompute:'.join(ELSEWHERE)} for models with lists or sequences of modules",
+                fix=f"put the layers into an nn.Sequential or nn.ModuleList, or leave it out: {without}",
+            )
+        )
     return LayoutError(
         explain(
             f"{what}, so there is nothing to compute again",
