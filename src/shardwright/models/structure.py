@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwright.draws import RefusesDraws, with_names
 from shardwright.models.copies import copied
+from shardwright.models.loops import KNOWN_LOOPS, loop_of
 from shardwright.models.reading import ATTRIBUTES, AttributeReads, ShowsReads, Tracer
 
 ELEMENTWISE_MODULES = (
@@ -166,7 +167,7 @@ def trace(
             continue  # its first name is its name
         patched.add(child)
         if opens:
-            child.forward = partial(_enter, running, path, _loop(child) if shows_weights else child.forward)
+            child.forward = partial(_enter, running, path, loop_of(child) if shows_weights else child.forward)
             continue
         child.forward = partial(_call, tracer, running, path)
         for name in HOOKS:
@@ -183,7 +184,7 @@ def trace(
         }
         weights = [*module.parameters(), *module.buffers()] if shows_weights else []
         if shows_weights and type(apart) in KNOWN_LOOPS:
-            apart.forward = _loop(apart)
+            apart.forward = loop_of(apart)
         reads = AttributeReads(apart) if shows_weights else None
         with RefusesDraws(), ShowsReads(tracer, weights), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             output = graph.output(tracer.create_arg(_called_by_name(apart, tracer, inputs)))
@@ -234,26 +235,6 @@ def _enter(running: list[str], path: str, forward: Callable[..., Any], *args: An
     result = forward(*args, **named)
     running.pop()
     return result
-
-
-def _loop_of_encoder(
-    encoder: nn.TransformerEncoder, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
-) -> Any:
-    """What torch's encoder computes where nothing is masked: its own code asks a trace what only values know."""
-    if mask is not None or src_key_padding_mask is not None:
-        raise NotImplementedError
-    for layer in encoder.layers:
-        src = layer(src, src_mask=None, is_causal=bool(is_causal), src_key_padding_mask=None)
-    return src if encoder.norm is None else encoder.norm(src)
-
-
-KNOWN_LOOPS: Mapping[type[nn.Module], Callable[..., Any]] = {nn.TransformerEncoder: _loop_of_encoder}
-"""Modules of torch that call one layer after the other, and how."""
-
-
-def _loop(module: nn.Module) -> Callable[..., Any]:
-    known = KNOWN_LOOPS.get(type(module))
-    return module.forward if known is None or "forward" in vars(module) else partial(known, module)
 
 
 def _called_by_name(module: nn.Module, tracer: fx.proxy.TracerBase, inputs: Mapping[str, fx.Proxy]) -> Any:

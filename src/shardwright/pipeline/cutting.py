@@ -14,7 +14,8 @@ from typing import Any
 from torch import fx, nn
 
 from shardwright.errors import LayoutError, explain, nearest
-from shardwright.models.structure import KNOWN_LOOPS, trace
+from shardwright.models.loops import KNOWN_LOOPS
+from shardwright.models.structure import trace
 from shardwright.pipeline.costs import Cost, by_example, by_weights, measured, total
 from shardwright.pipeline.graph import CallSite, Chunked, arguments_given, read_graph, sites, weights_by_module
 from shardwright.pipeline.writes import check_writes

@@ -1,0 +1,57 @@
+"""Modules of torch that call one layer after the other, without the questions that no trace can answer.
+
+torch's own code looks at a mask's values to see whether it is causal. That answer is a hint, and only makes a layer
+faster: the same layers called with the mask and without the hint compute the same. In evaluation torch's encoder may
+leave padded places out of its layers and write zeros there (``enable_nested_tensor``); here, as in every layout that
+cuts layers, they are computed: the places that are no padding are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+
+def _encoder(
+    encoder: nn.TransformerEncoder, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
+) -> Any:
+    for layer in encoder.layers:
+        src = layer(src, src_mask=mask, is_causal=bool(is_causal), src_key_padding_mask=src_key_padding_mask)
+    return src if encoder.norm is None else encoder.norm(src)
+
+
+def _decoder(
+    decoder: nn.TransformerDecoder, tgt: Any, memory: Any, tgt_mask: Any = None, memory_mask: Any = None,
+    tgt_key_padding_mask: Any = None, memory_key_padding_mask: Any = None, tgt_is_causal: Any = None,
+    memory_is_causal: Any = False,
+) -> Any:  # fmt: skip
+    for layer in decoder.layers:
+        tgt = layer(
+            tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask, tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask, tgt_is_causal=bool(tgt_is_causal),
+            memory_is_causal=memory_is_causal,
+        )  # fmt: skip
+    return tgt if decoder.norm is None else decoder.norm(tgt)
+
+
+KNOWN_LOOPS: Mapping[type[nn.Module], Callable[..., Any]] = {
+    nn.TransformerEncoder: _encoder,
+    nn.TransformerDecoder: _decoder,
+}
+"""Modules of torch that call one layer after the other, and how."""
+
+
+def loop_of(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward; of a known loop one that asks nothing.
+
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0), 1, enable_nested_tensor=False)
+    >>> import torch
+    >>> x, mask = torch.ones(3, 1, 4), torch.zeros(3, 3)
+    >>> torch.allclose(loop_of(encoder)(x, mask=mask), encoder(x, mask=mask))
+    True
+    """
+    known = KNOWN_LOOPS.get(type(module))
+    return module.forward if known is None or "forward" in vars(module) else partial(known, module)
