@@ -71,7 +71,13 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Lat
         for own, fetches in _fetched(note)
         if fetches and job.model.get_submodule(path)._parameters[own] is not None
     )
-    return Applied(events=Events(after_backward=applying.later.finish, after_action=ahead.finish), late=late)
+
+    def restart() -> None:
+        applying.later.finish()
+        ahead.finish()
+
+    events = Events(restart=restart, after_backward=applying.later.finish, after_action=ahead.finish)
+    return Applied(events=events, late=late)
 
 
 def _fetched(note: object) -> Iterator[tuple[str, Sequence[str]]]:

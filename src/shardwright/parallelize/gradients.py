@@ -131,10 +131,11 @@ class GradientSync:
         """Starts a step: the units' gradients are sent in this order, each after its last microbatch's backward.
 
         Gradients in slices are sent as their own sums come in. What stages share is sent at the end, since they come to
-        it in different orders.
+        it in different orders. What a step that raised has sent is waited for, since others hold it until then.
         """
+        self._wait()
         self._left = Counter({unit.name: num_microbatches for unit in units})
-        self._sent, self._waiting, self._in_slices, self._at_the_end = [], list(units), [], []
+        self._waiting, self._in_slices, self._at_the_end = list(units), [], []
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -160,8 +161,11 @@ class GradientSync:
         """Waits for every sum."""
         self._sent += [group.start() for _, group in self._in_slices]
         self._sent += [group.start() for group in sorted(self._at_the_end, key=lambda group: group.name)]
-        for finish in self._sent:
-            finish()
+        self._wait()
+
+    def _wait(self) -> None:
+        while self._sent:
+            self._sent.pop(0)()
 
 
 def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:

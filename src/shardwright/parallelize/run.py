@@ -133,6 +133,9 @@ class Run:
         the parameter. Call the optimizer next; or give it as ``update``: then it has stepped, and gradients are gone.
         State that is offloaded is then updated beside the backward, unless something needs all gradients first: a loss
         scale, ``stop_at_nan``, stages, ranks that share slices' gradients. Raises: PlanError: no parameter wants one.
+
+        What a model raises on every rank may be caught: parameters are as they were, but for units that were updated
+        beside the backward, and the next step knows nothing of it.
         """
         check_trains(self.plan)
         check_frozen(self._executor.parameters, self.plan.frozen)
@@ -140,7 +143,7 @@ class Run:
         check_full(self.model, self.plan, batch.num_global)
         pieces = self.pieces(batch)
         expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
-        self._in_hand(batch.num_tokens)
+        self._begin(batch.num_tokens)
         self.draws.step = self.num_steps
         schedule, stage = self._schedule(len(pieces)), self.coord.get("pp", 0)
         for parameter in self.parameters.values():
@@ -191,7 +194,7 @@ class Run:
         apart = self.plan.schedule is not None or self.plan.layout.own_statistics
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches if apart else 1)
         last = LossEnd(self.loss, widen=self._widens)
-        self._in_hand(batch.num_tokens)
+        self._begin(batch.num_tokens)
         with self._evaluating():
             self._forward([self._cut(batch, samples) for samples in shares], last)
         return self._mean(last.sums)[0]
@@ -200,7 +203,7 @@ class Run:
     def predict(self, inputs: Any) -> Any:
         """The model's whole output on inputs that every rank holds, on every rank."""
         num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
-        self._in_hand(num_tokens)
+        self._begin(num_tokens)
         mine = on_device(self._narrow(cut_tokens(self.plan, self.coord, inputs, num_tokens)), self.world.device)
         with self._evaluating():
             in_stages = self.plan.schedule is not None
@@ -220,7 +223,10 @@ class Run:
         with self._executor.during(Action("F", 0)):
             return call_model(self.model, inputs)
 
-    def _in_hand(self, num_tokens: int) -> None:
+    def _begin(self, num_tokens: int) -> None:
+        """What comes now has samples of so many tokens, and nothing to do with what came before."""
+        for events in self._executor.events:
+            events.restart()
         if self._samples is not None:
             self._samples.cut_tokens(num_tokens)
 

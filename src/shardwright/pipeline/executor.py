@@ -68,8 +68,12 @@ def _in_nothing(action: Action) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Events:
-    """What to do at the edges of units and actions. All are optional; ranks fire them in the same order."""
+    """What to do at the edges of units and actions. All are optional; ranks fire them in the same order.
 
+    ``restart`` comes before a step and before a forward alone: what a step that raised has left is let go of.
+    """
+
+    restart: Callable[[], None] = _nothing
     before_forward: Callable[[Unit], None] = _nothing
     after_forward: Callable[[Unit], None] = _nothing
     before_backward: Callable[[Unit], None] = _nothing

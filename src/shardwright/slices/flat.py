@@ -142,6 +142,12 @@ class Flat:
         gradient = gradient.to(self.slice.dtype)
         self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
 
+    def forget_gradient(self) -> None:
+        """Lets go of gradients that nobody will be shown."""
+        self.gradient, self.unreached = None, set(self.parameters)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def show_gradient(self) -> None:
         """Gives the resting parameters their gradients; the next step starts from none."""
         gradient = None if self.gradient is None else self.gradient.to(self.slice.device)

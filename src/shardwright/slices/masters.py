@@ -34,14 +34,25 @@ class Masters:
     def applied(self) -> Applied:
         """What a run needs to know."""
         events = Events(
+            restart=self._restart,
             after_weight_gradients=self._after_weight_gradients,
-            after_sync=lambda: self._hand_over(self.parameters.keys() - self.wide),
+            after_sync=self._after_sync,
             after_optimizer=self._round,
         )
         return Applied(events=events, parameters=self.resting)
 
+    def _restart(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def _after_weight_gradients(self, unit: Unit, microbatch: int) -> None:
         self._hand_over(self.wide.intersection(unit.parameters))
+
+    def _after_sync(self) -> None:
+        summed_now = self.parameters.keys() - self.wide
+        for name in summed_now:
+            self.resting[name].grad = None  # that of the step before
+        self._hand_over(summed_now)
 
     def _hand_over(self, names: Collection[str]) -> None:
         for name in names:

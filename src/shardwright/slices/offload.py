@@ -188,6 +188,7 @@ class Offloaded:
 
     def put_away(self) -> None:
         """Parameters have changed, and nobody works on any of it now."""
+        self._done.clear()
         self.storage.put_away(self.tensors)
         for unit in self._units:
             for flat in unit:

@@ -88,6 +88,7 @@ class SlicedState:
         flats = [flat for block in self.blocks.values() for flat in block.flats]
         resting = {name: parameter for flat in flats for name, parameter in flat.resting.items()}
         events = Events(
+            restart=self._restart,
             during=self._during,
             after_weight_gradients=self._after_weight_gradients,
             before_sync=self._before_sync,
@@ -127,6 +128,20 @@ class SlicedState:
         self.window.changed()
         if self.offloaded is not None:
             self.offloaded.put_away()
+
+    def _restart(self) -> None:
+        """Lets go of what a step has left that raised, on all ranks alike."""
+        for _, sent in self._sent:
+            for _, pending in sent:
+                pending.wait()  # others hold it until then
+        self._sent.clear()
+        self._left.clear()
+        self._summed.clear()
+        for flat in (flat for flats in self.trained.values() for flat in flats):
+            flat.forget_gradient()
+        self.window.end()
+        if any(flat.is_updated for flats in self.trained.values() for flat in flats):
+            self._after_optimizer()  # its units that have been updated stay so
 
     # ---- gradients
 

@@ -119,7 +119,7 @@ class Window:
         elif self.drops:
             while self._place < len(self._path):
                 self._advance()  # each is gathered once, whether or not its backward needed it
-        self._end()
+        self.end()
 
     def need(self, block: Block) -> None:
         """Returns when the unit is whole; the next ones are on their way.
@@ -154,7 +154,7 @@ class Window:
 
     def changed(self) -> None:
         """The slices have changed: what is whole is out of date."""
-        self._end()
+        self.end()
         for block in self.blocks:
             block.drop()
 
@@ -180,7 +180,8 @@ class Window:
         assert not self.drops or there <= self.ahead + 1, f"{there} units are whole, {self.ahead + 1} were promised"
         self.most = max(self.most, there)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """An action is over, or will not go on: nothing is on its way, and what is dropped between actions is gone."""
         for block in self.blocks:
             if self.drops:
                 block.drop()
