@@ -150,4 +150,4 @@ def guard(module: nn.Module, path: str, forwarding: Forwarding, readable: Collec
     kind = type(module)
     held = [name for name, parameter in module._parameters.items() if parameter is not None]
     names: dict[str, Any] = {name: reader(name) for name in held if name not in readable}
-    module.__class__ = type(kind.__name__, (kind,), {**names, GUARDED: kind_of(module)})
+    module.__class__ = type(kind.__name__, (kind,), {**names, GUARDED: kind_of(module), "__module__": kind.__module__})
