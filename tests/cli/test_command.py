@@ -23,6 +23,16 @@ def test_verify_prints_one_json_object_with_the_keys_that_are_promised():
     assert verdict["world_size"] == 4
 
 
+@pytest.mark.parametrize("verb", ["train", "verify", "show"])
+def test_a_batch_smaller_than_the_microbatches_is_refused(verb, tmp_path):
+    out = ("--out", str(tmp_path / "run")) if verb == "train" else ()
+    found = run(verb, "--layout", "mb8", *TINY, "--batch", "2", *out)
+    assert found.exit_code == 2
+    for words in ("given:   batch=2 under mb8", "allowed: 1 to 2 microbatches", "fix:     write mb2, or --batch 8"):
+        assert words in found.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_show_prints_ranks_and_parameters():
     found = run("show", "--layout", "dp2 tp2", "--json", *TINY)
     assert found.exit_code == 0, found.output

@@ -303,11 +303,14 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Writes text with a trained model, or classifies pictures, under any layout."""
+    from shardwright.layout import Layout as LayoutLine
     from shardwright.train.config import TrainConfig, read_run
     from shardwright.train.sampling import sample as draw
 
     opt.check_ranks(ranks)
-    found = TrainConfig(**{**read_run(run), "layout": shared.get("layout", "single")})
+    layout, trained = LayoutLine.parse(shared.get("layout", "single")), read_run(run)
+    batch = max(trained.get("batch", 1), layout.num_microbatches)  # nothing is drawn in batches
+    found = TrainConfig(**{**trained, "layout": str(layout), "batch": batch})
     seed = shared.get("seed", 0)
     text = draw(found, run, prompt=prompt, num=num, temperature=temperature, seed=seed, ranks=ranks)  # type: ignore[arg-type]
     emit({"text": text, "layout": found.layout}, text, as_json=as_json)

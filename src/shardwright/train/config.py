@@ -78,7 +78,9 @@ class TrainConfig:
             raise PlanError(
                 explain("no such schedule", given=self.schedule, allowed="cosine, linear, constant", fix="cosine")
             )
-        object.__setattr__(self, "layout", str(Layout.parse(self.layout)))
+        layout = Layout.parse(self.layout)
+        object.__setattr__(self, "layout", str(layout))
+        check_batch(self.batch, layout)
 
     @property
     def last_step(self) -> int:
@@ -124,6 +126,28 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """The run as JSON takes it."""
         return {**asdict(self), **{name: dict(getattr(self, name)) for name in TABLES}}
+
+
+def check_batch(batch: int, layout: Layout) -> None:
+    """Raises PlanError for a batch that leaves some of its microbatches without a sample, every step.
+
+    >>> check_batch(2, Layout.parse("pp2 mb8"))
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the batch is smaller than the microbatches that it is cut into
+      given:   batch=2 under pp2 mb8: 6 microbatches would hold nothing
+      allowed: 1 to 2 microbatches, or a batch of 8 samples or more
+      fix:     write mb2, or --batch 8
+    """
+    num = layout.num_microbatches
+    if batch < num:
+        raise PlanError(
+            explain(
+                "the batch is smaller than the microbatches that it is cut into",
+                given=f"batch={batch} under {layout}: {num - batch} microbatches would hold nothing",
+                allowed=f"1 to {batch} microbatches, or a batch of {num} samples or more",
+                fix=f"write mb{batch}, or --batch {num}",
+            )
+        )
 
 
 def check_finite(name: str, value: float) -> None:
