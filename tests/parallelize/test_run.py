@@ -296,6 +296,47 @@ def test_steps_of_elementwise_optimizers_are_those_of_one_device(kind, options):
             torch.testing.assert_close(part, theirs, rtol=1e-6, atol=1e-6)  # of gradients near 0 they keep the sign
 
 
+class _ByHand(torch.optim.Optimizer):
+    """Descends by what ``direction`` makes of a parameter's gradient."""
+
+    def __init__(self, params, direction):
+        super().__init__(params, {"direction": direction})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["direction"](p.grad))
+
+
+@pytest.mark.parametrize(
+    ("direction", "in_boxes", "in_ranges"),
+    [
+        (lambda g: g / (g.square().mean(-1, keepdim=True).sqrt() + 1), False, False),
+        (lambda g: g / (g.square().mean(0, keepdim=True).sqrt() + 1), False, False),
+        (lambda g: g * (2 if g.dim() > 1 else 1), True, False),
+        (lambda g: g.sign(), True, True),
+    ],
+    ids=["looks at rows", "looks at columns", "looks at the number of dims", "looks at single elements"],
+)
+def test_an_optimizer_that_looks_at_more_than_a_rank_has_in_hand_is_refused(direction, in_boxes, in_ranges):
+    options = {"direction": direction}
+    assert is_elementwise(_ByHand, options, flat=False) == in_boxes
+    assert is_elementwise(_ByHand, options) == in_ranges
+
+    def work(world, line):
+        run = parallelize(build_mlp(MLPConfig()), line, world)
+        try:
+            run.optimizer(_ByHand, **options)
+        except PlanError as refused:
+            return "looks at whole tensors" not in str(refused)
+        return True
+
+    assert launch(work, 2, "tp2", ranks="threads") == [in_boxes] * 2
+    assert launch(work, 2, "dp2/zero1", ranks="threads") == [in_ranges] * 2
+
+
 def test_groups_of_parameters_and_schedulers_work_as_torch_has_them():
     def work(run):
         named = dict(run.model.named_parameters())

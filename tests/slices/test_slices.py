@@ -376,3 +376,37 @@ def test_a_weight_that_is_read_while_it_is_not_there_is_nan_and_one_read_in_a_fo
 def test_what_zero_cannot_do_is_refused(line, fix):
     with pytest.raises(LayoutError, match=fix):
         make_plan(Job(mlp(), nn.Identity()), Layout.parse(line))
+
+
+# ---- optimizers
+
+
+@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero2/bucket:0 mb2", "dp2/zero1 bf16", "dp2 bf16"])
+def test_an_optimizer_made_by_hand_over_what_rests_trains_as_one_made_by_the_run(line):
+    def work(world, is_by_hand):
+        run = parallelize(mlp().float(), line, world)
+        inputs, targets = numbers()
+        kind = torch.optim.SGD
+        optimizer = kind(run.parameters.values(), 0.5) if is_by_hand else run.optimizer(kind, lr=0.5)
+        losses = []
+        for batch in run.shard([(inputs.float(), targets)] * 2):
+            run.step(batch)
+            before = run.evaluate(batch)
+            optimizer.step()
+            losses += [before.item(), run.evaluate(batch).item()]
+        return losses
+
+    found, expected = (launch(work, 2, is_by_hand, ranks="threads")[0] for is_by_hand in (True, False))
+    assert found == expected
+    assert expected[0] > expected[1] == expected[2] > expected[3]
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "dp2 bf16"])
+def test_an_optimizer_over_what_does_not_rest_is_refused(line):
+    def work(world):
+        run = parallelize(mlp().float(), line, world)
+        with pytest.raises(PlanError, match=r"fix: .*run\.parameters"):
+            run.optimizer(torch.optim.AdamW, [{"params": list(run.model.parameters())}], lr=0.1)
+        run.optimizer(torch.optim.AdamW, iter([run.parameters["linear1.bias"]]), lr=0.1)
+
+    launch(work, 2, ranks="threads")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -169,5 +170,20 @@ def check_world(plan: Plan, world: World) -> None:
                 given=f"{plan.layout}: {plan.mesh.size} ranks, on {world.size}",
                 allowed=f"layouts whose sizes multiply to {world.size}",
                 fix=f"write dp{world.size}, or start {plan.mesh.size} ranks",
+            )
+        )
+
+
+def check_own(optimizer: torch.optim.Optimizer, own: Iterable[Tensor], plan: Plan) -> None:
+    """Raises PlanError where an optimizer steps what is not among a run's parameters, and so learns nothing."""
+    known = {id(parameter) for parameter in own}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if foreign:
+        raise PlanError(
+            explain(
+                f"{type(optimizer).__name__} would step {len(foreign)} tensors that are not among run.parameters",
+                given=f"one of shape {list(foreign[0].shape)}, under {plan.layout}; run.model's own are not what rests",
+                allowed="the tensors of run.parameters, each by its name in the plain model",
+                fix="leave the tensors out, or pass run.parameters.values(), or groups of run.parameters[name]",
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from shardwright.strategy import Plan
 def check_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], plan: Plan) -> None:
     """Raises PlanError for an optimizer that looks at more than a rank has in hand under this plan."""
     cut = [name for name, rest in plan.rest.items() if rest.optimizer.axes or name in plan.offloaded]
-    if cut and not is_elementwise(kind, options):
+    flat = any(name in plan.offloaded or plan.rest[name].optimizer != plan.compute[name] for name in cut)
+    if cut and not is_elementwise(kind, options, flat=flat):
         raise PlanError(
             explain(
                 f"{kind.__name__} looks at whole tensors, and '{cut[0]}' is not whole on every rank",
@@ -24,7 +25,7 @@ def check_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, A
                 fix="use AdamW, or a layout that cuts no parameter",
             )
         )
-    if plan.offloaded and not is_elementwise(kind, options, in_turn=True):
+    if plan.offloaded and not is_elementwise(kind, options, flat=True, in_turn=True):
         raise PlanError(
             explain(
                 f"{kind.__name__} counts its steps for all parameters together, and state on '{plan.layout}' is "
@@ -36,10 +37,13 @@ def check_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, A
         )
 
 
-def is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, in_turn: bool = False) -> bool:
-    """Whether stepping a tensor whole and in two slices gives the same: found out by doing it.
+def is_elementwise(
+    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, flat: bool = True, in_turn: bool = False
+) -> bool:
+    """Whether stepping a tensor whole and in parts gives the same: found out by doing it.
 
-    With ``in_turn`` each slice has a step of its own.
+    Parts are some of its rows, or of its columns; with ``flat`` also ranges of its elements, in one dim, that end
+    inside a row. With ``in_turn`` each part has a step of its own.
 
     >>> is_elementwise(torch.optim.AdamW, {"lr": 0.1}), is_elementwise(torch.optim.Adafactor, {"lr": 0.1})
     (True, False)
@@ -47,20 +51,27 @@ def is_elementwise(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]
     start = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
     gradients = [torch.linspace(1, 3, 24, dtype=torch.float64).view(6, 4).sin() * k for k in (1.0, -2.0, 0.5)]
 
-    def stepped(ranges: Sequence[tuple[int, int]]) -> Tensor:
-        parameters = [nn.Parameter(start[a:b].clone()) for a, b in ranges]
+    def stepped(parts: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
+        parameters = [nn.Parameter(part.clone()) for part in parts(start)]
         optimizer = kind(parameters, **options)
         for gradient in gradients:
-            for parameter, (a, b) in zip(parameters, ranges, strict=True):
-                parameter.grad = gradient[a:b].clone()
+            for parameter, part in zip(parameters, parts(gradient), strict=True):
+                parameter.grad = part.clone()
                 if in_turn:
                     optimizer.step()
                     parameter.grad = None
             if not in_turn:
                 optimizer.step()
-        return torch.cat([p.detach() for p in parameters])
+        return [parameter.detach() for parameter in parameters]
 
+    ways: list[Callable[[Tensor], Sequence[Tensor]]] = [lambda t: t.split([2, 4]), lambda t: t.split([1, 3], dim=1)]
+    ways += [lambda t: t.reshape(-1).split([5, 1, 11, 7])] if flat else []
     try:
-        return bool(torch.allclose(stepped([(0, 6)]), stepped([(0, 2), (2, 6)]), rtol=1e-12, atol=1e-12))
+        (whole,) = stepped(lambda tensor: (tensor,))
+        return all(
+            torch.allclose(found, part, rtol=1e-12, atol=1e-12)
+            for parts in ways
+            for found, part in zip(stepped(parts), parts(whole), strict=True)
+        )
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return False  # it needs a closure, or another shape: not an update of single elements

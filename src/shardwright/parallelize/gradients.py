@@ -20,6 +20,7 @@ from shardwright.boxes import Box, Piece, read
 from shardwright.comm import Axis
 from shardwright.mesh import Coord
 from shardwright.pipeline.executor import Events, Unit, held_units
+from shardwright.slices.reached import NOTHING, is_reached, mark_reached
 from shardwright.strategy import Plan, is_shared_whole, sync_groups, whole_uses
 
 
@@ -37,9 +38,11 @@ class _Group:
         """Sends the message; returns what waits for the sum and puts it where it belongs."""
         if not self.parameters:
             return self._start_boxes()
-        unreached = [parameter for parameter in self.parameters if parameter.grad is None]
+        unreached = {parameter for parameter in self.parameters if parameter.grad is None}
         gradients = [_contiguous_gradient(parameter) for parameter in self.parameters]
         sent = [gradient.to(self.axis.device) for gradient in gradients]  # what is offloaded has left the device
+        reached = [each for each, p in zip(sent, self.parameters, strict=True) if p not in unreached and p.numel()]
+        mark_reached((each, [0]) for each in reached)
         pending = self.axis.all_reduce_together_async(sent)
         away = [pair for pair in zip(gradients, sent, strict=True) if pair[0] is not pair[1]]
 
@@ -49,8 +52,8 @@ class _Group:
                 gradient.copy_(summed)
             away.clear()  # nothing is held that the step does not need
             for parameter in unreached:
-                if parameter.grad is not None and not parameter.grad.any():
-                    parameter.grad = None  # no rank's forward reached it: as on one device
+                if parameter.grad is not None and parameter.numel() and not is_reached(parameter.grad):
+                    parameter.grad = None  # no rank's forward did: as on one device
 
         return finish
 
@@ -69,7 +72,7 @@ class _Group:
 def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
     """The parameter's gradient, to be overwritten with a sum; zeros where backward did not reach it."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        parameter.grad = torch.full_like(parameter, NOTHING, memory_format=torch.contiguous_format)
     elif not parameter.grad.is_contiguous():
         parameter.grad = parameter.grad.contiguous()
     return parameter.grad

@@ -19,7 +19,7 @@ from shardwright.draws import Draws
 from shardwright.models.losses import mean_of
 from shardwright.models.visits import call_model
 from shardwright.parallelize.bridge import from_global_parameters, to_global_parameters
-from shardwright.parallelize.checking import check_frozen, check_full, check_trains
+from shardwright.parallelize.checking import check_frozen, check_full, check_own, check_trains
 from shardwright.parallelize.elementwise import check_elementwise
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.planning import (
@@ -333,21 +333,21 @@ class Run:
 
         Where the layout offloads state, all ranks call it, and its step goes unit by unit.
 
-        Raises: PlanError: an optimizer that needs whole tensors, where some are cut; on every rank, no room for its
-            state where that is offloaded.
+        Raises: PlanError: an optimizer that needs whole tensors, where some are cut; tensors that are not among
+            ``self.parameters``; on every rank, no room for its state where that is offloaded.
         """
         check_elementwise(kind, options, self.plan)
-        if parameters is None:
-            parameters = [p for p in self.parameters.values() if p.requires_grad]
-            parameters = parameters or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch wants one
-        optimizer = kind(parameters, **options)
+        own = [p for p in self.parameters.values() if p.requires_grad]
+        own = own or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch wants one
+        optimizer = kind(own if parameters is None else parameters, **options)
+        check_own(optimizer, (*self.parameters.values(), *own), self.plan)
         if self.offload is not None:
             self.offload.attach(optimizer, lambda groups: kind(groups, **options))
         optimizer.register_step_post_hook(lambda *_: self.changed())
         return optimizer
 
     def changed(self) -> None:
-        """Says that parameters at rest have new values: an optimizer of :meth:`optimizer` does, and so does loading."""
+        """Says that parameters at rest have new values: :meth:`optimizer`'s do, and loading; ``step`` asks nobody."""
         for events in self._executor.events:
             events.after_optimizer()
 

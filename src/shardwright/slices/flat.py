@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.comm import Axis, Pending
 from shardwright.mesh import balanced
+from shardwright.slices.reached import NOTHING, is_reached, mark_reached
 from shardwright.slices.storage import Storage
 
 
@@ -46,6 +47,8 @@ class Flat:
         cuts = balanced(sum(self.sizes), axis.size)
         self.part_sizes = [b - a for a, b in pairwise(cuts)]
         self.range = cuts[axis.index], cuts[axis.index + 1]
+        bounds = pairwise(accumulate(self.sizes, initial=0))
+        self._firsts = [sorted({max(a, low) - a for low in cuts if low < b}) if a < b else [] for a, b in bounds]
         masters = torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
         whole = masters.to(dtype)
         self._storage = storage
@@ -127,14 +130,18 @@ class Flat:
 
         The gradients are let go of. A parameter without one, which backward did not reach, counts as zeros.
         """
-        gradients = []
-        for name, parameter in self.parameters.items():
+        gradients, reached = [], []
+        for (name, parameter), firsts in zip(self.parameters.items(), self._firsts, strict=True):
             if parameter.grad is not None:
                 self.unreached.discard(name)
-                gradients.append(parameter.grad.to(self.slice.dtype) if self.wide else parameter.grad)
+                gradient = parameter.grad.to(self.slice.dtype) if self.wide else parameter.grad
+                gradients.append(gradient.contiguous())
+                reached.append((gradients[-1], firsts))
                 parameter.grad = None
             else:
-                gradients.append((self.slice if self.wide else self._dropped).new_zeros(parameter.numel()))
+                like = self.slice if self.wide else self._dropped
+                gradients.append(like.new_full((parameter.numel(),), NOTHING))
+        mark_reached(reached)
         return self.axis.reduce_scatter_together_async(gradients, self.part_sizes)
 
     def add_gradient(self, gradient: Tensor) -> None:
@@ -153,7 +160,7 @@ class Flat:
         gradient = None if self.gradient is None else self.gradient.to(self.slice.device)
         for name, (a, b) in self.ranges.items():
             part = None if gradient is None else gradient[a:b]
-            if name in self.unreached and part is not None and part.numel() and not part.any():
-                part = None  # no rank's forward reached it: as on one device
+            if name in self.unreached and part is not None and part.numel() and not is_reached(part):
+                part = None  # no rank's forward did: as on one device
             self.resting[name].grad = part
         self.gradient, self.unreached = None, set(self.parameters)

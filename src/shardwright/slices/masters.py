@@ -30,6 +30,7 @@ class Masters:
         }
         for name, parameter in self.parameters.items():
             parameter.data = parameter.data.to(plan.dtypes[name])
+        self._versions = self._now()
 
     def applied(self) -> Applied:
         """What a run needs to know."""
@@ -44,6 +45,8 @@ class Masters:
     def _restart(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+        if self._versions != self._now():  # an optimizer made by hand has told nobody
+            self._round()
 
     def _after_weight_gradients(self, unit: Unit, microbatch: int) -> None:
         self._hand_over(self.wide.intersection(unit.parameters))
@@ -66,6 +69,10 @@ class Masters:
     def _round(self) -> None:
         for name, parameter in self.parameters.items():
             parameter.copy_(self.resting[name])
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        return [master._version for master in self.resting.values()]
 
 
 def narrow_buffers(model: nn.Module, plan: Plan) -> None:

@@ -81,6 +81,7 @@ class SlicedState:
         self._left: dict[str, int] = {}
         self._sent: list[tuple[str, list[tuple[Flat, Pending[Tensor]]]]] = []
         self._summed: set[str] = set()
+        self._is_in_doubt = False
         self._watch(model)
 
     def applied(self) -> Applied:
@@ -125,12 +126,13 @@ class SlicedState:
             yield
 
     def _after_optimizer(self) -> None:
+        self._is_in_doubt = False
         self.window.changed()
         if self.offloaded is not None:
             self.offloaded.put_away()
 
     def _restart(self) -> None:
-        """Lets go of what a step has left that raised, on all ranks alike."""
+        """Lets go of what a step has left that raised, on all ranks alike; and of wholes that nobody vouches for."""
         for _, sent in self._sent:
             for _, pending in sent:
                 pending.wait()  # others hold it until then
@@ -142,6 +144,8 @@ class SlicedState:
         self.window.end()
         if any(flat.is_updated for flats in self.trained.values() for flat in flats):
             self._after_optimizer()  # its units that have been updated stay so
+        elif self._is_in_doubt:
+            self.window.changed()
 
     # ---- gradients
 
@@ -180,6 +184,7 @@ class SlicedState:
                 self._show(name)
         self._left.clear()
         self._summed.clear()
+        self._is_in_doubt = True  # an optimizer made by hand tells nobody that it has stepped
 
 
 def _wholes(flats: Iterable[Flat]) -> Iterator[Tensor]:
