@@ -115,6 +115,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_told_apart(tmp_path):
     train(config(), out, ranks="threads")
     shutil.rmtree(out / "checkpoints")
     assert "ended before its first checkpoint" in refused(CheckpointError, config(), out, resume=True)
+    with (out / ".lock").open() as file:  # as a run has it that has not come to a checkpoint yet
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "is in use" in refused(PlanError, config(), out, resume=True)
     assert "fix:     give another --out, or remove it" in refused(PlanError, config(), out)
 
 

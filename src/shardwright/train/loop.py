@@ -37,6 +37,7 @@ from shardwright.train.measuring import agreed_seconds
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
 
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
 
 
 class Stop:
@@ -102,6 +103,9 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     make_plan(job_for(model, loss, layout, inputs, config.num_tokens, config.roles), layout)
     saved = bool(steps_in(out / CHECKPOINTS))
     if resume and not saved and (out / METRICS_FILE).exists():
+        with contextlib.suppress(OSError), (out / LOCK).open() as file:
+            if not _lock(file):
+                raise _in_use(out)
         raise CheckpointError(
             explain(
                 f"the run in '{out}' ended before its first checkpoint",
@@ -205,19 +209,23 @@ def _alone(world: World, out: Path) -> Iterator[None]:
         problem = ""
         if world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((out / ".lock").open("w"))
+            file = stack.enter_context((out / LOCK).open("w"))
             if not _lock(file):
                 problem = "another run writes to it"
         if any(gather_json(everyone, problem)):
-            raise PlanError(
-                explain(
-                    f"'{out}' is in use",
-                    given="another run writes to it",
-                    allowed="one run for each folder",
-                    fix="give another --out, or wait until the other run has ended",
-                )
-            )
+            raise _in_use(out)
         yield
+
+
+def _in_use(out: Path) -> PlanError:
+    return PlanError(
+        explain(
+            f"'{out}' is in use",
+            given="another run writes to it",
+            allowed="one run for each folder",
+            fix="give another --out, or wait until the other run has ended",
+        )
+    )
 
 
 def _lock(file: IO[str]) -> bool:
