@@ -77,11 +77,10 @@ def test_a_hook_that_mixes_features_gives_what_it_gives_on_one_device(line, kind
 @pytest.mark.parametrize("line", ["dp2", "tp2", "tp2x2/2d"])
 def test_a_hook_on_the_whole_model_sees_whole_logits(line):
     seen = []
+    gpt = GPT(GPTConfig(vocabulary=19, max_tokens=6, num_layers=1, num_heads=2, width=8, hidden=16))
+    gpt.register_forward_hook(lambda m, args, y: seen.append(y.shape[-1]))
 
     def work(world):
-        torch.manual_seed(0)
-        gpt = GPT(GPTConfig(vocabulary=19, max_tokens=6, num_layers=1, num_heads=2, width=8, hidden=16))
-        gpt.register_forward_hook(lambda m, args, y: seen.append(y.shape[-1]))
         run = parallelize(gpt, line, world, loss=CrossEntropy())
         tokens = torch.randint(19, (4, 6))
         run.step(next(run.shard([(tokens, tokens)])))

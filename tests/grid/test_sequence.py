@@ -430,8 +430,10 @@ def test_a_batch_that_cannot_be_cut_is_refused_on_every_rank_before_anything_is_
 
 
 def test_a_sequence_longer_than_the_learned_positions_is_refused_though_each_part_is_short():
+    model = GPT(CAUSAL.config)
+
     def work(world):
-        run = parallelize(GPT(CAUSAL.config), "tp2x2/2d/seq", world)
+        run = parallelize(model, "tp2x2/2d/seq", world)
         (batch,) = run.shard([(tokens(1, TOKENS + 1), tokens(1, TOKENS + 1))])
         with pytest.raises(PlanError, match="longer than the learned positions"):
             run.step(batch)

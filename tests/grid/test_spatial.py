@@ -109,8 +109,10 @@ def test_predictions_of_stages_are_those_of_one_device(line):
 
 
 def test_a_picture_with_fewer_rows_than_ranks_is_refused_by_every_stage_before_anything_is_sent():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), *head(4))
+
     def work(world):
-        run = parallelize(nn.Sequential(nn.Conv2d(4, 4, 1), *head(4)), "pp2 tp4/spatial", world)
+        run = parallelize(model, "pp2 tp4/spatial", world)
         (batch,) = run.shard([(torch.ones(2, 4, 3, 9), torch.zeros(2, dtype=torch.int64))])
         with world.recorder.recording() as records:
             try:
@@ -370,8 +372,10 @@ class Careless(nn.Module):
 
 @pytest.mark.parametrize("line", ["dp1", "tp2/spatial"])
 def test_a_picture_that_is_changed_in_place_after_it_was_read_is_an_error_as_on_one_device(line):
+    model = Careless()
+
     def work(world):
-        run = parallelize(Careless(), line, world)
+        run = parallelize(model, line, world)
         run.step(next(run.shard([(torch.randn(2, 4, 9, 9), torch.zeros(2, dtype=torch.int64))])))
 
     with pytest.raises((RuntimeError, PlanError, RankFailedError), match=r"in.?place"):
@@ -461,8 +465,10 @@ def test_a_model_without_a_map_to_cut_is_refused_on_every_rank(name, line):
 
 
 def test_a_picture_with_fewer_rows_than_ranks_is_refused_on_every_rank_before_anything_is_sent():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), *head(4))
+
     def work(world):
-        run = parallelize(nn.Sequential(nn.Conv2d(4, 4, 1), *head(4)), "tp4/spatial", world)
+        run = parallelize(model, "tp4/spatial", world)
         (batch,) = run.shard([(torch.ones(2, 4, 3, 9), torch.zeros(2, dtype=torch.int64))])
         with world.recorder.recording() as records:
             try:
@@ -491,9 +497,10 @@ class WithADefault(nn.Module):
 @pytest.mark.parametrize("inputs", [torch.ones(2, 4), (torch.ones(2, 4, 5, 5), torch.ones(2))], ids=["flat", "two"])
 def test_a_call_that_was_not_followed_is_refused(inputs):
     targets = torch.zeros(2, dtype=torch.int64)
-    assert verify(WithADefault(), "tp2/spatial", [(torch.ones(2, 4, 5, 5), targets)]).equal
+    model = WithADefault()
+    assert verify(model, "tp2/spatial", [(torch.ones(2, 4, 5, 5), targets)]).equal
     with pytest.raises((PlanError, RankFailedError), match="called in another way than its code was followed"):
-        launch(lambda world: parallelize(WithADefault(), "tp2/spatial", world).predict(inputs), 2, ranks="threads")
+        launch(lambda world: parallelize(model, "tp2/spatial", world).predict(inputs), 2, ranks="threads")
 
 
 def test_options_of_other_modes_do_not_go_with_spatial():

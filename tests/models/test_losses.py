@@ -114,8 +114,10 @@ class GivesDict(nn.Module):
 
 @pytest.mark.parametrize("line", ["dp2", "tp2"])
 def test_a_model_with_such_an_output_is_refused_on_every_rank_in_the_same_words(line):
+    model = GivesDict()
+
     def work(world):
-        run = parallelize(GivesDict(), line, world)
+        run = parallelize(model, line, world)
         try:
             run.step(next(run.shard([(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))])))
         except PlanError as refusal:

@@ -106,8 +106,10 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_input_or_output_of_another_shape_is_refused_on_every_rank(call):
+    layer = nn.Linear(6, 5)
+
     def work(world):
-        alone = layer_alone(nn.Linear(6, 5), "tp2x2/2d", world)
+        alone = layer_alone(layer, "tp2x2/2d", world)
         with pytest.raises(PlanError, match="has another shape or dtype than the layer takes"):
             CALLS[call](alone)
 
@@ -117,8 +119,10 @@ def test_an_input_or_output_of_another_shape_is_refused_on_every_rank(call):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("line", ["tp2x2/2d", "tp2x2x2/2.5d"])
 def test_gradients_are_summed_once(line, bias):
+    layer = nn.Linear(6, 5, bias=bias)
+
     def work(world):
-        alone = layer_alone(nn.Linear(6, 5, bias=bias), line, world, num_tokens=100_000)
+        alone = layer_alone(layer, line, world, num_tokens=100_000)
 
         def backward():
             alone.gather(alone(alone.cut(torch.ones(4, 6)))).sum().backward()

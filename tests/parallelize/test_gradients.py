@@ -74,8 +74,10 @@ def test_a_use_that_says_it_is_cut_and_is_not_is_caught():
 
 
 def test_only_what_is_partial_is_summed():
+    model = Tied()
+
     def work(world):
-        run = parallelize(Tied(), "tp2", world, strategies=[SomeRowsEach(("one",))])
+        run = parallelize(model, "tp2", world, strategies=[SomeRowsEach(("one",))])
         with world.recorder.recording() as records:
             run.step(next(run.shard([BATCH])))
         return [(r.kind, r.num_bytes) for r in records if r.kind == "all_reduce"]

@@ -248,8 +248,10 @@ class Remembering(nn.Module):
 
 @pytest.mark.parametrize(("make", "what"), [(Overwriting, "what is given to it"), (Remembering, "blocks.0.seen")])
 def test_a_block_that_changes_what_it_is_computed_from_is_refused(make, what):
+    model = Blocks(make)
+
     def work(world):
-        run = parallelize(Blocks(make), "dp2 recompute:full", world)
+        run = parallelize(model, "dp2 recompute:full", world)
         (mine,) = run.shard([batch(5)])
         with pytest.raises(PlanError, match="cannot be computed again") as refusal:
             run.step(mine)
@@ -276,8 +278,10 @@ class Moving(Undecided):
 
 @pytest.mark.parametrize("make", [Undecided, Moving])
 def test_a_block_that_does_something_else_the_second_time_is_an_error(make):
+    model = Blocks(make, num=1)
+
     def work(world):
-        run = parallelize(Blocks(make, num=1), "dp2 recompute:full", world)
+        run = parallelize(model, "dp2 recompute:full", world)
         (mine,) = run.shard([batch(5)])
         with pytest.raises(PlanError, match="does something else"):
             run.step(mine)

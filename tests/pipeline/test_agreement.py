@@ -42,8 +42,10 @@ def test_code_that_follows_the_rank_is_refused_on_every_rank_before_anything_is_
 
 
 def test_code_that_follows_the_rank_in_evaluation_alone_is_refused_there():
+    model = Moody(when=False)
+
     def work(world):
-        run = parallelize(Moody(when=False), "pp2/cut:a,c mb2", world)
+        run = parallelize(model, "pp2/cut:a,c mb2", world)
         run.step(batch(run))
         with pytest.raises(PlanError, match="read different code"):
             run.evaluate(batch(run))

@@ -16,8 +16,10 @@ def test_forms_of_shapes_that_change_from_step_to_step_are_forgotten_and_told_ag
     def batch(size):
         return torch.ones(size, 4), torch.zeros(size, dtype=torch.int64)
 
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
     def work(world):
-        run = parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "pp2 mb2", world)
+        run = parallelize(model, "pp2 mb2", world)
         mail = run._executor.work.mail
         losses = {}
         for size in [*range(2, 202), 2, 3]:

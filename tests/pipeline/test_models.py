@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from io import BytesIO
 from typing import NamedTuple
 
 import pytest
@@ -385,9 +386,9 @@ def of_modes(world, line, start):
     model = Modes().double()
     if start == "eval":
         model.eval()
-    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        nn.init.normal_(parameter)
+        nn.init.normal_(parameter, generator=draw)
     run = parallelize(model, line, world)
     run.model.train()
     (batch,) = run.shard([(x.double(), t) for x, t in pairs(1)])
@@ -486,8 +487,10 @@ class Both(NamedTuple):
 
 
 def test_a_parameter_that_was_frozen_since_is_refused():
+    model = Blocks(skipping)
+
     def work(world):
-        run = parallelize(Blocks(skipping), "dp2", world)
+        run = parallelize(model, "dp2", world)
         run.model.layers[0].requires_grad_(False)
         with pytest.raises(PlanError, match=r"'layers.0.weight' was frozen since"):
             run.step(next(run.shard(pairs(1))))
@@ -496,8 +499,10 @@ def test_a_parameter_that_was_frozen_since_is_refused():
 
 
 def test_a_hook_that_a_person_puts_on_a_parameter_is_called_with_its_gradient():
+    model = Blocks(skipping)
+
     def work(world):
-        run = parallelize(Blocks(skipping), "pp2/zb-h1 mb2", world)
+        run = parallelize(model, "pp2/zb-h1 mb2", world)
         for parameter in run.parameters.values():
             parameter.register_hook(lambda gradient: gradient * 0)
         run.step(next(run.shard(pairs(1))))
@@ -587,7 +592,8 @@ def test_parts_that_a_person_put_on_devices_are_the_stages():
 
     equal(Parts(), "pp3 mb2")
     equal(Parts(), "pp3/zb-h1 mb3 dp2")
-    found = launch(lambda world: sorted(parallelize(Parts(), "pp3 mb2", world).parameters), 3, ranks="threads")
+    model = Parts()
+    found = launch(lambda world: sorted(parallelize(model, "pp3 mb2", world).parameters), 3, ranks="threads")
     parts = [{name.split(".")[0] for name in names} for names in found]
     assert parts == [{"a"}, {"b", "c"}, {"norm"}]
     with pytest.raises(LayoutError, match="devices change at a, b, norm"):
@@ -645,7 +651,7 @@ class Texts(nn.Module):
 
 class Say(nn.Module):
     def forward(self, x):
-        return open("/dev/null", "rb")
+        return BytesIO()
 
 
 class Read(nn.Module):

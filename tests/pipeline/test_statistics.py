@@ -40,8 +40,10 @@ def test_each_microbatch_is_normalised_as_on_one_device_that_adds_up_their_gradi
 
 @pytest.mark.parametrize("line", [f"pp2/zb-v {OWN} recompute:1", f"dp2 {OWN}"])
 def test_every_microbatch_counts_once(line):
+    model = normed()
+
     def work(world):
-        run = parallelize(normed(), line, world)
+        run = parallelize(model, line, world)
         for batch in run.shard(pairs(10, 7)):
             run.step(batch)
         return {int(b) for n, b in run.model.named_buffers() if n.endswith("tracked") and b.numel()}
@@ -62,8 +64,10 @@ def test_a_mean_that_instances_keep_is_one_for_each_microbatch():
 
 
 def test_a_batch_too_small_for_its_microbatches_is_refused_on_every_rank():
+    model = normed()
+
     def work(world):
-        run = parallelize(normed(), f"pp2 {OWN}", world)
+        run = parallelize(model, f"pp2 {OWN}", world)
         with pytest.raises(PlanError, match="2 samples in 3 microbatches"):
             run.step(next(run.shard(pairs(2))))
         return run.evaluate(next(run.shard(pairs(2)))).item()

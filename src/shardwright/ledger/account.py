@@ -36,8 +36,9 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: Optimizer) -> Account
     Every rank calls it. Traffic: beside the step's, one barrier.
 
     >>> import shardwright as sw
+    >>> model = nn.Linear(4, 4)
     >>> def work(world):
-    ...     run = sw.parallelize(nn.Linear(4, 4), "dp2", world)
+    ...     run = sw.parallelize(model, "dp2", world)
     ...     optimizer = run.optimizer(torch.optim.AdamW, lr=0.1)
     ...     for batch in run.shard([(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))] * 2):
     ...         account = measure_memory(run, batch, optimizer)

@@ -23,6 +23,7 @@ from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import StepTraffic, hollow, job_for, make_plan, twin
 from shardwright.parallelize.run import Run
+from shardwright.parallelize.same_start import check_same_start
 from shardwright.pipeline import Deferred, Executor, Samples
 from shardwright.pipeline.agreement import check_same, lines_of
 from shardwright.pipeline.written import Written
@@ -65,10 +66,10 @@ def parallelize(
 ) -> Run:
     """This rank's part of a plain one-device model under a layout.
 
-    Build ``model`` under ``torch.device("meta")`` and no rank ever holds the whole; a model that has values
-    is cut as it is. ``model`` itself is left alone. ``loss(output, targets)`` gives (sum, count), cross entropy
-    when left out. ``seed`` fixes initial values and dropout, whatever the layout. ``num_tokens`` is how many one
-    microbatch of one model copy will have: modes that weigh activations against weights choose by it. ``roles``
+    Build ``model`` under ``torch.device("meta")`` and no rank ever holds the whole; a model that has values, the same
+    on every rank, is cut as it is. ``model`` itself is left alone. ``loss(output, targets)`` gives (sum, count), cross
+    entropy when left out. ``seed`` fixes initial values and dropout, whatever the layout. ``num_tokens`` is how many
+    one microbatch of one model copy will have: modes that weigh activations against weights choose by it. ``roles``
     go before what is found out of single layers: patterns of names, and "column", "row" or "copied". ``example`` are
     the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them, and
     modes that would leave ranks without a sample cut the sequences instead, if the model allows it. A model whose
@@ -79,7 +80,8 @@ def parallelize(
     where that is memory (tmpfs), name one on a disk.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
-        starts, or state cannot be offloaded. All are raised on every rank, before the first step.
+        starts, ranks were given different ones, or state cannot be offloaded. All are raised on every rank, before the
+        first step.
 
     >>> import torch, shardwright as sw
     >>> def work(world):
@@ -99,20 +101,24 @@ def parallelize(
     )
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
+    everyone = world.everyone()
     if plan.stages is not None:
-        check_same(world.everyone().for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
-    return _run_of(job, plan, chosen, world, seed, stop_at_nan)
+        check_same(everyone.for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
+    place_parameters(job.model, {**plan.compute, **plan.buffers}, plan.mesh.coord(world.rank), seed, world.device)
+    check_same_start(everyone.for_strategy("core"), world, model, seed)
+    return _run_of(job, plan, chosen, world, everyone, seed, stop_at_nan)
 
 
-def _run_of(job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, seed: int, stop_at_nan: bool) -> Run:
+def _run_of(
+    job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, everyone: Axis, seed: int, stop_at_nan: bool
+) -> Run:
     """This rank's run: its part of every tensor, what each strategy adds, and the executor that fires their events."""
     coord = plan.mesh.coord(world.rank)
     samples = Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes)
     draws = Draws(seed)
     job = job._replace(samples=samples, draws=draws, deferred=Deferred())
-    place_parameters(job.model, {**plan.compute, **plan.buffers}, coord, seed, world.device)
     job.loss.to(world.device)
-    axes = _axes(plan, world)
+    axes = {**_axes(plan, world), "world": everyone}
     rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
     key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
     if plan.layout.precision != "fp32":  # torch's own takes no weights that are narrower than the statistics
@@ -156,7 +162,7 @@ def _axes(plan: Plan, world: World) -> dict[str, Axis]:
     for names in sorted(joined):
         if len(names) > 1:
             axes["+".join(names)] = world.axis("+".join(names), plan.mesh.groups(names))
-    return {**axes, "world": world.everyone()}
+    return axes
 
 
 def _strategy_on(mesh_axis: str, chosen: Sequence[Strategy]) -> str:

@@ -18,6 +18,7 @@ from shardwright.parallelize.checking import check_model, check_world
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import hollow, twin
+from shardwright.parallelize.same_start import check_same_start
 from shardwright.pipeline import Rows, Samples
 from shardwright.product import Later, weight_of
 from shardwright.strategies import choose
@@ -32,9 +33,9 @@ class LayerAlone:
     ``sum_gradients`` adds up what other ranks know of the parameters that they share with this one.
 
     >>> import torch, shardwright as sw
+    >>> layer = nn.Linear(6, 5)
     >>> def work(world):
-    ...     torch.manual_seed(0)
-    ...     alone = layer_alone(nn.Linear(6, 5), "tp2x2/2d", world)
+    ...     alone = layer_alone(layer, "tp2x2/2d", world)
     ...     x = torch.arange(18.0).view(3, 6)
     ...     part = alone.cut(x)
     ...     y = alone.gather(alone(part))
@@ -153,7 +154,7 @@ def layer_alone(
     copies activations (1D), the output comes cut by features: the layer is a column.
 
     Raises: LayoutError: the layout has other axes than ``tp``, or does not fit the layer or the ranks; PlanError: the
-        layer is not exactly an ``nn.Linear``, or its code is more than a Linear's.
+        layer is not exactly an ``nn.Linear``, its code is more than a Linear's, or ranks were given different ones.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     _check_layer(layer)
@@ -184,6 +185,7 @@ def layer_alone(
     samples = Samples(plan.mesh, plan.row_axes, coord)
     job = Job(twin(layer), nn.Identity(), num_tokens, samples)
     place_parameters(job.model, plan.compute, coord, seed, world.device)
+    check_same_start(world.everyone().for_strategy("core"), world, layer, seed)
     axes = {name: axis.for_strategy(mode.name) for name, axis in world.axes(plan.mesh).items()}
     for names in sorted({summed_axes(plan, name) for name in plan.compute}):
         if len(names) > 1:

@@ -303,8 +303,9 @@ class Run:
         Time begins when all stages are there. Traffic: beside the step's, one barrier and one gathering of times.
 
         >>> import shardwright as sw
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         >>> def work(world):
-        ...     run = sw.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "pp2 mb2", world)
+        ...     run = sw.parallelize(model, "pp2 mb2", world)
         ...     (batch,) = run.shard([(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))])
         ...     return [" ".join(str(span.action) for span in stage) for stage in run.timeline(batch).spans]
         >>> sw.launch(work, 2, ranks="threads")[0]

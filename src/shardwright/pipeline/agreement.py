@@ -66,23 +66,35 @@ def check_same(axis: Axis, lines: Sequence[str]) -> None:
     >>> run_on_threads(Mesh(pp=2), lambda axes: check_same(axes["pp"], ["chunk 0: y = relu(x)"]))
     [None, None]
     """
-    if axis.size == 1 or axis.device.type == "meta":  # a rehearsal has no values
-        return
-    digest = int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "little")
-    most = axis.all_reduce(torch.tensor([digest, -digest], device=axis.device), "max").tolist()
-    if most[0] == -most[1]:
-        return
-    every = gather_json(axis, list(lines))
-    other = next(member for member, theirs in enumerate(every) if theirs != every[0])
-    first, second = next(
-        pair for pair in zip_longest(every[0], every[other], fillvalue="nothing") if pair[0] != pair[1]
-    )
+    if axis.size == 1 or axis.device.type == "meta" or (found := difference(axis, lines)) is None:
+        return  # a rehearsal has no values
     raise PlanError(
         explain(
             "ranks have read different code, or run different lists, and would wait for each other for ever",
-            given=f"rank {axis.ranks[0]} has '{first:.200}', rank {axis.ranks[other]} '{second:.200}'",
+            given=found,
             allowed="calls, costs and schedules that are the same on every rank",
             fix="take random numbers of the host, the rank and the time out of the model's forward, and give every "
             "rank the same seconds and files",
         )
     )
+
+
+def difference(axis: Axis, lines: Sequence[str]) -> str | None:
+    """The first lines that differ, and whose they are; None if all members have the same.
+
+    Traffic: one all-reduce of two numbers; where they differ, all lines.
+
+    >>> from shardwright import Mesh, run_on_threads
+    >>> run_on_threads(Mesh(pp=2), lambda axes: difference(axes["pp"], ["same", f"member {axes['pp'].index}"]))[1]
+    "rank 0 has 'member 0', rank 1 'member 1'"
+    """
+    number = int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "little")
+    most = axis.all_reduce(torch.tensor([number, -number], device=axis.device), "max").tolist()
+    if most[0] == -most[1]:
+        return None
+    every = gather_json(axis, list(lines))
+    other = next(member for member, theirs in enumerate(every) if theirs != every[0])
+    first, second = next(
+        pair for pair in zip_longest(every[0], every[other], fillvalue="nothing") if pair[0] != pair[1]
+    )
+    return f"rank {axis.ranks[0]} has '{first:.200}', rank {axis.ranks[other]} '{second:.200}'"

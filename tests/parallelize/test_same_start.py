@@ -1,0 +1,104 @@
+"""Ranks that were given different models are told so, each of them, before anything is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis.strategies import data, integers, sampled_from
+from torch import nn
+
+from shardwright import launch, layer_alone, parallelize, without_values
+from shardwright.errors import PlanError
+from shardwright.layout import Layout
+from shardwright.parallelize.same_start import digest
+
+
+def build():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3), nn.BatchNorm1d(3))
+
+
+def hollow():
+    with without_values():
+        return build()
+
+
+def refused(line, of_rank):
+    """What each rank is told that is given ``of_rank(rank)``, a model and a seed."""
+
+    def work(world):
+        model, seed = of_rank(world.rank)
+        with pytest.raises(PlanError, match="ranks were given different models") as refusal:
+            parallelize(model, line, world, seed=seed)
+        return str(refusal.value)
+
+    (text,) = set(launch(work, Layout.parse(line).num_ranks, ranks="threads"))
+    return text
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "dp2/zero3", "pp2 mb2/own-statistics"])
+def test_a_model_with_values_that_each_rank_builds_by_itself_is_refused_on_every_rank(line):
+    text = refused(line, lambda rank: (build(), 0))
+    assert "rank 0 has '0.weight: torch.float32 (8, 6), values " in text
+    assert "build the model under sw.without_values()" in text
+
+
+def test_one_element_of_a_buffer_is_enough():
+    models = [hollow(), hollow()]
+    for model in models:
+        model.to_empty(device="cpu")
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    models[1][3].running_mean[2] = -0.0
+    assert "rank 0 has '3.running_mean: " in refused("dp2", lambda rank: (models[rank], 0))
+
+
+def test_a_rank_without_values_or_with_another_seed_is_refused_too():
+    one, other = build(), hollow()
+    assert "rank 1 '0.weight: torch.float32 (8, 6), without values'" in refused("tp2", lambda r: ((one, other)[r], 0))
+    assert "rank 0 has 'seed 0', rank 1 'seed 1'" in refused("dp2", lambda rank: (hollow(), rank))
+    assert "rank 0 has 'seed 0', rank 1 'seed 1'" in refused("dp2", lambda rank: (one, rank))
+
+
+def test_a_layer_alone_is_the_same_on_every_rank():
+    def work(world):
+        with pytest.raises(PlanError, match=r"rank 0 has 'weight: .*, rank 1 'weight: "):
+            layer_alone(nn.Linear(4, 4), "tp2", world)
+
+    launch(work, 2, ranks="threads")
+
+
+def test_copies_with_the_same_values_are_taken():
+    state = build().state_dict()
+
+    def work(world):
+        model = build()
+        model.load_state_dict(state)
+        model[2].weight = nn.Parameter(model[2].weight.T.contiguous().T)  # the same numbers, in another order in memory
+        return sum(p.sum().item() for p in parallelize(model, "dp2", world).parameters.values())
+
+    first, second = launch(work, 2, ranks="threads")
+    assert first == second
+
+
+@settings(max_examples=30)
+@given(data(), sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex128]), integers(1, 9000))
+def test_a_digest_tells_tensors_apart_that_differ_in_one_element_or_in_where_two_lie(drawn, dtype, size):
+    tensor = torch.arange(size).to(torch.uint8).to(dtype)
+    offset = torch.cat([tensor[:1], tensor])[1:]  # its bytes begin where no number of eight does
+    assert digest(offset) == digest(tensor)
+    place, other = (drawn.draw(integers(0, size - 1)) for _ in range(2))
+    changed = tensor.clone()
+    changed[place] += 1
+    assert digest(changed) != digest(tensor)
+    swapped = tensor.clone()
+    swapped[[place, other]] = swapped[[other, place]]
+    assert (digest(swapped) == digest(tensor)) == (tensor[place] == tensor[other]).item()
+
+
+@pytest.mark.parametrize("other", [1, 512], ids=["in a row", "in a column"])
+def test_two_numbers_that_change_places_in_the_matrix_that_is_summed_change_the_digest(other):
+    tensor = torch.arange(2000)
+    swapped = tensor.clone()
+    swapped[[0, other]] = swapped[[other, 0]]
+    assert digest(swapped) != digest(tensor)
