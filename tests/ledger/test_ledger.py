@@ -50,6 +50,7 @@ def check_close(line, dropout):
 
 LINES = ["single", "mb2", "dp2", "dp4", "recompute:full", "dp2 recompute:selective", "dp2 mb2 recompute:blocks.1"]
 LINES += ["dp2/zero1", "dp4/zero2/bucket:0 bf16", "dp2/zero3/bucket:0", "dp2/zero3/bucket:0 bf16 recompute:full"]
+LINES += ["dp2 fp16", "dp2/zero2 fp16", "pp2 mb2 bf16"]
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -182,3 +183,12 @@ def test_a_stage_lets_go_of_what_came_in_once_its_gradients_are_back():
     last = sw.launch(work, 2, ranks="threads")[1]
     message = 2 * 16 * 32 * 4
     assert last.most()["messages"] <= 3 * message, "one microbatch in hand, and what is posted ahead"
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_ranks_without_a_sample_are_rehearsed_through_batch_norm(momentum):
+    with sw.without_values():
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, 3))
+    batch = torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
+    accounts = [predict_memory(Job(model, CrossEntropy()), "dp3", rank, batch) for rank in range(3)]
+    assert accounts[0].peak_bytes >= accounts[2].peak_bytes > 0

@@ -21,7 +21,7 @@ from shardwright.ledger.attention import AttendsAsHere
 from shardwright.ledger.tracking import Account, Tracker
 from shardwright.models.on_meta import on_meta
 from shardwright.parallelize import Run, hollow, parallelize
-from shardwright.parallelize.planning import num_rows
+from shardwright.parallelize.planning import narrow_model, num_rows
 from shardwright.parallelize.rehearsal import values_crossing
 from shardwright.pipeline import Action, Events, Microbatch
 from shardwright.strategies import choose
@@ -96,7 +96,7 @@ def predict_memory(
 
 def _expect(run: Run, job: Job, mine: Microbatch, num_global: int) -> None:
     """Tells a stage what will come from the others, who are not there to tell."""
-    apart = job._replace(model=hollow(job.model), loss=hollow(job.loss))
+    apart = job._replace(model=narrow_model(hollow(job.model), run.plan), loss=hollow(job.loss))
     inputs = [each.inputs for each in run.pieces(mine)]
     run.rehearse_with(
         mine, values_crossing(apart, run.plan, choose(run.plan.layout), inputs, num_global, run.coord, mine.num_tokens)

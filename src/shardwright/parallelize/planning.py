@@ -181,7 +181,7 @@ class StepTraffic:
 
     def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
         self.job, self.plan, self.strategies = job, plan, tuple(strategies)
-        self._whole = _narrow_model(hollow(job.model), plan)
+        self._whole = narrow_model(hollow(job.model), plan)
         forget_batches(self._whole)
         stand_no_samples(self._whole)
         self._inputs = tree_map_only(Tensor, lambda tensor: narrow(tensor.to("meta"), plan), inputs)
@@ -218,7 +218,7 @@ class StepTraffic:
         # stages share the values, and copies of the model compute alike on as many samples
         key = (*(coord[axis] for axis in axes), *(each.counts(axes) for each in samples))
         if key not in self._crossed:
-            apart = _narrow_model(hollow(self.job.model), self.plan)  # it will be changed
+            apart = narrow_model(hollow(self.job.model), self.plan)  # it will be changed
             job = self.job._replace(model=apart, loss=hollow(self.job.loss))
             self._crossed[key] = crossings(
                 values_crossing(
@@ -228,7 +228,7 @@ class StepTraffic:
         return self._crossed[key]
 
 
-def _narrow_model(model: nn.Module, plan: Plan) -> nn.Module:
+def narrow_model(model: nn.Module, plan: Plan) -> nn.Module:
     """The model, its parameters and buffers in what the layout computes in."""
     for parameter in model.parameters():
         parameter.data = narrow(parameter.data, plan)

@@ -196,12 +196,12 @@ class _Forward:
             tracked.add_(1)
         if self.module.momentum is not None:
             return float(self.module.momentum)
-        return 1.0 / float(tracked) if tracked is not None else 0.0
+        return 1.0 / float(tracked) if tracked is not None and tracked.device.type != "meta" else 0.0
 
     def _check_count(self, input: Tensor, count: Tensor) -> None:
-        """Raises PlanError where one device raises: all members know the count, so all do."""
+        """Raises PlanError where one device raises: all members know the count, so all do; not in a rehearsal."""
         here = input.numel() // input.shape[1]
-        if here <= 1 and float(count) == 1:
+        if here <= 1 and count.device.type != "meta" and float(count) == 1:
             raise PlanError(
                 explain(
                     "BatchNorm needs more than one value of each channel",
