@@ -60,8 +60,9 @@ def save_tensors(
 
 
 def _check_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
-    """Raises CheckpointError for what is not global; LayoutError where ranks give different names."""
+    """Raises CheckpointError for what is not global; PlanError for stale views; LayoutError for different names."""
     from shardwright.global_tensor.agreement import check_everywhere
+    from shardwright.global_tensor.aliases import check_fresh
     from shardwright.global_tensor.tensor import GlobalTensor, where_of
 
     for name, tensor in tensors.items():
@@ -76,6 +77,7 @@ def _check_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
             )
     said = [(name, tuple(x.shape), x.dtype, where_of(x)) for name, x in tensors.items()]
     check_everywhere("the tensors of a checkpoint", said)
+    check_fresh("save or load", tensors.values())
 
 
 def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dict[str, Tensor]]:
@@ -106,6 +108,8 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
 
     Raises: CheckpointError, on every rank: missing, broken or foreign; or without one of the tensors.
     """
+    from shardwright.global_tensor.aliases import is_apart, note_writes
+
     _check_tensors(tensors)
     folder = find(Path(path))
     manifest = read_manifest(folder)
@@ -130,10 +134,20 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
                     fix=f"give a tensor of {stored}",
                 )
             )
+    for name in (name for name, tensor in tensors.items() if is_apart(tensor)):
+        raise CheckpointError(
+            explain(
+                f"'{name}' is a view that was gathered: its base would not see what is loaded",
+                given=f"a view of shape {list(tensors[name].shape)}",
+                allowed="tensors of their own",
+                fix="give the tensor that it is a view of, or a .clone()",
+            )
+        )
     _check_everywhere(folder, manifest, tensors)
     with torch.no_grad():
         for name, tensor in tensors.items():
             _fill(folder, manifest, name, tensor)
+    note_writes(tensors.values())
     return manifest.extra
 
 

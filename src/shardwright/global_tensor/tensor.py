@@ -19,6 +19,7 @@ from shardwright.comm import once
 from shardwright.comm.here import here
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.global_tensor import sbp as words
+from shardwright.global_tensor.aliases import check_fresh, is_stale
 from shardwright.global_tensor.indices import with_lists
 from shardwright.global_tensor.lying import Where, local_shape
 from shardwright.global_tensor.moving import move
@@ -35,7 +36,6 @@ class GlobalTensor(DTensor):
     Made by :func:`from_local`, :func:`randn` and their like, or by :func:`to_global`.
     """
 
-    _is_apart: bool
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -76,6 +76,7 @@ class GlobalTensor(DTensor):
 
         Its gradient is taken to lie as this tensor does; a term of a sum gets the gradient of the sum.
         """
+        check_fresh("to_local", [self])
         grad = None if grad_placements is None else words.checked(grad_placements, self.placement, self.ndim)
         return _ToLocal.apply(self, grad)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -153,7 +154,9 @@ class GlobalTensor(DTensor):
     def __repr__(self) -> str:  # type: ignore[override]
         """What it is and where it lies, with this rank's numbers: nothing is sent."""
         held = "nothing on this rank"
-        if here().rank in self.placement:
+        if is_stale(self):
+            held = "a view gathered before its base was written to"
+        elif here().rank in self.placement:
             held = f"here: {self._local_tensor.detach()}"
         return (
             f"GlobalTensor(shape={list(self.shape)}, dtype={self.dtype}, {self.placement}, "
@@ -191,7 +194,7 @@ class GlobalTensor(DTensor):
                     fix="write copy.deepcopy(x.detach()), or x.clone() to keep the gradient",
                 )
             )
-        copy = wrap(self._local_tensor.detach().clone(), tuple(self.shape), where_of(self), self.stride())
+        copy = wrap(self.to_local().detach().clone(), tuple(self.shape), where_of(self), self.stride())
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, self.requires_grad)  # type: ignore[assignment]
         else:
@@ -295,6 +298,7 @@ def to_global(
             )
         )
     check_source(x, here_)
+    check_fresh("to_global", [x])
     there = Where(where, words.checked(here_.sbp if sbp is None else sbp, where, x.ndim))
     if there == here_ and grad_sbp is None and isinstance(x, GlobalTensor):
         return x

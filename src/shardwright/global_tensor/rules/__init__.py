@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardwright.comm.here import here
+from shardwright.global_tensor.aliases import bind, check_fresh, is_apart, note_writes
 from shardwright.global_tensor.lying import Where
 from shardwright.global_tensor.moving import move
 from shardwright.global_tensor.placement import Placement, placement_of
@@ -80,24 +81,34 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = [_as_global(func, leaf, place) for leaf in leaves]
         args, kwargs = put_together(leaves, spec)
     call = Call(func, args, kwargs, [leaf for leaf in leaves if isinstance(leaf, DTensor)], place)
-    if call.name in randoms.HANDLERS:
-        return randoms.HANDLERS[call.name](call)
-    if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call):
+    check_fresh(call.name, call.tensors)
+    written = [x for x, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)]
+    if any(is_apart(x) for x in written):
+        raise refusal(call, "what is written to is a part of a cut tensor, and was gathered to be looked at")
+    draws = torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call)
+    if draws and call.name not in randoms.HANDLERS:
         raise refusal(call, "its random numbers would depend on the layout", "randn, rand, dropout")
     if torch.Tag.inplace_view in func.tags or call.name in _RESHAPE_THEMSELVES:
         raise refusal(call, "it gives a tensor another shape in place", "the operator that returns a new one")
+    found = _carried_out(call, leaves, spec)
+    note_writes(written)
+    return found
+
+
+def _carried_out(call: Call, leaves: list[Any], spec: Any) -> Any:
+    """What the operator returns, and what it writes written."""
+    func, args, kwargs = call.func, call.args, call.kwargs
+    if call.name in randoms.HANDLERS:
+        return randoms.HANDLERS[call.name](call)
     if call.name in _READERS:
         return _READERS[call.name](call)
     if _is_composite(call):  # it comes whole only where autograd has not taken it apart
         return func.decompose(*args, **kwargs)
     decision = _decision(call)
-    written = [x for x, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)]
     if any(kwargs.get(each.name) is not None for each in func._schema.arguments if each.is_out) and (
         not args or any(kwargs.get(each.name) is not args[0] for each in func._schema.arguments if each.is_out)
     ):
         raise refusal(call, "the result would be written into a tensor that lies otherwise: leave out 'out='")
-    if any(getattr(x, "_is_apart", False) for x in written):
-        raise refusal(call, "what is written to is a part of a cut tensor, and was gathered to be looked at")
     lost = [
         moved(x, Where(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
@@ -237,8 +248,8 @@ def _returned(call: Call, decision: Decision, found: Any) -> Any:
         wrapped.append(local)
     result = type(found)(wrapped) if many else wrapped[0]
     if schema.returns and any(each.alias_info is not None for each in schema.returns):
-        for each in (each for each in wrapped if _is_apart(call, decision, each)):
-            each._is_apart = True
+        for each in wrapped:
+            bind(each, call.tensors[0], apart=_is_copied(call, decision, each))
     if member and schema._is_view_op() and not many and not torch.is_inference_mode_enabled():
         return return_and_correct_aliasing(call.func, call.args, call.kwargs, result)
     return result
@@ -258,12 +269,12 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _is_apart(call: Call, decision: Decision, view: GlobalTensor) -> bool:
+def _is_copied(call: Call, decision: Decision, view: GlobalTensor) -> bool:
     """Whether a view is none here, since its input had to be moved or copied: a write to it would not be seen."""
     x = call.tensors[0]
     mine, others = (each._local_tensor.untyped_storage().data_ptr() for each in (view, x))
     copied = bool(view._local_tensor.numel()) and mine != others
-    return copied or getattr(x, "_is_apart", False) or decision.ins[0] != x.sbp
+    return copied or decision.ins[0] != x.sbp
 
 
 # ---- operators that read values into Python

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.comm.here import here
 from shardwright.errors import PlanError, explain
 from shardwright.global_tensor import sbp as words
+from shardwright.global_tensor.aliases import is_apart, note_writes
 
 _FOREACH = "_foreach_"
 _FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
@@ -82,6 +83,7 @@ def _fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     rest = {name: value for name, value in given.items() if name not in lists}
     for parameter, *others in zip(lists["self"], *(_states(lists)), strict=True):
         _check(func, parameter, others, rest)
+    note_writes([*lists["self"], *(each for states in _states(lists) for each in states)])
     lists["grads"] = [
         grad.to_global(parameter.placement, parameter.sbp)
         for grad, parameter in zip(lists["grads"], lists["self"], strict=True)
@@ -107,6 +109,8 @@ def _local(x: Any) -> Any:
 
 
 def _check(func: Any, parameter: Any, states: list[Any], rest: dict[str, Any]) -> None:
+    if any(is_apart(each) for each in (parameter, *states)):
+        _refuse(func, "a part of a cut tensor, gathered to be looked at", "parameters of their own: x[:2].clone()")
     scaled = [name for name in ("grad_scale", "found_inf") if rest.get(name) is not None]
     if any(one.is_partial() for one in parameter.sbp):
         _refuse(func, f"a parameter that is {words.text(parameter.sbp)}", "parameters that are cut or broadcast")
