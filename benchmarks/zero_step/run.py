@@ -116,6 +116,14 @@ def measure(world, size, rounds, steps, wanted):
     return *in_turn(each, rounds, steps), left_out
 
 
+def held_gib(size, num_ranks, wanted):
+    """What all variants hold at once, about: state takes 16 bytes a parameter, and slices of it less."""
+    with torch.device("meta"):
+        num_parameters = sum(p.numel() for p in GPT(GPTConfig(**SIZES[size][0])).parameters())
+    num_variants = 1 + (len(wanted) or len(OURS) + len(PEERS))
+    return 0.75 * 16 * num_parameters * num_variants * num_ranks / 2**30
+
+
 def table_of(case, rows, cpu_rows):
     """A row for each variant: wall and CPU ratios."""
     limits = dict.fromkeys((name for name in rows[0] if name != "limit"), "limit")
@@ -145,6 +153,9 @@ def main():
     for size in options.sizes:
         for num_ranks in options.ranks:
             case = f"{size}, {num_ranks} ranks"
+            if (need := held_gib(size, num_ranks, options.only)) > facts["memory_gib"]:
+                left_out[case] = f"about {need:.0f} GiB of state at once, on {facts['memory_gib']:.0f} GiB"
+                continue
             work = (size, options.rounds, options.steps, options.only)
             rows, cpu_rows, missing = sw.launch(measure, num_ranks, *work)[0]
             raw[case] = {"rounds": rows, "cpu_rounds": cpu_rows}
