@@ -178,8 +178,10 @@ class WithTables(nn.Module):
 
 
 def test_buffers_that_are_not_persistent_are_neither_saved_nor_loaded(tmp_path):
+    models = {value: WithTables(value) for value in (1.0, 5.0)}
+
     def work(world, value):
-        run, _ = start(world, "dp2", WithTables(value))
+        run, _ = start(world, "dp2", models[value])
         if value == 1.0:
             save(tmp_path, run)
         else:
