@@ -2,11 +2,13 @@
 
 from itertools import combinations, pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis.strategies import integers, lists, sampled_from, tuples
 from torch import nn
 
+from shardwright.errors import LayoutError
 from shardwright.pipeline.costs import total
 from shardwright.pipeline.cutting import cut
 
@@ -47,3 +49,15 @@ def test_a_large_head_has_a_stage_of_its_own_where_time_does_not_care():
     seconds = {"0": 1.0, "1": 0.25, "2": 1.0}
     stages = cut(layers([4, 4, 4000]), 2, seconds=seconds)
     assert [stages.chunked.calls_of(chunk) for chunk in range(2)] == [("0", "1"), ("2",)]
+
+
+class AsksValues(nn.Linear):
+    def forward(self, x):
+        if x.sum() > 0:
+            return super().forward(x)
+        return x
+
+
+def test_the_line_that_cannot_be_followed_is_named():
+    with pytest.raises(LayoutError, match=r"test_cutting\.py:\d+: if x\.sum\(\) > 0:"):
+        cut(AsksValues(4, 4), 2)
