@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,3 +120,10 @@ def _is_traced(place: slice) -> bool:
 
 def _without_values(value: Any) -> Any:
     return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+
+
+def line_of(failure: Exception) -> str:
+    """The last line that ran of a model's own code, as the end of a message; nothing where none did."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    theirs = [each for each in traceback.extract_tb(failure.__traceback__) if not each.filename.startswith(ours)]
+    return f"; here {Path(theirs[-1].filename).name}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""

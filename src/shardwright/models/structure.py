@@ -141,6 +141,7 @@ def trace(
     opened: Collection[str] = (),
     given: Collection[str] = (),
     shows_weights: bool = False,
+    told: list[Exception] | None = None,
 ) -> fx.Graph | None:
     """The calls that one module makes, or None where its Python code depends on values.
 
@@ -148,7 +149,7 @@ def trace(
     looks into all modules that are not torch's own. What has hooks stays a call, which will run them. Arguments that
     may be left out are, but for those in ``given``. ``node.meta["within"]`` says which of those looked into were
     running, the outermost first. Code that reads a layer's weight from outside cannot be traced, unless
-    ``shows_weights``.
+    ``shows_weights``. What the code raised, where it did, is added to ``told``.
 
     torch's own tracer replaces ``nn.Module.__call__`` for the whole process while it works; this one changes a copy of
     the module and nothing else, so that other threads may run models meanwhile.
@@ -191,7 +192,9 @@ def trace(
         if reads is not None and reads.has_changed():
             return None  # the next step would read something else
         output.meta[ATTRIBUTES] = tuple(reads.found) if reads is not None else ()
-    except Exception:  # any Python code may run here; what cannot be traced is simply not taken apart
+    except Exception as failure:  # any Python code may run here; what cannot be traced is simply not taken apart
+        if told is not None:
+            told.append(failure)
         return None
     return graph
 

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from shardwright.errors import LayoutError, explain
 from shardwright.models.devices import stay_put
-from shardwright.models.reading import ATTRIBUTES, NO_GRADIENT
+from shardwright.models.reading import ATTRIBUTES, NO_GRADIENT, line_of
 from shardwright.models.structure import trace
 from shardwright.pipeline.writes import follow_writes, name_of, written_by
 
@@ -209,13 +209,14 @@ def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection
     >>> [node.name for node in read_graph(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['input_1', '_0', '_1', 'output']
     """
-    graph = trace(model, opened=opened, given=given, shows_weights=True)
+    told: list[Exception] = []
+    graph = trace(model, opened=opened, given=given, shows_weights=True, told=told)
     if graph is None:
         raise LayoutError(
             explain(
                 f"the code of {type(model).__name__} cannot be followed, so it cannot be cut into stages",
                 given="calls that depend on values, on random numbers or on attributes that the code sets itself, or "
-                "that are no calls of torch",
+                "that are no calls of torch" + "".join(line_of(failure) for failure in told),
                 allowed="a forward that makes the same calls for any values; loops over lists of modules are fine",
                 fix="move what depends on values into a module of its own, or use nn.Sequential",
             )

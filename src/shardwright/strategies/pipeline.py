@@ -7,6 +7,10 @@
                         stage 2 |       F0 F1    B0 F2 B1 F3 B2    B3       |
                         stage 3 |          F0 B0 F1 B1 F2 B2 F3 B3          |
 
+Stages are cut so that the slowest costs least, embedding and head included, by predicted work or measured seconds; of
+cuts that cost the same, so that the largest holds the fewest bytes. ``show`` prints each stage's share of both, and
+``auto:8GiB`` asks for a schedule within a limit.
+
 Shapes: activations between stages cross as they lie: a microbatch's samples, and of these the sub-block that tensor
     parallelism leaves on the rank.
 Traffic: for each value that crosses an edge, m messages forward and m back, straight from the stage that makes it to
