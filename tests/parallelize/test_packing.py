@@ -7,6 +7,7 @@ import torch
 
 import shardwright as sw
 from contract.cases import CASES, check_equal, check_traffic
+from shardwright.errors import PlanError
 from shardwright.ledger import measure_memory, predict_memory
 from shardwright.models import GPT, CrossEntropy, GPTConfig
 from shardwright.parallelize.packing import Packing
@@ -88,20 +89,34 @@ class Gate(torch.nn.Module):
         return a * b * c
 
 
-def test_room_is_used_again_in_the_next_step_and_each_storage_goes_out_once():
+def test_room_is_used_again_by_steps_of_any_length_and_each_storage_goes_out_once():
     def work(world):
         storage, gate = Storage("disk", world.everyone()), Gate()
         x = torch.arange(32.0).view(4, 8).sin().requires_grad_()  # so that the weight is wanted too
         gate(x).sum().backward()
         expected, gate.up.weight.grad = gate.up.weight.grad, None
         Packing(storage).attach(gate)
-        used = []
-        for _ in range(3):
+        used, rooms = [], []
+        for length in (4, 3, 2, 4):
             gate.zero_grad()
-            gate(x).sum().backward()
-            used.append(sorted(tensor.numel() for tensor in storage.tensors))
-        return used, torch.equal(gate.up.weight.grad, expected)
+            total = gate(x[:length].clone()).sum()
+            used.append(sorted(tensor.numel() // length for tensor in storage.tensors))
+            rooms.append(min(tensor.data_ptr() for tensor in storage.tensors))
+            total.backward()
+            del total  # and the graph
+        return used, len(set(rooms)), torch.equal(gate.up.weight.grad, expected)
 
-    ((used, same),) = sw.launch(work, 1, ranks="threads")
-    assert used == [[4 * 8 * 4, 4 * 8 * 4, 4 * 24 * 4]] * 3  # the input, the first product, and what it is taken of
+    ((used, num_rooms, same),) = sw.launch(work, 1, ranks="threads")
+    assert used == [[8 * 4, 8 * 4, 24 * 4]] * 4  # the input, the first product, and what it is taken of
+    assert num_rooms == 1
     assert same
+
+
+def test_a_folder_that_cannot_be_written_is_refused_on_every_rank_before_the_first_step(tmp_path):
+    (tmp_path / "file").touch()
+
+    def work(world):
+        with pytest.raises(PlanError, match="no room to offload to disk"):
+            sw.parallelize(plain(), f"dp2 {WORD}", world, offload_folder=tmp_path / "file" / "folder")
+
+    sw.launch(work, 2, ranks="threads")

@@ -8,6 +8,7 @@ from shardwright.comm import Axis
 from shardwright.parallelize.packing import Packing
 from shardwright.pipeline.regions import Block, Remembers
 from shardwright.slices import Storage
+from shardwright.slices.storage import LEAST_BYTES
 from shardwright.strategy import Applied, Job, Plan
 from shardwright.strategy.recompute import keeps_on
 
@@ -37,6 +38,8 @@ def keep_elsewhere(job: Job, plan: Plan, applied: Sequence[Applied], everyone: A
     if place is None or (place == "host" and everyone.device.type in ("cpu", "meta")):
         return
     outer = next((each.saving for each in applied if each.saving is not None), None)
-    packing = Packing(Storage(place, everyone, job.offload_folder), outer)
+    storage = Storage(place, everyone, job.offload_folder)
+    storage.reserve([LEAST_BYTES])  # a folder that cannot be written is refused now, and not in the first step
+    packing = Packing(storage, outer)
     for path in plan.packed:
         packing.attach(job.model.get_submodule(path))

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -59,12 +60,15 @@ class _Packed(NamedTuple):
 class Packing:
     """Takes out what autograd saves in the calls of some modules; ``outer`` is asked first, and may keep it its way.
 
-    Room is used again once the graph that saved something is gone.
+    Room is used again once the graph that saved something is gone: at first by what is as large, and by anything once
+    nothing is out, so that batches of any lengths take the room of the largest.
     """
 
     storage: Storage
     outer: Saving | None = None
     _free: dict[int, list[Tensor]] = field(default_factory=dict)
+    _num_out: int = 0
+    _lock: RLock = field(default_factory=RLock)
 
     def attach(self, module: nn.Module) -> None:
         """From now on what the module's calls save goes out."""
@@ -102,12 +106,26 @@ class Packing:
     @torch.no_grad()
     def _out(self, tensor: Tensor) -> _Slot:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        free = self._free.setdefault(whole.numel(), [])
-        home = free.pop() if free else self.storage.empty(whole.numel(), torch.uint8)
+        home = self._room(whole.numel())
         slot = _Slot(home.copy_(whole), tensor.device)
-        weakref.finalize(slot, free.append, home)
+        weakref.finalize(slot, self._is_back, home)
         self.storage.put_away([home])
         return slot
+
+    def _room(self, num_bytes: int) -> Tensor:
+        with self._lock:
+            self._num_out += 1
+            free = self._free.get(num_bytes)
+            return free.pop() if free else self.storage.empty(num_bytes, torch.uint8)
+
+    def _is_back(self, home: Tensor) -> None:
+        """What lay there is needed no more: called by whoever lets go of it, in any thread."""
+        with self._lock:
+            self._num_out -= 1
+            self._free.setdefault(home.numel(), []).append(home)
+            if not self._num_out and home.device.type != "meta":
+                self._free.clear()
+                self.storage.start_over()
 
     @torch.no_grad()
     def _back(self, packed: Any) -> Tensor:

@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,7 +30,8 @@ from shardwright.units import format_bytes
 Place = Literal["host", "disk"]
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
-_LEAST = 2**22
+LEAST_BYTES = 2**22
+"""The smallest file that is made without being asked for."""
 
 
 class _Piece(NamedTuple):
@@ -38,6 +40,14 @@ class _Piece(NamedTuple):
     file: mmap.mmap
     start: int
     num_bytes: int
+
+
+@dataclass(eq=False)
+class _File:
+    """A mapped file, and where the next tensor goes."""
+
+    pages: mmap.mmap
+    next: int = 0
 
 
 class Storage:
@@ -51,8 +61,7 @@ class Storage:
         self.tensors: list[Tensor] = []
         self._num_bytes = 0
         self._everyone = everyone
-        self._file: mmap.mmap | None = None
-        self._next = 0
+        self._files: list[_File] = []
         self._pieces: dict[int, _Piece] = {}
 
     def reserve(self, sizes: Iterable[int]) -> None:
@@ -83,7 +92,7 @@ class Storage:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)  # or else a full disk would kill the run as it writes
             else:
                 file.truncate(num_bytes)
-            self._file, self._next = mmap.mmap(file.fileno(), num_bytes), 0
+            self._files.append(_File(mmap.mmap(file.fileno(), num_bytes)))
         self._num_bytes += num_bytes
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -100,18 +109,25 @@ class Storage:
 
     def _mapped(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         num_bytes = num_elements * dtype.itemsize
-        if self._file is None or self._next + num_bytes > len(self._file):
+        if all(file.next + num_bytes > len(file.pages) for file in self._files):
             self._grow(num_bytes)
-        assert self._file is not None, "opened"
-        tensor = torch.frombuffer(self._file, dtype=dtype, count=num_elements, offset=self._next)
-        self._pieces[tensor.data_ptr()] = _Piece(self._file, self._next, num_bytes)
-        self._next += _aligned(num_bytes)
+        file = next(file for file in self._files if file.next + num_bytes <= len(file.pages))
+        tensor = torch.frombuffer(file.pages, dtype=dtype, count=num_elements, offset=file.next)
+        self._pieces[tensor.data_ptr()] = _Piece(file.pages, file.next, num_bytes)
+        file.next += _aligned(num_bytes)
         return tensor
+
+    def start_over(self) -> None:
+        """Nobody needs what lies here any more: its room is for others."""
+        self.tensors.clear()
+        self._pieces.clear()
+        for file in self._files:
+            file.next = 0
 
     def _grow(self, num_bytes: int) -> None:
         """Room that nobody could foresee: as much as there was before, so that files stay few."""
         try:
-            self._open(max(_aligned(num_bytes), self._num_bytes, _LEAST))
+            self._open(max(_aligned(num_bytes), self._num_bytes, LEAST_BYTES))
         except OSError as failure:
             raise _refused(f"{failure.strerror or failure}, in '{self.folder}'") from failure
 
@@ -139,4 +155,4 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
 
 
-__all__ = ["Place", "Storage"]
+__all__ = ["LEAST_BYTES", "Place", "Storage"]
