@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwright.errors import PlanError
-from shardwright.global_tensor import placement, randn, sbp
+from shardwright.global_tensor import full, ones, placement, randn, sbp
 
 
 def written_under_views(world) -> None:
@@ -47,3 +47,31 @@ def written_under_views(world) -> None:
 
 def test_a_gathered_view_is_not_read_once_its_base_was_written_to(pools):
     pools(4).run(written_under_views)
+
+
+# ---- sums in parts and infinity
+
+
+def infinities(world) -> None:
+    two = placement("cpu", ranks=[1, 2])
+    terms, inf = full((3,), 5.0, placement=two, sbp=sbp.partial_sum), float("inf")  # 5 and 0
+    zeros = ones(3, placement=two, sbp=sbp.broadcast) - 1
+    infinite = {
+        "times": terms * inf,
+        "from the left": -inf * terms * -1,
+        "times a number in a tensor": terms * torch.tensor(inf),
+        "by zero": terms / 0,
+        "by zero in a tensor": terms / torch.tensor(0.0),
+        "by zeros": terms / zeros,
+        "in place": terms.clone().div_(0),
+        "in a list": torch._foreach_mul([terms], inf)[0],
+        "added": torch.add(terms, terms, alpha=inf),
+    }
+    for name, found in infinite.items():
+        assert found.full_tensor().tolist() == [inf] * 3, name
+    for found in (terms * 2, terms / 4, terms * torch.tensor(2.0), terms / torch.tensor(2.0), terms * (zeros + 1)):
+        assert found.sbp == (sbp.partial_sum,)  # nothing was sent
+
+
+def test_a_sum_in_parts_times_infinity_or_by_zero_is_infinite_as_on_one_device(pools):
+    pools(4).run(infinities)

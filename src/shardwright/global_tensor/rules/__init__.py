@@ -155,7 +155,10 @@ def _as_global(func: Any, leaf: Any, place: Placement) -> Any:
             "write to_global(x, placement, sbp) for the plain one",
         )
     local = leaf.detach() if here().rank in place else leaf.new_empty((0,) * max(leaf.ndim, 1))
-    return wrap(local, tuple(leaf.shape), Where(place, (broadcast,) * place.ndim))
+    made = wrap(local, tuple(leaf.shape), Where(place, (broadcast,) * place.ndim))
+    if not leaf.ndim:
+        made._number = leaf  # type: ignore[attr-defined]  # a rule may ask whether it is zero or infinite
+    return made
 
 
 def _is_made_by_torch(func: Any, x: Tensor) -> bool:
