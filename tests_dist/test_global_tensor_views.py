@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from shardwright.errors import PlanError
+from shardwright.errors import LayoutError, PlanError
 from shardwright.global_tensor import full, ones, placement, randn, sbp
 
 
@@ -75,3 +76,24 @@ def infinities(world) -> None:
 
 def test_a_sum_in_parts_times_infinity_or_by_zero_is_infinite_as_on_one_device(pools):
     pools(4).run(infinities)
+
+
+# ---- gradients of two placements
+
+
+def clipped(world) -> None:
+    stages = [[full((4, 3), 1.0, placement=placement("cpu", ranks), sbp=sbp.split(0))] for ranks in ([0, 1], [2, 3])]
+    for factor, (x,) in enumerate(stages, 1):
+        (factor * x.requires_grad_()).sum().backward()
+    with pytest.raises(LayoutError, match="get_total_norm of each"):
+        clip_grad_norm_([x for (x,) in stages], 1.0)
+    everyone = placement("cpu", ranks=range(4))
+    norms = [get_total_norm([p.grad for p in stage]).to_global(everyone, sbp.broadcast) for stage in stages]
+    total = torch.linalg.vector_norm(torch.stack(norms)).full_tensor()
+    for factor, stage in enumerate(stages, 1):
+        clip_grads_with_norm_(stage, 1.0, total)
+        torch.testing.assert_close(stage[0].grad.full_tensor(), torch.full((4, 3), factor / 60**0.5))
+
+
+def test_gradients_of_two_placements_are_clipped_by_their_norms_as_the_refusal_says(pools):
+    pools(4).run(clipped)
