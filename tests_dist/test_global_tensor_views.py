@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from shardwright.errors import PlanError
-from shardwright.global_tensor import placement, randn, sbp
+from shardwright.errors import LayoutError, PlanError
+from shardwright.global_tensor import full, ones, placement, randn, sbp
 
 
 def written_under_views(world) -> None:
@@ -47,3 +48,52 @@ def written_under_views(world) -> None:
 
 def test_a_gathered_view_is_not_read_once_its_base_was_written_to(pools):
     pools(4).run(written_under_views)
+
+
+# ---- sums in parts and infinity
+
+
+def infinities(world) -> None:
+    two = placement("cpu", ranks=[1, 2])
+    terms, inf = full((3,), 5.0, placement=two, sbp=sbp.partial_sum), float("inf")  # 5 and 0
+    zeros = ones(3, placement=two, sbp=sbp.broadcast) - 1
+    infinite = {
+        "times": terms * inf,
+        "from the left": -inf * terms * -1,
+        "times a number in a tensor": terms * torch.tensor(inf),
+        "by zero": terms / 0,
+        "by zero in a tensor": terms / torch.tensor(0.0),
+        "by zeros": terms / zeros,
+        "in place": terms.clone().div_(0),
+        "in a list": torch._foreach_mul([terms], inf)[0],
+        "added": torch.add(terms, terms, alpha=inf),
+    }
+    for name, found in infinite.items():
+        assert found.full_tensor().tolist() == [inf] * 3, name
+    for found in (terms * 2, terms / 4, terms * torch.tensor(2.0), terms / torch.tensor(2.0), terms * (zeros + 1)):
+        assert found.sbp == (sbp.partial_sum,)  # nothing was sent
+
+
+def test_a_sum_in_parts_times_infinity_or_by_zero_is_infinite_as_on_one_device(pools):
+    pools(4).run(infinities)
+
+
+# ---- gradients of two placements
+
+
+def clipped(world) -> None:
+    stages = [[full((4, 3), 1.0, placement=placement("cpu", ranks), sbp=sbp.split(0))] for ranks in ([0, 1], [2, 3])]
+    for factor, (x,) in enumerate(stages, 1):
+        (factor * x.requires_grad_()).sum().backward()
+    with pytest.raises(LayoutError, match="get_total_norm of each"):
+        clip_grad_norm_([x for (x,) in stages], 1.0)
+    everyone = placement("cpu", ranks=range(4))
+    norms = [get_total_norm([p.grad for p in stage]).to_global(everyone, sbp.broadcast) for stage in stages]
+    total = torch.linalg.vector_norm(torch.stack(norms)).full_tensor()
+    for factor, stage in enumerate(stages, 1):
+        clip_grads_with_norm_(stage, 1.0, total)
+        torch.testing.assert_close(stage[0].grad.full_tensor(), torch.full((4, 3), factor / 60**0.5))
+
+
+def test_gradients_of_two_placements_are_clipped_by_their_norms_as_the_refusal_says(pools):
+    pools(4).run(clipped)

@@ -126,7 +126,11 @@ def _placement(func: Any, leaves: list[Any]) -> Placement:
     places = dict.fromkeys(placement_of(x._spec.mesh) for x in tensors)
     first = next(iter(places))
     if len(places) > 1:
-        raise mixed(func, ", ".join(map(str, places)), f"write x.to_global({first}, sbp) for the others")
+        fix = f"write x.to_global({first}, sbp) for the others"
+        if all(x.ndim == 0 for x in tensors):  # norms or losses of several stages: clip_grad_norm_ stacks them
+            fix += "; for clip_grad_norm_ over several placements, take get_total_norm of each, bring the norms to one "
+            fix += "placement, and give their norm to clip_grads_with_norm_ for each"
+        raise mixed(func, ", ".join(map(str, places)), fix)
     if any(not isinstance(x, GlobalTensor) for x in tensors):
         raise mixed(func, "a DTensor beside a global tensor", "write to_global(x) for it")
     return first
@@ -155,7 +159,10 @@ def _as_global(func: Any, leaf: Any, place: Placement) -> Any:
             "write to_global(x, placement, sbp) for the plain one",
         )
     local = leaf.detach() if here().rank in place else leaf.new_empty((0,) * max(leaf.ndim, 1))
-    return wrap(local, tuple(leaf.shape), Where(place, (broadcast,) * place.ndim))
+    made = wrap(local, tuple(leaf.shape), Where(place, (broadcast,) * place.ndim))
+    if not leaf.ndim:
+        made._number = leaf  # type: ignore[attr-defined]  # a rule may ask whether it is zero or infinite
+    return made
 
 
 def _is_made_by_torch(func: Any, x: Tensor) -> bool:

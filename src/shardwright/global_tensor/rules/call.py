@@ -7,6 +7,7 @@ takes the way that moves least; that all inputs are whole is always a way.
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -251,6 +252,19 @@ def check_dtypes(call: Call) -> None:
                 fix=f"write x.to({call.tensors[0].dtype}) for the others",
             )
         )
+
+
+def number_of(given: Any) -> Any:
+    """The number that an argument is: a plain one, or one in a plain tensor, the same on every rank; else None."""
+    if isinstance(given, Tensor):
+        held = getattr(given, "_number", None)
+        return None if held is None else held.item()
+    return given
+
+
+def is_finite(number: Any) -> bool:
+    """Whether zero times it is zero."""
+    return cmath.isfinite(number)
 
 
 def mixed(func: Any, what: str, fix: str) -> LayoutError:

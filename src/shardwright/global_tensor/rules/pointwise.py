@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide, refusal
+from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide, is_finite, number_of, refusal
 
 # beside those that torch marks
 MORE = frozenset(
@@ -85,15 +85,29 @@ def _linear(call: Call) -> list[Way]:
     if base == "_to_copy":
         return [alone]
     if base in ("copy", "add", "sub") and num == 2:
-        return [both]
+        return [both] if base == "copy" or is_finite(call.arg("alpha")) else []
     if base == "mul" or (base == "div" and call.func._overloadname in ("Tensor", "Scalar")):
-        if num == 1:
-            return [alone] if base == "mul" or call.args[0] is call.tensors[0] else []
-        if call.tensors[0] is not call.tensors[1]:
-            first: Way = (("P", "B"), ("P",))
-            second: Way = (("B", "P"), ("P",))
-            return [first, second] if base == "mul" and not is_in_place(call) else [first]
+        return _scaled(call, base)
     return []
+
+
+def _scaled(call: Call, base: str) -> list[Way]:
+    """A sum times a factor, or by a divisor, term by term: not where a term of zero becomes no number.
+
+    That is by infinity, by zero, and by a divisor that is a tensor, whose zeros nobody knows.
+    """
+    if len(call.tensors) == 2 and call.tensors[0] is call.tensors[1]:
+        return []
+    numbers = [number_of(each) for each in call.args[:2]]
+    if any(each is not None and not is_finite(each) for each in numbers):
+        return []
+    if base == "div" and (call.args[0] is not call.tensors[0] or not numbers[1]):
+        return []
+    if len(call.tensors) == 1:
+        return [(("P",), ("P",))]
+    first: Way = (("P", "B"), ("P",))
+    second: Way = (("B", "P"), ("P",))
+    return [first, second] if base == "mul" and not is_in_place(call) else [first]
 
 
 def _same_kind(call: Call) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, check_dtypes, decide
+from shardwright.global_tensor.rules.call import Call, Decision, Way, check_dtypes, decide, is_finite
 
 
 def _mm(call: Call) -> Decision:
@@ -25,6 +25,8 @@ def _added(call: Call, ways: list[Way]) -> Decision:
     for ins, outs in ways:
         out = outs[0]
         if out == "P":
+            if not (is_finite(call.arg("alpha")) and is_finite(call.arg("beta"))):
+                continue  # a term of zero would be no number
             found.append((("P", *ins), outs))
             continue
         own = int(out) - (len(shape) - len(added))
