@@ -63,6 +63,13 @@ def never_comes(world):
     world.everyone().all_reduce(torch.ones(3))
 
 
+def asks_alone(world):
+    everyone = world.everyone()
+    everyone.barrier()
+    if world.rank == 0:
+        everyone.all_reduce(torch.ones(2))
+
+
 def cannot_be_laid_out(world):
     parallelize(torch.nn.Linear(3, 3), "tp2", world, loss=CrossEntropy())
 
@@ -129,6 +136,11 @@ def test_a_call_that_nobody_joins_times_out_naming_axis_and_call(links):
         (CommunicationError, RankFailedError), match=r"all_reduce of \[3\] float32 sum over axis 'world'"
     ):
         launch(never_comes, 2, links=links, timeout_s=2)
+
+
+def test_a_call_that_one_rank_makes_while_the_others_have_ended_is_the_one_named():
+    with pytest.raises(RankFailedError, match=r"(?s)rank 0 failed.*everyone\.all_reduce\(torch\.ones"):
+        launch(asks_alone, 2, timeout_s=2)
 
 
 def test_a_layout_that_cannot_be_is_a_layout_error():

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from shardwright.comm import failures
 from shardwright.comm.exchange import Link, folder_for_sockets
-from shardwright.comm.failures import ToldToStop
+from shardwright.comm.failures import LostPartnerError, ToldToStop
 from shardwright.comm.here import enter
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.transport import Links, ProcessTransport
@@ -65,7 +65,18 @@ def run_here(
         time.sleep(failures.GRACE_S)  # the rank that failed first is the one to be heard
         raise
     transport.close()
-    dist.barrier()  # nobody hangs up while another still reads
+    try:
+        dist.barrier()  # nobody hangs up while another still reads
+    except RuntimeError as failure:
+        time.sleep(2 * failures.GRACE_S)  # a rank that waits in a call, and for whom, is the one to be heard
+        raise LostPartnerError(
+            explain(
+                "another rank did not come to the end of its work",
+                given=f"rank {rank} has ended its own; torch says: {str(failure).splitlines()[0]}",
+                allowed="ranks that make the same calls, and end together",
+                fix="look for a call that only some ranks make: 'if rank == 0: x.sum().item()'",
+            )
+        ) from failure
     transport.hang_up()
     dist.destroy_process_group()
     return result
