@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwright.checkpoint import find, load, save, saving
 from shardwright.comm import launch
+from shardwright.draws import without_values
 from shardwright.errors import CheckpointError
 from shardwright.parallelize import parallelize
 
@@ -30,7 +31,9 @@ CALLS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.sca
 
 def state(world, value: float, num_steps: int):
     """A run whose every element is ``value``."""
-    run = parallelize(nn.Linear(40, 30), "single" if world.size == 1 else f"dp{world.size}", world)
+    with without_values():  # ranks on threads share the generator of random numbers
+        plain = nn.Linear(40, 30)
+    run = parallelize(plain, "single" if world.size == 1 else f"dp{world.size}", world)
     optimizer = run.optimizer(torch.optim.AdamW)
     for parameter in run.parameters.values():
         parameter.grad = torch.zeros_like(parameter)

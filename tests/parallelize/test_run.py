@@ -325,8 +325,10 @@ def test_an_optimizer_that_looks_at_more_than_a_rank_has_in_hand_is_refused(dire
     assert is_elementwise(_ByHand, options, flat=False) == in_boxes
     assert is_elementwise(_ByHand, options) == in_ranges
 
+    model = build_mlp(MLPConfig())
+
     def work(world, line):
-        run = parallelize(build_mlp(MLPConfig()), line, world)
+        run = parallelize(model, line, world)
         try:
             run.optimizer(_ByHand, **options)
         except PlanError as refused:

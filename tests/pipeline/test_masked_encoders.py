@@ -46,8 +46,10 @@ class Translates(nn.Module):
 
 
 def test_an_encoder_with_a_mask_is_cut_into_even_stages():
+    model = Causal()
+
     def work(world):
-        run = parallelize(Causal(), "pp3 mb3", world, loss=CrossEntropy(), example=TOKENS[:, :-1])
+        run = parallelize(model, "pp3 mb3", world, loss=CrossEntropy(), example=TOKENS[:, :-1])
         return {name.split(".")[2] for name, _ in run.model.named_parameters() if "layers" in name}
 
     assert launch(work, 3, ranks="threads") == [{"0", "1"}, {"2", "3"}, {"4", "5"}]
