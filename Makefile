@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## installs, verifies, trains, resumes under another layout, samples, writes a page (5 minutes)
 	$(BIN)/python examples/demo.py --out runs/demo
 
-test: $(READY)  ## unit, doctest, contract and property tests (29 minutes on two busy cores)
+test: $(READY)  ## unit, doctest, contract and property tests (11 minutes on two cores)
 	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where there are GPUs
