@@ -146,9 +146,9 @@ def measure(world, folder, layouts, epochs, share, dtype):
         rows.append({name: row[name] for name in names})
     cuts = {}
     for line in layouts:
-        variant = each[line]
-        if variant is not None:
-            chunked = variant.run.plan.stages.chunked
+        stages = None if each[line] is None else each[line].run.plan.stages
+        if stages is not None:
+            chunked = stages.chunked
             cuts[line] = [chunked.calls_of(chunk) for chunk in range(chunked.num_chunks)]
     return rows, cuts, (len(train[1]), len(test[1]), num_steps)
 
