@@ -18,6 +18,9 @@ from math import prod
 
 from shardwright.errors import LayoutError, explain, nearest
 
+COPIES = ("replica", "dp")
+"""The axes that cut samples alone: their ranks hold copies of the model, or slices of one."""
+
 AXES = ("pp", "replica", "dp", "cp", "depth", "row", "col", "tp")
 """Every axis a mesh may have, slowest first. ``replica`` is the first number of ``dp2x4``; a tensor-parallel
 grid has ``depth``, ``row`` and ``col`` in place of ``tp``."""

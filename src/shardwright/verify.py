@@ -147,19 +147,7 @@ def verify(
     equal to one device: loss, 2 gradients and 1 steps on 2 ranks, largest error ...
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    if dtype not in TOLERANCE:
-        raise PlanError(
-            explain(
-                "verify compares in float64 or float32",
-                given=dtype,
-                allowed="float64, float32",
-                fix="float64",
-            )
-        )
-    if not batches:
-        raise PlanError(
-            explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
-        )
+    _check_given(dtype, batches)
     loss = CrossEntropy() if loss is None else loss
     check_model(model)
     plain = twin(model)
@@ -180,6 +168,17 @@ def verify(
     else:
         found = launch(_rank, layout, *work, strategies, alter, ranks="threads")
     return _compare(plan, expected, found, dtype, len(batches))
+
+
+def _check_given(dtype: torch.dtype, batches: Sequence[Batch]) -> None:
+    if dtype not in TOLERANCE:
+        raise PlanError(
+            explain("verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="float64")
+        )
+    if not batches:
+        raise PlanError(
+            explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
+        )
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardwright.layout import Layout
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
 from shardwright.train.progress import read_metrics
@@ -87,8 +88,6 @@ def test_a_convnet_goes_on_under_another_layout(first, second, curve_of_pictures
 @pytest.mark.parametrize("line", ["tp2x2/2d", "tp3/sp", "dp2/zero3/bucket:0", "pp2/interleaved:v2 mb2"])
 def test_a_checkpoint_is_sampled_from_under_any_mode(line, tmp_path):
     train(config("single", 3), tmp_path, ranks="threads")
-    texts = {
-        sample(config(each, 3), tmp_path, prompt="def ", num=6, temperature=0.0, seed=0, ranks="threads")
-        for each in ("single", line)
-    }
+    trained, drawn = config("single", 3), {"prompt": "def ", "num": 6, "temperature": 0.0, "seed": 0}
+    texts = {sample(trained, tmp_path, Layout.parse(each), **drawn, ranks="threads") for each in ("single", line)}
     assert len(texts) == 1

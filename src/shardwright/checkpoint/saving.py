@@ -168,7 +168,8 @@ def _owned(run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[st
 
 def _copied(local: Tensor, piece: Piece) -> Tensor:
     """The piece in memory of its own: a file refuses tensors that share some."""
-    return read_box(local, piece, piece.whole).contiguous().cpu().clone()
+    part = read_box(local, piece, piece.whole)
+    return part.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _outermost(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:

@@ -83,7 +83,7 @@ def train(
     from shardwright.train.loop import CHECKPOINTS
     from shardwright.train.loop import train as run_training
 
-    opt.check_ranks(ranks)
+    where = opt.ranks_of(ranks)
     whole = _config(
         shared, read_run(out) if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
@@ -91,7 +91,7 @@ def train(
         offload_folder=offload_folder,
     )  # fmt: skip
     try:
-        summary = run_training(whole, out, resume=resume, ranks=ranks)  # type: ignore[arg-type]
+        summary = run_training(whole, out, resume=resume, ranks=where)
     except KeyboardInterrupt as stop:
         saved = steps_in(out / CHECKPOINTS)
         why = f"{stop}\n" if str(stop) else ""
@@ -199,7 +199,7 @@ def verify(
     from shardwright.train.measuring import layer_seconds
     from shardwright.verify import verify as compare
 
-    opt.check_ranks(ranks)
+    where = opt.ranks_of(ranks)
     if dtype not in ("float64", "float32"):
         raise PlanError(explain("verify compares in float64 or float32", given=dtype, allowed="both", fix="float64"))
     whole = _config(shared, {"seq": 64}, steps=steps)
@@ -214,7 +214,7 @@ def verify(
     order = Order(len(samples), whole.batch, whole.seed)
     batches = [global_batch(samples, order.batch(step)) for step in range(whole.steps)]
     verdict = compare(
-        plain, whole.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=whole.seed, ranks=ranks,  # type: ignore[arg-type]
+        plain, whole.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=whole.seed, ranks=where,
         roles=whole.roles, seconds=layer_seconds(whole),
     )  # fmt: skip
     note = ", with dropout 0.1" if dropped else ""
@@ -259,7 +259,7 @@ def show(
     from shardwright.report.timelines import timeline_text, write_timelines
     from shardwright.train.measuring import layer_seconds, measure
 
-    opt.check_ranks(ranks)
+    where = opt.ranks_of(ranks)
     whole = _config(shared)
     opt.check_alone(whole)
     with without_values():
@@ -278,11 +278,12 @@ def show(
     if accounting:
         from shardwright.cli.memory import ledger_of
 
-        on = ranks if measured else None
-        found, ledger = ledger_of(whole, job, model_config, on, memory_png, width)  # type: ignore[arg-type]
+        on = where if measured else None
+        found, ledger = ledger_of(whole, job, model_config, on, memory_png, width)
         description, text = {**description, "memory": found}, f"{text}\n{ledger}"
     if measured and drawn:
-        drawn = [drawn[0].at_speed_of(seen := measure(whole, ranks, job.seconds)), seen]  # type: ignore[arg-type]
+        seen = measure(whole, where, job.seconds)
+        drawn = [drawn[0].at_speed_of(seen), seen]
         text += "\n\n" + timeline_text(drawn, width)
         description = {**description, "measured": timeline_data(seen)}
     if timeline is not None:
@@ -307,13 +308,11 @@ def sample(
     from shardwright.train.config import TrainConfig, read_run
     from shardwright.train.sampling import sample as draw
 
-    opt.check_ranks(ranks)
-    layout, trained = LayoutLine.parse(shared.get("layout", "single")), read_run(run)
-    batch = max(trained.get("batch", 1), layout.num_microbatches)  # nothing is drawn in batches
-    found = TrainConfig(**{**trained, "layout": str(layout), "batch": batch})
+    where = opt.ranks_of(ranks)
+    layout, trained = LayoutLine.parse(shared.get("layout", "single")), TrainConfig(**read_run(run))
     seed = shared.get("seed", 0)
-    text = draw(found, run, prompt=prompt, num=num, temperature=temperature, seed=seed, ranks=ranks)  # type: ignore[arg-type]
-    emit({"text": text, "layout": found.layout}, text, as_json=as_json)
+    text = draw(trained, run, layout, prompt=prompt, num=num, temperature=temperature, seed=seed, ranks=where)
+    emit({"text": text, "layout": str(layout)}, text, as_json=as_json)
 
 
 @app.command()

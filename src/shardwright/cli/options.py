@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -21,6 +21,9 @@ from shardwright.errors import (
     explain,
 )
 from shardwright.units import json_text
+
+if TYPE_CHECKING:
+    from shardwright.comm.launch import Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -92,14 +95,13 @@ def _pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dict[str
     return found
 
 
-def check_ranks(ranks: str) -> None:
-    """Raises PlanError for a place where ranks cannot run."""
-    if ranks not in ("threads", "processes"):
-        raise PlanError(
-            explain(
-                "ranks run as threads or processes", given=ranks, allowed="threads, processes", fix="--ranks threads"
-            )
-        )
+def ranks_of(given: str) -> Ranks:
+    """Where ranks run. Raises PlanError for a place where they cannot."""
+    if given in ("threads", "processes"):
+        return cast("Ranks", given)
+    raise PlanError(
+        explain("ranks run as threads or processes", given=given, allowed="threads, processes", fix="--ranks threads")
+    )
 
 
 def check_alone(config: Any) -> None:

@@ -43,7 +43,8 @@ def module_to_global(
     check_placement(placement)
     _check_layers(module)
     found = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    check_everywhere("the module, the placement or the sbp", [placement, sbp, [(name, *_kind(x)) for name, x in found]])
+    kinds = ((name, *_kind(x)) for name, x in found)
+    check_everywhere("the module, the placement or the sbp", [placement, sbp, *kinds])
     places = {name: _where(name, tensor, placement, sbp or {}) for name, tensor in found}
     _check_patterns(list(sbp or {}), list(places))
     known: dict[int, Tensor] = {}

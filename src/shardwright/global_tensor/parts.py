@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from shardwright.boxes import Box, plan_transfer
 from shardwright.comm import once
 from shardwright.comm.here import everyone_here, here
-from shardwright.comm.values import gather_json
+from shardwright.comm.values import digest, gather_json
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.global_tensor import sbp as words
-from shardwright.global_tensor.agreement import check_alike, digest
+from shardwright.global_tensor.agreement import check_alike
 from shardwright.global_tensor.lying import Where, boxes, is_partial, local_shape, whole_piece
 from shardwright.global_tensor.moving import carry, move
 from shardwright.global_tensor.placement import Placement, check_placement
@@ -125,7 +125,7 @@ def _given_boxes(shapes: dict[int, tuple[int, ...]], where: Where) -> tuple[tupl
     starts: dict[int, list[int]] = {rank: [0] * num_dims for rank in shapes}
     whole = []
     for dim in range(num_dims):
-        axes = [i for i, one in enumerate(where.sbp) if is_split(one) and one.dim == dim]  # type: ignore[attr-defined]
+        axes = [i for i, one in enumerate(where.sbp) if is_split(one) and one.dim == dim]
         sizes: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for rank, coord in where.placement.coords:
             sizes[tuple(coord[i] for i in axes)].add(shapes[rank][dim])

@@ -11,7 +11,7 @@ where ranks and boxes form one; else messages, each destination box fetched once
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -20,7 +20,8 @@ from torch.distributed.tensor import Shard
 
 from shardwright.boxes import Box, Message, Piece, Transfer, plan_transfer
 from shardwright.global_tensor.lying import Where, boxes, is_partial, terms, whole_piece
-from shardwright.global_tensor.sbp import Sbp, broadcast, is_split, split, text
+from shardwright.global_tensor.placement import Placement
+from shardwright.global_tensor.sbp import Sbp, broadcast, checked, is_split, split, text
 
 Kind = Literal["messages", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
@@ -100,13 +101,12 @@ class Route:
 
 
 def plan_to_global(
-    shape: tuple[int, ...], source: object, source_sbp: object, destination: object, destination_sbp: object
-) -> Route:
+    shape: tuple[int, ...], source: Placement, source_sbp: Sbp | Sequence[Sbp],
+    destination: Placement, destination_sbp: Sbp | Sequence[Sbp],
+) -> Route:  # fmt: skip
     """The route that ``to_global`` takes between two layouts of a tensor of this shape; nothing is sent."""
-    from shardwright.global_tensor.sbp import checked
-
-    here = Where(source, checked(source_sbp, source, len(shape)))  # type: ignore[arg-type]
-    there = Where(destination, checked(destination_sbp, destination, len(shape)))  # type: ignore[arg-type]
+    here = Where(source, checked(source_sbp, source, len(shape)))
+    there = Where(destination, checked(destination_sbp, destination, len(shape)))
     return route(tuple(shape), here, there)
 
 

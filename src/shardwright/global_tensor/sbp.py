@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeGuard
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import placement_types as types
@@ -37,7 +37,7 @@ def split(dim: int) -> Shard:
     return Shard(index(dim))
 
 
-def is_split(one: Sbp) -> bool:
+def is_split(one: object) -> TypeGuard[Shard]:
     """Whether it is a plain cut."""
     return type(one) is Shard
 
@@ -74,8 +74,7 @@ def checked(sbp: Sbp | Sequence[Sbp], where: Placement, num_dims: int) -> tuple[
 
 
 def _checked(one: object, num_dims: int) -> Sbp:
-    if is_split(one):  # type: ignore[arg-type]
-        assert isinstance(one, Shard)
+    if is_split(one):
         if not -num_dims <= one.dim < num_dims:
             raise LayoutError(
                 explain(

@@ -126,8 +126,13 @@ def _place_attention(placing: Placing, path: str, attention: Attention, place: P
         keys, rows = Features(kv_width, axes, kv), before.rows_after
         note = replace(note, tokens=tokens_note(attention, path, keys, rows, before.after, placing.job, placing.mode))
     placing.plan = placing.plan.note(path, note)
-    why = f"{attention.num_heads} heads, " + (f"in {parts} parts" if parts > 1 else "all of them for fewer samples")
-    why += ": each head over several ranks, scores summed" if inside else ""
+    role, why = "inside a head" if inside else "heads", _why(attention.num_heads, parts, note)
+    placing.plan = placing.plan.role(path, placing.mode.name, role, why)
+
+
+def _why(num_heads: int, parts: int, note: HeadsNote) -> str:
+    why = f"{num_heads} heads, " + (f"in {parts} parts" if parts > 1 else "all of them for fewer samples")
+    why += ": each head over several ranks, scores summed" if parts > num_heads else ""
     if note.tokens is not None and note.tokens.gathers:
         why += f"; {_GATHERED} over {' '.join(each.axis for each in note.tokens.gathers)}"
-    placing.plan = placing.plan.role(path, placing.mode.name, "inside a head" if inside else "heads", why)
+    return why

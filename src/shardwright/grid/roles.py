@@ -203,21 +203,22 @@ def steps_from(
 
     Where the boundary leaves it open nothing comes out copied, even if that sent less: every rank would keep the whole.
     """
-    targets = [boundary.states] if boundary.states is not None else product("TF", repeat=len(axes))
+    either: tuple[State, State] = "T", "F"
+    targets = [boundary.states] if boundary.states is not None else product(either, repeat=len(axes))
     for after in targets:
-        if not fits(boundary, after, axes):  # type: ignore[arg-type]
+        if not fits(boundary, after, axes):
             continue
-        choices = [ROLE.get((s, e), ()) for s, e in zip(before, after, strict=True)]  # type: ignore[arg-type]
+        choices = [ROLE.get((s, e), ()) for s, e in zip(before, after, strict=True)]
         for roles in product(*choices):
             if any(role != "t" for axis, role in zip(axes, roles, strict=True) if not axis.stored):
                 continue  # a copied weight is not cut
             if not boundary.sums and ("k", "F") in zip(roles, after, strict=True):
                 continue
             kept = prod(a.size for a, role in zip(axes, roles, strict=True) if role == "h")
-            if layer.out_features // kept < Step(before, roles, after).num_fetched(axes):  # type: ignore[arg-type]
+            if layer.out_features // kept < Step(before, roles, after).num_fetched(axes):
                 continue  # some rank would store nothing of the weight
-            for orders in _moved(rows, axes, before, roles, after):  # type: ignore[arg-type]
-                step = Step(before, roles, after, *orders, rows)  # type: ignore[arg-type]
+            for orders in _moved(rows, axes, before, roles, after):
+                step = Step(before, roles, after, *orders, rows)
                 if not boundary.joined or follow_each_other(step.rows_after, axes):
                     yield step
 

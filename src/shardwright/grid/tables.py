@@ -12,7 +12,7 @@ from shardwright.grid.features import Features
 from shardwright.grid.flow import Place, not_to_cut
 from shardwright.grid.mode import LossNote, Mode, TableNote, gives, takes
 from shardwright.grid.placing import Placing
-from shardwright.grid.roles import Boundary, Layer, States, Step
+from shardwright.grid.roles import Boundary, Layer, RoleName, States, Step
 from shardwright.models import CrossEntropy
 from shardwright.strategy import LOSS, OUTPUT, Activation, Replicate, Shard
 
@@ -118,5 +118,5 @@ def _table_step(mode: Mode, by_rows: Sequence[str], by_width: Sequence[str], aft
     """The tokens of rows that the table's cut joins are gathered; its output is cut as the stream is."""
     gathers = tuple(a.name for a in reversed(mode.axes) if a.name in by_rows and a.stream == "T")
     before: States = tuple("T" if axis.stream == "T" else "C" for axis in mode.axes)
-    roles = tuple("h" if a.name in (*by_rows, *by_width) else "t" for a in mode.axes)
-    return Step(before, roles, after, gathers, tuple(reversed(gathers)))  # type: ignore[arg-type]
+    roles: tuple[RoleName, ...] = tuple("h" if a.name in (*by_rows, *by_width) else "t" for a in mode.axes)
+    return Step(before, roles, after, gathers, tuple(reversed(gathers)))

@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardwright.draws import with_names
 from shardwright.models.attention import Attention, Rotary
+from shardwright.models.loops import KNOWN_LOOPS
 from shardwright.models.structure import (
     ELEMENTWISE_FUNCTIONS,
     Chain,
@@ -22,7 +23,6 @@ from shardwright.models.structure import (
 )
 
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-ASKING = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def asking_nothing(model: nn.Module) -> Iterator[None]:
     ...     model(x, mask).shape
     torch.Size([3, 1, 4])
     """
-    asking = [module for module in model.modules() if any(runs_as(module, kind) for kind in ASKING)]
+    asking = [module for module in model.modules() if any(runs_as(module, kind) for kind in KNOWN_LOOPS)]
     for module in asking:
         forward = with_names(type(module).forward, _detect_is_causal_mask=_is_causal)
         module.forward = partial(forward, module)

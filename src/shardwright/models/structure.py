@@ -177,12 +177,7 @@ def trace(
             if not shows_weights and (deep or isinstance(layer, nn.Linear | nn.Embedding)):
                 layer._parameters = {}  # who looks at a weight from outside would not see it cut
     try:
-        inputs = {
-            parameter.name: tracer.proxy(graph.placeholder(parameter.name))
-            for parameter in inspect.signature(apart.forward).parameters.values()
-            if (parameter.default is inspect.Parameter.empty or parameter.name in given)
-            and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        }
+        inputs = {name: tracer.proxy(graph.placeholder(name)) for name in _asked(apart.forward, given)}
         weights = [*module.parameters(), *module.buffers()] if shows_weights else []
         if shows_weights and type(apart) in KNOWN_LOOPS:
             apart.forward = loop_of(apart)
@@ -197,6 +192,14 @@ def trace(
             told.append(failure)
         return None
     return graph
+
+
+def _asked(forward: Callable[..., Any], given: Collection[str]) -> Iterator[str]:
+    """The names of the arguments that must be given, and of those in ``given``."""
+    for name, parameter in inspect.signature(forward).parameters.items():
+        is_open = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if not is_open and (parameter.default is inspect.Parameter.empty or name in given):
+            yield name
 
 
 class _Making:

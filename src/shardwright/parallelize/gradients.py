@@ -139,8 +139,6 @@ class GradientSync:
         self._wait()
         self._left = Counter({unit.name: num_microbatches for unit in units})
         self._waiting, self._in_slices, self._at_the_end = list(units), [], []
-        for parameter in self.parameters.values():
-            parameter.grad = None
 
     def events(self) -> Events:
         """What the executor tells it."""

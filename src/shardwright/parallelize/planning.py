@@ -17,7 +17,7 @@ from shardwright import grid
 from shardwright.errors import GridError, LayoutError, explain
 from shardwright.grid.overrides import overrides_of
 from shardwright.layout import Layout
-from shardwright.mesh import Coord
+from shardwright.mesh import COPIES, Coord
 from shardwright.models.copies import copied
 from shardwright.models.visits import Visit, Visits, observe
 from shardwright.models.without_samples import stand_no_samples
@@ -214,7 +214,7 @@ class StepTraffic:
     ) -> tuple[Mapping[str, tuple[Crossing, ...]], ...]:
         if self.plan.stages is None:
             return tuple({} for _ in microbatches)
-        axes = [axis for axis in self.plan.mesh.axes if axis not in ("pp", "replica", "dp")]
+        axes = [axis for axis in self.plan.mesh.axes if axis not in ("pp", *COPIES)]
         # stages share the values, and copies of the model compute alike on as many samples
         key = (*(coord[axis] for axis in axes), *(each.counts(axes) for each in samples))
         if key not in self._crossed:

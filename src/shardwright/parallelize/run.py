@@ -279,12 +279,12 @@ class Run:
     def observed(self, events: Events, before_action: Callable[[Action], None]) -> Iterator[None]:
         """While it lasts, somebody is told of the actions that run."""
         executor = self._executor
-        before, executor.events = executor.events, (*executor.events, events)
-        executor.before_action = before_action
+        before = executor.events, executor.before_action
+        executor.events, executor.before_action = (*executor.events, events), before_action
         try:
             yield
         finally:
-            executor.events, executor.before_action = before, _ignore
+            executor.events, executor.before_action = before
 
     def rehearse_with(self, batch: Microbatch, values: Sequence[Mapping[str, Any]]) -> None:
         """Readies a stage for steps beside stages that are not there: ``values`` cross between them, by microbatch."""
@@ -390,10 +390,6 @@ class Run:
         Raises: PlanError: a name or shape that the run does not have.
         """
         from_global_parameters(self, tensors)
-
-
-def _ignore(_: Action) -> None:
-    return None
 
 
 def joint(plan: Plan, axes: Iterable[str]) -> str:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from shardwright.comm import World
 from shardwright.comm.axis import Axis
+from shardwright.comm.values import difference
 from shardwright.errors import PlanError, explain
-from shardwright.pipeline.agreement import difference
 
 _WIDTH, _ROWS = 512, 64
 """The numbers in a row, and the rows that are summed both ways while the processor still has them at hand."""

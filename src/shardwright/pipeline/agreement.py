@@ -6,16 +6,14 @@ read different calls, and each would wait for messages that the other never send
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardwright.comm import Axis
-from shardwright.comm.values import gather_json
+from shardwright.comm.values import difference
 from shardwright.errors import PlanError, explain
 from shardwright.pipeline.actions import Schedule
 from shardwright.pipeline.graph import Chunked
@@ -77,24 +75,3 @@ def check_same(axis: Axis, lines: Sequence[str]) -> None:
             "rank the same seconds and files",
         )
     )
-
-
-def difference(axis: Axis, lines: Sequence[str]) -> str | None:
-    """The first lines that differ, and whose they are; None if all members have the same.
-
-    Traffic: one all-reduce of two numbers; where they differ, all lines.
-
-    >>> from shardwright import Mesh, run_on_threads
-    >>> run_on_threads(Mesh(pp=2), lambda axes: difference(axes["pp"], ["same", f"member {axes['pp'].index}"]))[1]
-    "rank 0 has 'member 0', rank 1 'member 1'"
-    """
-    number = int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "little")
-    most = axis.all_reduce(torch.tensor([number, -number], device=axis.device), "max").tolist()
-    if most[0] == -most[1]:
-        return None
-    every = gather_json(axis, list(lines))
-    other = next(member for member, theirs in enumerate(every) if theirs != every[0])
-    first, second = next(
-        pair for pair in zip_longest(every[0], every[other], fillvalue="nothing") if pair[0] != pair[1]
-    )
-    return f"rank {axis.ranks[0]} has '{first:.200}', rank {axis.ranks[other]} '{second:.200}'"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from shardwright.boxes import Lies
 from shardwright.errors import LayoutError, explain
 from shardwright.layout import Layout
-from shardwright.mesh import Coord
+from shardwright.mesh import COPIES, Coord
 from shardwright.models.structure import owners
 from shardwright.parallelize.planning import (
     StepTraffic,
@@ -44,7 +44,6 @@ STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
 _ADAMW_MOMENTS = 2
 
-_OF_COPIES = ("replica", "dp")
 """The axes of data parallelism: no samples are sent over them, so what a rank's neighbours hold does not matter."""
 
 
@@ -211,7 +210,7 @@ def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator
     counts = {num_samples}
     for axis, size in sizes.items():
         firsts = set(range(size))
-        if _is_large(plan) and axis in _OF_COPIES and axis in row_axes and axis not in cut_axes:
+        if _is_large(plan) and axis in COPIES and axis in row_axes and axis not in cut_axes:
             # where a share of the samples ends one smaller begins; the first ones and the last are there to be drawn
             firsts = {*range(min(size, DRAWN)), size - 1, *(count % size for count in counts)}
         if axis in row_axes:
@@ -256,7 +255,7 @@ class _Sent:
         apart = tuple(coord[axis] for axis in self.plan.mesh.axes if self.plan.inputs.get(axis) != 0)
         all_in_hand = in_hand(self.plan, coord, self.num_samples, self.num_tokens)
         together = tuple(
-            each.sizes((), axis) for each in all_in_hand for axis in sorted(self.plan.row_axes.difference(_OF_COPIES))
+            each.sizes((), axis) for each in all_in_hand for axis in sorted(self.plan.row_axes.difference(COPIES))
         )
         key = (apart, held.counts, tuple(map(len, microbatches)), together)
         if key not in self.found:

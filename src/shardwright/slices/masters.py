@@ -52,10 +52,7 @@ class Masters:
         self._hand_over(self.wide.intersection(unit.parameters))
 
     def _after_sync(self) -> None:
-        summed_now = self.parameters.keys() - self.wide
-        for name in summed_now:
-            self.resting[name].grad = None  # that of the step before
-        self._hand_over(summed_now)
+        self._hand_over(self.parameters.keys() - self.wide)
 
     def _hand_over(self, names: Collection[str]) -> None:
         for name in names:

@@ -194,4 +194,5 @@ def _wholes(flats: Iterable[Flat]) -> Iterator[Tensor]:
 def _slice_bytes(parameters: Mapping[str, nn.Parameter], axis: Axis) -> int:
     """What this rank's slice of a sequence takes."""
     cuts = balanced(sum(p.numel() for p in parameters.values()), axis.size)
-    return sum((cuts[axis.index + 1] - cuts[axis.index]) * p.element_size() for p in list(parameters.values())[:1])
+    some = next(iter(parameters.values()))
+    return (cuts[axis.index + 1] - cuts[axis.index]) * some.element_size()

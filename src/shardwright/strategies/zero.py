@@ -59,7 +59,8 @@ class Zero:
 
     def place(self, job: Job, plan: Plan) -> Plan:
         """Cuts what rests into slices. Raises LayoutError for two stages at once, or none."""
-        stage, drops = _stage(plan), _stage(plan) == 3 and plan.mesh["dp"] > 1
+        stage = _stage(plan)
+        drops = stage == 3 and plan.mesh["dp"] > 1
         _ahead(plan)
         return rest_in_slices(plan, "dp", _groups(plan, stage), drops=drops, away=_place(plan))
 

@@ -21,25 +21,27 @@ from shardwright.train.loop import CHECKPOINTS
 
 
 def sample(
-    config: TrainConfig, run: Path, *, prompt: str, num: int, temperature: float, seed: int, ranks: Ranks
-) -> str:
-    """Text, or a table of classes, from the newest checkpoint of ``run``, under ``config.layout``."""
+    config: TrainConfig, run: Path, layout: Layout, *, prompt: str, num: int, temperature: float, seed: int,
+    ranks: Ranks,
+) -> str:  # fmt: skip
+    """Text, or a table of classes, from the newest checkpoint of ``run``, under any layout; ``config`` trained it."""
     check_finite("temperature", temperature)
     check_at_least("num", num, 0, fix="set num=200")
     if not prompt:
         raise PlanError(
             explain("there is nothing to go on from", given="an empty prompt", allowed="text", fix="a space")
         )
-    return launch(_rank, Layout.parse(config.layout), config, run, prompt, num, temperature, seed, ranks=ranks)[0]
+    return launch(_rank, layout, config, run, layout, prompt, num, temperature, seed, ranks=ranks)[0]
 
 
 def _rank(
-    world: World, config: TrainConfig, run_folder: Path, prompt: str, num: int, temperature: float, seed: int
-) -> str:
+    world: World, config: TrainConfig, run_folder: Path, layout: Layout, prompt: str, num: int, temperature: float,
+    seed: int,
+) -> str:  # fmt: skip
     with without_values():
         plain, loss, model_config = config.build()
     run = parallelize(
-        plain, config.layout, world, loss=loss, seed=config.seed, roles=config.roles,
+        plain, layout, world, loss=loss, seed=config.seed, roles=config.roles,
         example=config.example(model_config),
     )  # fmt: skip
     load(run_folder / CHECKPOINTS, run)

@@ -105,9 +105,8 @@ def _carried_out(call: Call, leaves: list[Any], spec: Any) -> Any:
     if _is_composite(call):  # it comes whole only where autograd has not taken it apart
         return func.decompose(*args, **kwargs)
     decision = _decision(call)
-    if any(kwargs.get(each.name) is not None for each in func._schema.arguments if each.is_out) and (
-        not args or any(kwargs.get(each.name) is not args[0] for each in func._schema.arguments if each.is_out)
-    ):
+    outs = [kwargs.get(each.name) for each in func._schema.arguments if each.is_out]
+    if any(out is not None for out in outs) and any(not args or out is not args[0] for out in outs):
         raise refusal(call, "the result would be written into a tensor that lies otherwise: leave out 'out='")
     lost = [
         moved(x, Where(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
@@ -161,7 +160,7 @@ def _as_global(func: Any, leaf: Any, place: Placement) -> Any:
     local = leaf.detach() if here().rank in place else leaf.new_empty((0,) * max(leaf.ndim, 1))
     made = wrap(local, tuple(leaf.shape), Where(place, (broadcast,) * place.ndim))
     if not leaf.ndim:
-        made._number = leaf  # type: ignore[attr-defined]  # a rule may ask whether it is zero or infinite
+        made._number = leaf  # a rule may ask whether it is zero or infinite
     return made
 
 

@@ -23,6 +23,7 @@ from shardwright.global_tensor import sbp as words
 from shardwright.global_tensor.lying import Where, local_shape
 from shardwright.global_tensor.placement import Placement
 from shardwright.global_tensor.sbp import Sbp, broadcast, partial_sum, split
+from shardwright.global_tensor.tensor import GlobalTensor
 
 Letter = str | int
 Way = tuple[tuple[Letter, ...], tuple[Letter, ...]]
@@ -257,7 +258,7 @@ def check_dtypes(call: Call) -> None:
 def number_of(given: Any) -> Any:
     """The number that an argument is: a plain one, or one in a plain tensor, the same on every rank; else None."""
     if isinstance(given, Tensor):
-        held = getattr(given, "_number", None)
+        held = given._number if isinstance(given, GlobalTensor) else None
         return None if held is None else held.item()
     return given
 

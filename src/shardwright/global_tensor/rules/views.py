@@ -32,10 +32,12 @@ def _reshape(call: Call) -> Decision:
     ins, outs = list(sbp), list(sbp)
     for dim in {one.dim for one in sbp if isinstance(one, Shard)}:
         axes = [i for i, one in enumerate(sbp) if isinstance(one, Shard) and one.dim == dim]
-        while axes and (found := _same_slices(call, before, after, dim, axes)) is None:
+        while axes:
+            found = _same_slices(call, before, after, dim, axes)
+            if found is not None:
+                outs = [split(found) if axis in axes else one for axis, one in enumerate(outs)]
+                break
             ins[axes.pop()] = broadcast
-        for axis in axes:
-            outs[axis] = split(found)  # type: ignore[arg-type]
     outs = [one if ins[i] == sbp[i] else broadcast for i, one in enumerate(outs)]
     return Decision([tuple(ins)], [tuple(outs)], _reshaped)
 
