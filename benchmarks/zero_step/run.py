@@ -1,7 +1,8 @@
 """What a step of ZeRO costs: stages 1, 2, 3 beside ranks that send nothing and beside peers, interleaved in one run.
 
 Every variant lives in the same processes and takes the same steps from the same start. Before anything is timed, its
-losses are compared with plain data parallel's. A round runs each variant in turn.
+losses are compared with those of the first of ours: plain data parallel's, if it is there. A round runs each variant in
+turn.
 """
 
 import argparse
@@ -27,6 +28,13 @@ SIZES = {
     "large": ({"num_layers": 19, "width": 512, "num_heads": 8, "vocabulary": 1024, "max_tokens": 128}, 1),
 }
 """By name, the model and the samples of a rank; the large one has 60 M parameters, and traffic rules."""
+
+FAMILIES = {
+    "DDP": ("DDP", "ZeroRedundancyOptimizer"),
+    "FSDP2": ("FSDP2 reshard", "FSDP2 kept"),
+    "DeepSpeed": ("DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3"),
+}
+"""Peers that share a run where memory is short: each family beside the limit and our stages, in its own processes."""
 
 CHECKED_STEPS, TOLERANCE = 3, 1e-5  # of relative difference: some hundred roundings in fp32
 OURS = ("", "/zero1", "/zero2", "/zero3", "/zero3/ahead:0")
@@ -83,7 +91,7 @@ def variants(world, size, wanted):
         builders[name] = lambda world, build=build: build(plain(config), own, adamw)
     found, left_out, expected = {}, {}, None
     for name, build in builders.items():
-        if wanted and name != "limit" and name not in wanted:
+        if name != "limit" and name not in wanted:
             continue
         try:
             step = build(world)
@@ -116,12 +124,24 @@ def measure(world, size, rounds, steps, wanted):
     return *in_turn(each, rounds, steps), left_out
 
 
-def held_gib(size, num_ranks, wanted):
-    """What all variants hold at once, about: state takes 16 bytes a parameter, and slices of it less."""
+def held_gib(size, num_ranks, names):
+    """What these variants and the limit hold at once, about: state takes 16 bytes a parameter, slices of it less."""
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in GPT(GPTConfig(**SIZES[size][0])).parameters())
-    num_variants = 1 + (len(wanted) or len(OURS) + len(PEERS))
-    return 0.75 * 16 * num_parameters * num_variants * num_ranks / 2**30
+    return 0.75 * 16 * num_parameters * (1 + len(names)) * num_ranks / 2**30
+
+
+def runs_of(size, num_ranks, wanted, memory_gib):
+    """The runs of one case: each one's name and variants; one run if all fit in memory at once."""
+    case = f"{size}, {num_ranks} ranks"
+    every = wanted or [*(f"dp{num_ranks}{option}" for option in OURS), *PEERS]
+    if held_gib(size, num_ranks, every) <= memory_gib:
+        return {case: every}
+    stages = [name for name in every if name.endswith(("/zero1", "/zero2", "/zero3"))]
+    return {
+        f"{case}, beside {family}": [*stages, *(name for name in every if name in peers)]
+        for family, peers in FAMILIES.items()
+    }
 
 
 def table_of(case, rows, cpu_rows):
@@ -132,6 +152,16 @@ def table_of(case, rows, cpu_rows):
         {"case": case, **row, **{f"cpu_{key}": used[key] for key in keys}}
         for row, used in zip(ratio_rows(rows, limits), ratio_rows(cpu_rows, limits), strict=True)
     ]
+
+
+def say(case, rows, table):
+    """Prints what one run has found."""
+    print(f"{case}: limit {statistics.median(row['limit'] for row in rows) * 1000:.1f} ms")
+    for row in table:
+        print(
+            f"  {row['name']:24} {row['ms_median']:7.1f} ms   {row['ratio_median']:.3f} limits "
+            f"({row['ratio_min']:.3f} to {row['ratio_max']:.3f})   CPU seconds {row['cpu_ratio_median']:.3f}"
+        )
 
 
 def main():
@@ -152,21 +182,15 @@ def main():
     facts, table, raw, left_out = machine(), [], {}, {}
     for size in options.sizes:
         for num_ranks in options.ranks:
-            case = f"{size}, {num_ranks} ranks"
-            if (need := held_gib(size, num_ranks, options.only)) > facts["memory_gib"]:
-                left_out[case] = f"about {need:.0f} GiB of state at once, on {facts['memory_gib']:.0f} GiB"
-                continue
-            work = (size, options.rounds, options.steps, options.only)
-            rows, cpu_rows, missing = sw.launch(measure, num_ranks, *work)[0]
-            raw[case] = {"rounds": rows, "cpu_rounds": cpu_rows}
-            left_out |= missing
-            table += table_of(case, rows, cpu_rows)
-            print(f"{case}: limit {statistics.median(row['limit'] for row in rows) * 1000:.1f} ms")
-            for row in (row for row in table if row["case"] == case):
-                print(
-                    f"  {row['name']:24} {row['ms_median']:7.1f} ms   {row['ratio_median']:.3f} limits "
-                    f"({row['ratio_min']:.3f} to {row['ratio_max']:.3f})   CPU seconds {row['cpu_ratio_median']:.3f}"
-                )
+            for case, names in runs_of(size, num_ranks, options.only, facts["memory_gib"]).items():
+                if (need := held_gib(size, num_ranks, names)) > facts["memory_gib"]:
+                    left_out[case] = f"about {need:.0f} GiB of state at once, on {facts['memory_gib']:.0f} GiB"
+                    continue
+                rows, cpu_rows, missing = sw.launch(measure, num_ranks, size, options.rounds, options.steps, names)[0]
+                raw[case] = {"rounds": rows, "cpu_rounds": cpu_rows}
+                left_out |= missing
+                table += (found := table_of(case, rows, cpu_rows))
+                say(case, rows, found)
     for name, why in left_out.items():
         print(f"{name} is left out: {why}")
     if any(name.startswith("DeepSpeed") for rows in raw.values() for name in rows["rounds"][0]):
