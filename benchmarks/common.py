@@ -8,13 +8,19 @@ import resource
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
+
+import shardwright as sw
+from shardwright.comm import Link
+
+LINKS = {"none": None, "10 Gbit/s": (50e-6, 1.25e9), "1 Gbit/s": (100e-6, 0.125e9)}
+"""Latency in seconds, and bytes per second."""
 
 
 def machine() -> dict:
@@ -63,16 +69,22 @@ def ratio_rows(rounds: list[dict[str, float]], limits: dict[str, str]) -> list[d
     return rows
 
 
+def orders(each: Iterable[str], rounds: int) -> Iterator[tuple[int, list[str]]]:
+    """A round's number and the order of its variants, each round beginning with another; round 0 is to warm up."""
+    names = list(each)
+    for number in range(rounds + 1):
+        first = number % len(names)
+        yield number, names[first:] + names[:first]
+
+
 def in_turn(each: Mapping[str, Callable[[], object]], rounds: int, steps: int) -> tuple[list[dict], list[dict]]:
     """Wall and CPU seconds of a step of each variant, all of them once in each round, each round in another order.
 
     Every rank calls it, in torch's default group; CPU seconds are those of all ranks.
     """
     rows, cpu_rows = [], []
-    for number in range(rounds + 1):
+    for number, order in orders(each, rounds):
         row, cpu = {}, {}
-        order = list(each)
-        order = order[number % len(order) :] + order[: number % len(order)]
         for name in order:
             dist.barrier()
             gc.disable()
@@ -87,10 +99,30 @@ def in_turn(each: Mapping[str, Callable[[], object]], rounds: int, steps: int) -
             used = torch.tensor([after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime])
             dist.all_reduce(used)
             cpu[name] = used.item() / steps
-        if number:  # the first warms up
+        if number:
             rows.append(row)
             cpu_rows.append(cpu)
     return rows, cpu_rows
+
+
+def over_links(
+    work: Callable[..., list[dict]], pairs: Mapping[str, str], *given: object
+) -> tuple[list[dict], dict[str, list[dict]]]:
+    """``work(world, *given)`` on two ranks over each link: each variant beside its other; and the raw rounds."""
+    table, rounds = [], {}
+    for name, speed in LINKS.items():
+        link = Link(latency_s=speed[0], bytes_per_s=speed[1]) if speed is not None else None
+        rounds[name] = sw.launch(work, 2, *given, link=link)[0]
+        for row in ratio_rows(rounds[name], dict(pairs)):
+            free = statistics.median(r[row["name"]] for r in rounds["none"]) * 1000
+            table.append({**row, "link": name, "free_ms_median": free})
+            print(
+                f"{name:10} {row['name']:18} {row['ms_median']:7.1f} ms, {row['limit']} {row['limit_ms_median']:7.1f} "
+                f"ms: {row['ratio_median']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f}); "
+                f"no link {free:.1f} ms",
+                flush=True,
+            )
+    return table, rounds
 
 
 def write(folder: str, result: dict) -> None:

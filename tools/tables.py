@@ -146,6 +146,16 @@ def tensor_overlap() -> str:
     return "\n".join(lines)
 
 
+def zero_overlap() -> str:
+    """Stages of ZeRO over emulated links, with and without overlap."""
+    lines = ["| link | layout | ms | `ahead:0` | ratio (median) | range | no link |", "|---" * 7 + "|"]
+    for row in newest("zero_overlap")["table"]:
+        times = f"{row['ms_median']:.0f} | {row['limit_ms_median']:.0f}"
+        ratio = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        lines.append(f"| {row['link']} | `{row['name']}` | {times} | {ratio} | {row['free_ms_median']:.0f} |")
+    return "\n".join(lines)
+
+
 def in_limits(row: dict) -> str:
     """A step's milliseconds, and its wall and CPU seconds in those of its limit, as cells."""
     wall = f"{row['ratio_median']:.3f} | {row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
@@ -344,6 +354,7 @@ TABLES = {
     "zero_step": zero_step,
     "ledger": ledger,
     "zero_copies": zero_copies,
+    "zero_overlap": zero_overlap,
     "offload": offload,
 }
 

@@ -19,7 +19,7 @@ SHAPES = {"even": (1024, 1024), "uneven": (1021, 1019), "small": (13, 17)}
 PAIRS = ("S(0)->B", "S(1)->B", "P->B", "P->S(0)", "S(0)->S(1)", "B->S(0)")
 
 
-def measure(world, rounds):
+def measure(world, rounds, times):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -46,15 +46,17 @@ def measure(world, rounds):
                 for name in sorted(ways, reverse=bool(number % 2)):
                     dist.barrier()
                     start = time.perf_counter()
-                    ways[name]()
+                    for _ in range(times):
+                        ways[name]()
                     dist.barrier()
                     if number > 2:
-                        seconds[name].append(time.perf_counter() - start)
+                        seconds[name].append((time.perf_counter() - start) / times)
             ratios = sorted(a / b for a, b in zip(seconds["ours"], seconds["dtensor"], strict=True))
             median = {name: statistics.median(found) * 1000 for name, found in seconds.items()}
             rows.append({"shape": label, "size": list(shape), "pair": pair, "ours_ms": median["ours"],
                          "dtensor_ms": median["dtensor"], "ratio_median": statistics.median(ratios),
-                         "ratio_min": ratios[0], "ratio_max": ratios[-1], "rounds": rounds})  # fmt: skip
+                         "ratio_min": ratios[0], "ratio_max": ratios[-1], "rounds": rounds,
+                         "times": times})  # fmt: skip
     return rows
 
 
@@ -98,12 +100,13 @@ def _tuple(given):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--times", type=int, default=10, help="transfers between barriers")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     facts = machine()
-    rows = sw.launch(measure, options.ranks, options.rounds)[0]
+    rows = sw.launch(measure, options.ranks, options.rounds, options.times)[0]
     for row in rows:
         times = f"{row['ours_ms']:8.2f} {row['dtensor_ms']:8.2f} {row['ratio_median']:.3f}"
         print(f"{row['shape']:7} {row['pair']:12} {times}")

@@ -22,7 +22,7 @@ from shardwright.comm import ring_factor
 from shardwright.models.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, ratio_rows, write
+from benchmarks.common import machine, orders, ratio_rows, write
 from benchmarks.gpt_step.run import BATCH, CONFIG, SEQ, adamw, batch_of, plain, plain_step
 from benchmarks.tensor_modes.cases import (
     CHOSEN,
@@ -122,6 +122,16 @@ def turn(everyone, num_ranks, step, steps):
     return told[:, 0].max().item() / steps, told[:, 1].sum().item() / steps
 
 
+def turns(world, each, rounds, steps):
+    """Wall seconds of a step of each variant, all of them once in each round, each round in another order."""
+    everyone, rows = world.everyone(), []
+    for number, order in orders(each, rounds):
+        row = {name: turn(everyone, world.size, each[name], steps)[0] for name in order}
+        if number:
+            rows.append(row)
+    return rows
+
+
 def sent_bytes(world, run, step):
     """What this rank sends in one step, ranks forming rings."""
     if run is None:
@@ -139,13 +149,11 @@ def measure(world, rounds, steps, lines):
     for name, (_, step, run) in each.items():
         told = torch.tensor([sent_bytes(world, run, step)], dtype=torch.float64)
         sent[name] = everyone.all_reduce(told, "max").item()
-    for number in range(rounds + 1):
-        order = list(each)
-        order = order[number % len(order) :] + order[: number % len(order)]
+    for number, order in orders(each, rounds):
         row, cpu = {}, {}
         for name in order:
             row[name], cpu[name] = turn(everyone, each[name][0], each[name][1], steps)
-        if number:  # the first warms up
+        if number:
             rows.append(row)
             cpu_rows.append(cpu)
     paths = ("linear1", "linear2", "blocks.0.attention.qkv", "blocks.0.attention.o", "blocks.0.mlp.up",
