@@ -159,3 +159,16 @@ def test_where_no_folder_is_short_enough_the_message_says_so(monkeypatch, tmp_pa
     with pytest.raises(PlanError, match="too long a path for local sockets") as refused:
         exchange.folder_for_sockets()
     assert "set TMPDIR" in str(refused.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no processes to cores")
+def test_processes_are_bound_to_cores_of_their_own_when_told_to():
+    cores = sorted(os.sched_getaffinity(0))
+    bound = launch(_cores, 2, bind_cores=True)
+    assert sorted({core for each in bound for core in each}) == cores
+    assert len(cores) < 2 or not set(bound[0]) & set(bound[1])
+    assert sorted(os.sched_getaffinity(0)) == cores
+
+
+def _cores(world):
+    return sorted(os.sched_getaffinity(0))

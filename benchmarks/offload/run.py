@@ -24,7 +24,7 @@ from benchmarks.common import machine, write
 from benchmarks.zero_step.run import SIZES, batch_of, plain
 
 BASES = ("zero1", "zero3")
-OPTIONS = {"": "", "/offload:disk": "", "/offload:disk, update": "updates beside the backward"}
+OPTIONS = ("", "/offload:disk", "/offload:disk, update", "/offload:disk, update, bound")
 CHECKED_STEPS = 2
 
 
@@ -42,7 +42,7 @@ def reset_peak():
 def measure(world, line, size, steps, folder):
     """One rank's losses, seconds of each step, and bytes: of the process before, at its peak, and of tensors."""
     config, num_samples = SIZES[size]
-    line, _, together = line.partition(", ")
+    line, *words = line.split(", ")
     before = status("VmRSS")
     run = sw.parallelize(plain(config), line, world, offload_folder=folder)
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-4)
@@ -51,7 +51,7 @@ def measure(world, line, size, steps, folder):
     everyone = world.everyone()
 
     def step():
-        if together:
+        if "update" in words:
             return run.step(part, update=optimizer).item()
         loss = run.step(part).item()
         optimizer.step()
@@ -122,7 +122,7 @@ def main():
             for option in OPTIONS:
                 line = f"dp{options.ranks}/{base}{option}"
                 work = (line, options.size, options.steps, options.folder)
-                found[line] = list(sw.launch(measure, options.ranks, *work))
+                found[line] = list(sw.launch(measure, options.ranks, *work, bind_cores=line.endswith("bound")))
             first, *others = ([rank["losses"] for rank in each] for each in found.values())
             assert all(losses == first for losses in others), f"the losses of {list(found)} differ: {first}, {others}"
             for line, each in found.items():

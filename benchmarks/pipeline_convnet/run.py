@@ -58,19 +58,24 @@ class OneProcess:
 
     def __init__(self, threads, dtype, *, off):
         self.threads, self.model = threads, plain(dtype)
-        if off:
-            signs = torch.Generator().manual_seed(1)
-            with torch.no_grad():
-                for p in self.model.parameters():
-                    p.mul_(1 + torch.finfo(p.dtype).eps * (2 * torch.randint(2, p.shape, generator=signs) - 1))
+        self.signs = torch.Generator().manual_seed(1) if off else None
         self.optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
 
     def step(self, batch):
+        if self.signs is not None:
+            self.round_otherwise()
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(batch[0]), batch[1])
         loss.backward()
         self.optimizer.step()
         return loss.item()
+
+    @torch.no_grad()
+    def round_otherwise(self):
+        """Moves each weight by one rounding, up or down."""
+        for p in self.model.parameters():
+            up = 2 * torch.randint(2, p.shape, generator=self.signs) - 1
+            p.mul_(1 + torch.finfo(p.dtype).eps * up)
 
     def predict(self, pictures):
         with torch.no_grad():

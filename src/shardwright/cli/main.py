@@ -66,6 +66,7 @@ def train(
     deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Repeatable kernels only.")] = None,
     debug: Annotated[bool | None, typer.Option("--debug", help="Check that ranks make the same calls.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="How long a call may wait.", show_default="600")] = None,
+    bind_cores: Annotated[bool | None, typer.Option("--bind-cores", help="Give each process cores of its own.")] = None,
     offload_folder: Annotated[
         str | None, typer.Option(help="Where /offload:disk keeps its files.", show_default="the temporary folder")
     ] = None,
@@ -88,7 +89,7 @@ def train(
         shared, read_run(out) if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
         tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
-        offload_folder=offload_folder,
+        bind_cores=bind_cores, offload_folder=offload_folder,
     )  # fmt: skip
     try:
         summary = run_training(whole, out, resume=resume, ranks=where)

@@ -43,8 +43,9 @@ def launch(
     ``ranks="threads"`` runs them in this process; ``"processes"`` starts them on this machine through torch's
     elastic launcher, or joins the world when this process is already one rank of it (``torchrun``), and then
     returns this rank's result alone. ``options`` go to
-    :func:`~shardwright.comm.processes.run_processes`: ``debug``, ``timeout_s``, ``device``, and ``link``, a
-    :class:`~shardwright.comm.Link` whose latency and bandwidth are emulated: to see on one machine what overlap gains.
+    :func:`~shardwright.comm.processes.run_processes`: ``debug``, ``timeout_s``, ``device``, ``bind_cores`` for cores of
+    each rank's own, and ``link``, a :class:`~shardwright.comm.Link` whose latency and bandwidth are emulated: to see on
+    one machine what overlap gains. Threads have none of these.
 
     Raises: RankFailedError: a rank raised or died; its own traceback comes first. LayoutError: the world that
         ``torchrun`` started has another number of ranks.

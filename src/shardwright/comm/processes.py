@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm import failures
+from shardwright.comm.cores import bind
 from shardwright.comm.exchange import Link, folder_for_sockets
 from shardwright.comm.failures import LostPartnerError, ToldToStop
 from shardwright.comm.here import enter
@@ -44,13 +45,17 @@ PRELOADED = ("shardwright", "shardwright.comm.processes", "torch._dynamo", "torc
 def run_here(
     work: Callable[..., T], args: Sequence[Any], *, debug: bool = False, timeout_s: float = DEFAULT_TIMEOUT_S,
     device: str = "auto", links: Links = "auto", folder: str | None = None, link: Link | None = None,
+    bind_cores: bool = False,
 ) -> T:  # fmt: skip
     """Runs ``work`` in this process as the rank that the environment says (``RANK``, ``WORLD_SIZE``, ...).
 
     ``folder`` is where temporary files go, if whoever started the ranks removes it at the end.
     """
     rank, size, local = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    place, backend = _device(device, local, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if bind_cores:
+        bind(local, num_local)
+    place, backend = _device(device, local, num_local)
     timeout = timedelta(seconds=timeout_s)
     # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
     dist.init_process_group(backend, timeout=timeout)
@@ -98,6 +103,7 @@ def _device(wanted: str, local_rank: int, num_local: int) -> tuple[torch.device,
 def run_processes(
     work: Callable[..., T], num_ranks: int, args: Sequence[Any], *, debug: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S, device: str = "auto", links: Links = "auto", link: Link | None = None,
+    bind_cores: bool = False,
 ) -> list[T]:  # fmt: skip
     """Starts the ranks on this machine through torch's elastic launcher, as ``torchrun`` does.
 
@@ -118,7 +124,8 @@ def run_processes(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links, "link": link}
+    options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links, "link": link,
+               "bind_cores": bind_cores}  # fmt: skip
     base = folder_for_sockets()
     _start_server(base)
     with tempfile.TemporaryDirectory(prefix="shardwright-", dir=base) as folder, _quiet(), _handlers_kept():

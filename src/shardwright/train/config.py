@@ -61,6 +61,7 @@ class TrainConfig:
     tensorboard: bool = False
     deterministic: bool = False
     debug: bool = False
+    bind_cores: bool = False
     timeout_s: float = 600.0
     offload_folder: str = ""
 

@@ -87,7 +87,16 @@ def train(
         with stop.on_signals():
             return launch(_rank, layout, config, out, resume, stop, ranks=ranks)[0]
     return launch(
-        _rank, layout, config, out, resume, None, ranks=ranks, debug=config.debug, timeout_s=config.timeout_s
+        _rank,
+        layout,
+        config,
+        out,
+        resume,
+        None,
+        ranks=ranks,
+        debug=config.debug,
+        timeout_s=config.timeout_s,
+        bind_cores=config.bind_cores,
     )[0]
 
 
