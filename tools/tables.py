@@ -174,14 +174,15 @@ def pipeline_step() -> str:
 
 
 def pipeline_bubble() -> str:
-    """Predicted and measured bubbles, by stages and microbatches."""
+    """Ideal, predicted and measured bubbles, by stages and microbatches."""
     rows = newest("pipeline_bubble")["table"]
     sizes = sorted({(row["stages"], row["microbatches"]) for row in rows})
     found = {(row["schedule"], row["stages"], row["microbatches"]): row for row in rows}
     lines = ["| schedule | " + " | ".join(f"p={p}, m={m}" for p, m in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
     for name in dict.fromkeys(row["schedule"] for row in rows):
         each = (found[name, *size] for size in sizes)
-        cells = (f"{100 * row['predicted']:.1f} / {100 * row['measured_median']:.1f}" for row in each)
+        parts = ([row.get("ideal"), row["predicted"], row["measured_median"]] for row in each)
+        cells = (" / ".join(f"{100 * part:.1f}" for part in some if part is not None) for some in parts)
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

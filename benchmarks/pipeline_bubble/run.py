@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -116,18 +117,28 @@ def stepper(world, line, sleeps_s):
     return step
 
 
-def predicted(name, num_stages, num_microbatches, sleeps_s):
+def hop_s(runs_of_rank):
+    """From an action's end to the beginning of the next on another stage, nothing else going on: in ``naive``."""
+    gaps = []
+    for told in zip(*runs_of_rank, strict=True):
+        every = sorted((*span, rank) for rank, spans in enumerate(told) for span in spans)
+        gaps += [b[0] - a[1] for a, b in pairwise(every) if a[2] != b[2]]
+    return statistics.median(gaps)
+
+
+def predicted(name, num_stages, num_microbatches, sleeps_s, transfer_s):
     """The simulator's timeline of the same schedule, with the times that the layers sleep."""
     schedule = build(name, num_stages, num_microbatches)
     share = num_stages / schedule.num_chunks
-    return simulate(schedule, Times.equal(schedule.num_chunks, *(sleep_s * share for sleep_s in sleeps_s)))
+    times = Times.equal(schedule.num_chunks, *(sleep_s * share for sleep_s in sleeps_s), transfer_s=transfer_s)
+    return simulate(schedule, times)
 
 
-def row_of(name, num_stages, num_microbatches, sleeps_s, runs_of_rank):
+def row_of(name, num_stages, num_microbatches, sleeps_s, transfer_s, runs_of_rank):
     """Predicted and measured of one case; ``runs_of_rank`` are the told spans by rank and repeat."""
-    wanted = predicted(name, num_stages, num_microbatches, sleeps_s)
+    ideal, wanted = (predicted(name, num_stages, num_microbatches, sleeps_s, each) for each in (0.0, transfer_s))
     bubbles, walls_s = [], []
-    for told in zip(*runs_of_rank[:num_stages], strict=True):
+    for told in zip(*runs_of_rank, strict=True):
         wall_s = max(end_s for spans in told for _, end_s in spans)
         busy_s = sum(end_s - start_s for spans in told for start_s, end_s in spans)
         bubbles.append(1 - busy_s / (wall_s * num_stages))
@@ -136,6 +147,8 @@ def row_of(name, num_stages, num_microbatches, sleeps_s, runs_of_rank):
         "schedule": name,
         "stages": num_stages,
         "microbatches": num_microbatches,
+        "ideal": ideal.bubble,
+        "transfer_s": transfer_s,
         "predicted": wanted.bubble,
         "measured_median": statistics.median(bubbles),
         "measured_min": min(bubbles),
@@ -162,14 +175,19 @@ def main():
         options.stages, options.per_stage, options.repeats = (4,), (2,), 1
     os.environ["OMP_NUM_THREADS"] = "1"
     facts, sleeps_s = machine(), [ms / 1000 for ms in options.sleep_ms]
-    cases = [(name, p, each * p) for p in options.stages for each in options.per_stage for name in options.schedules]
+    names = list(dict.fromkeys(["naive", *options.schedules]))
+    cases = [(name, p, each * p) for p in options.stages for each in options.per_stage for name in names]
     lines = [(f"pp{p}/{name} mb{m}", p) for name, p, m in cases]
     found = sw.launch(measure, max(options.stages), lines, sleeps_s, options.repeats)
+    told = {case: [runs[place] for runs in found[: case[1]]] for place, case in enumerate(cases)}
     table = []
-    for place, case in enumerate(cases):
-        table.append(row := row_of(*case, sleeps_s, [runs[place] for runs in found]))
+    for case in cases:
+        _, num_stages, num_microbatches = case
+        transfer_s = hop_s(told["naive", num_stages, num_microbatches])
+        table.append(row := row_of(*case, sleeps_s, transfer_s, told[case]))
         print(
-            f"{row['schedule']:12} p={row['stages']} m={row['microbatches']:2}   predicted {row['predicted']:.1%}   "
+            f"{row['schedule']:12} p={row['stages']} m={row['microbatches']:2}   "
+            f"ideal {row['ideal']:.1%}, with {1000 * transfer_s:.2f} ms a transfer {row['predicted']:.1%}   "
             f"measured {row['measured_median']:.1%} ({row['measured_min']:.1%} to {row['measured_max']:.1%})   "
             f"wall {row['wall_ratio_median']:.3f} predicted makespans"
         )

@@ -32,9 +32,13 @@ SIZES = {
 FAMILIES = {
     "DDP": ("DDP", "ZeroRedundancyOptimizer"),
     "FSDP2": ("FSDP2 reshard", "FSDP2 kept"),
-    "DeepSpeed": ("DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3"),
+    "DeepSpeed 1, 2": ("DeepSpeed 1", "DeepSpeed 2"),
+    "DeepSpeed 3": ("DeepSpeed 3",),
 }
 """Peers that share a run where memory is short: each family beside the limit and our stages, in its own processes."""
+
+IN_MEMORY = 0.7
+"""How much of a machine's memory may be state; activations, buffers of messages and the processes take some too."""
 
 CHECKED_STEPS, TOLERANCE = 3, 1e-5  # of relative difference: some hundred roundings in fp32
 OURS = ("", "/zero1", "/zero2", "/zero3", "/zero3/ahead:0")
@@ -124,18 +128,29 @@ def measure(world, size, rounds, steps, wanted):
     return *in_turn(each, rounds, steps), left_out
 
 
+def bytes_a_parameter(name, num_ranks):
+    """What a variant holds for each parameter: the weight, its gradient and two moments; peers copies to send, too."""
+    stage = int(name.split("zero")[1][0]) if "zero" in name else int(name[-1]) if "DeepSpeed" in name else 0
+    whole, cut = {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)}[stage]
+    if name.startswith(("FSDP2", "ZeroRedundancyOptimizer")):
+        whole, cut = {"FSDP2 reshard": (0, 16), "FSDP2 kept": (4, 16)}.get(name, (8, 8))
+    copies = {"DDP": 4, "Zero": 4, "Deep": 8}.get(name[:4].rstrip(), 0)
+    return whole + cut / num_ranks + copies
+
+
 def held_gib(size, num_ranks, names):
-    """What these variants and the limit hold at once, about: state takes 16 bytes a parameter, slices of it less."""
+    """What these variants and the limit hold at once, about."""
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in GPT(GPTConfig(**SIZES[size][0])).parameters())
-    return 0.75 * 16 * num_parameters * (1 + len(names)) * num_ranks / 2**30
+    each = (bytes_a_parameter(name, num_ranks) for name in ("limit", *names))
+    return sum(each) * num_parameters * num_ranks / 2**30
 
 
 def runs_of(size, num_ranks, wanted, memory_gib):
     """The runs of one case: each one's name and variants; one run if all fit in memory at once."""
     case = f"{size}, {num_ranks} ranks"
     every = wanted or [*(f"dp{num_ranks}{option}" for option in OURS), *PEERS]
-    if held_gib(size, num_ranks, every) <= memory_gib:
+    if held_gib(size, num_ranks, every) <= IN_MEMORY * memory_gib:
         return {case: every}
     stages = [name for name in every if name.endswith(("/zero1", "/zero2", "/zero3"))]
     return {
@@ -183,7 +198,7 @@ def main():
     for size in options.sizes:
         for num_ranks in options.ranks:
             for case, names in runs_of(size, num_ranks, options.only, facts["memory_gib"]).items():
-                if (need := held_gib(size, num_ranks, names)) > facts["memory_gib"]:
+                if (need := held_gib(size, num_ranks, names)) > IN_MEMORY * facts["memory_gib"]:
                     left_out[case] = f"about {need:.0f} GiB of state at once, on {facts['memory_gib']:.0f} GiB"
                     continue
                 rows, cpu_rows, missing = sw.launch(measure, num_ranks, size, options.rounds, options.steps, names)[0]
