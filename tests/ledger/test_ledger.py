@@ -165,6 +165,40 @@ class Masked(nn.Module):
         return self.encoder(x, mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1))
 
 
+class Encodes(nn.Module):
+    """torch's own encoder, which calls attention inside of another function of torch's."""
+
+    def __init__(self, masked):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder, self.masked = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), masked
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if self.masked else None
+        return self.encoder(x, mask=mask).mean(1)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_inside_of_torchs_encoder_keeps_no_weights_either(masked):
+    def build():
+        with sw.without_values():
+            return Encodes(masked)
+
+    batch = torch.randn(8, 24, 32), torch.zeros(8, dtype=torch.int64)
+
+    def work(world):
+        run = sw.parallelize(build(), "single", world)
+        optimizer = run.optimizer(torch.optim.AdamW)
+        (mine,) = run.shard([batch])
+        for _ in range(2):
+            run.step(mine)
+            optimizer.step()
+        return measure_memory(run, mine, optimizer).peak_bytes
+
+    (peak,) = sw.launch(work, 1, ranks="threads")
+    assert -UNDER <= predict_memory(Job(build(), CrossEntropy()), "single", 0, batch).peak_bytes / peak - 1 <= OVER
+
+
 def test_an_encoder_that_looks_at_its_mask_is_rehearsed_without_values():
     x, job = torch.ones(2, 3, 8), Job(Masked(), MeanSquaredError())
     (account,) = {predict_memory(job, "tp2", rank, (x, x)).at_peak()["parameters"] for rank in range(2)}

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardwright.draws import with_names
+
 
 class AttendsAsHere(TorchFunctionMode):
     """While it is on, attention without weights to drop keeps queries, keys, values, output and one number a query.
@@ -30,6 +32,8 @@ class AttendsAsHere(TorchFunctionMode):
         named = dict(kwargs or {})
         if func is functional.scaled_dot_product_attention:
             return _attend(*args, **named)
+        if func is functional.multi_head_attention_forward:  # torch asks no mode of what a function calls itself
+            return with_names(func, scaled_dot_product_attention=_attend)(*args, **named)
         return func(*args, **named)
 
 
