@@ -113,7 +113,7 @@ def main():
     options = parser.parse_args()
     if options.quick:
         options.size, options.rounds, options.steps = "small", 1, 2
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed goes back at once
     facts = {**machine(), "file_system": file_system(options.folder)}
     raw = {}
     for number in range(options.rounds):
