@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from torch import nn
 from shardwright.boxes import balanced_ranges
 from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig
+from shardwright import verify
 from shardwright.strategy import Job, Partial, Plan, Replicate, Shard, Traffic, Use, blocks, partial_axes, sync
 
 # ---- units
@@ -69,6 +71,44 @@ def test_the_blocks_of_a_language_model_travel_alone_and_its_tied_head_with_the_
     assert units[0].parameters == ("token.weight",)
     assert "head" in units[0].modules
     assert {"blocks.0", "blocks.1"} <= {module for unit in units for module in unit.modules}
+
+
+class Inner(nn.Module):
+    """Blocks, and beside them a parameter and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU())) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x * self.scale)
+        return self.norm(x)
+
+
+class Wrapped(nn.Module):
+    """A head on a body, whose blocks lie below a plain module; as libraries of language models have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Inner(), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_blocks_below_a_plain_module_are_units_too():
+    units = {unit.name: unit.parameters for unit in blocks(Wrapped(), least_bytes=0)}
+    assert list(units) == ["body", "body.layers.0.0", "body.layers.1.0", "body.norm", "head"]
+    assert units["body"] == ("body.scale",)
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3/bucket:0 mb2", "dp2/zero1/bucket:0 tp2", "pp2/zb-h1 mb2 dp2/zero3/bucket:0"])
+def test_a_model_whose_blocks_lie_below_a_plain_module_is_that_of_one_device_in_slices(line):
+    verdict = verify(Wrapped(), line, [(torch.randn(6, 4), torch.randint(5, (6,)))] * 2)
+    assert verdict.equal, str(verdict)
 
 
 # ---- uses

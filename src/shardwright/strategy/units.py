@@ -8,12 +8,15 @@ from torch import nn
 
 from shardwright.pipeline.executor import Unit
 
+_LISTS = (nn.Sequential, nn.ModuleList)
+
 
 def blocks(model: nn.Module, *, least_bytes: int = 2**20) -> tuple[Unit, ...]:
     """The model's parameters in units that travel together: whole blocks, at least ``least_bytes`` each.
 
-    A block is an entry of a list or sequence of modules. Small neighbours are joined, in forward order. A tied
-    parameter belongs to the first block that uses it, and the unit's modules name the other users too.
+    A block is an entry of a list or sequence of modules, however deep in the model. Small neighbours are joined, in
+    forward order. A tied parameter belongs to the first block that uses it, and the unit's modules name the other users
+    too.
 
     >>> [unit.name for unit in blocks(nn.Sequential(nn.Linear(600, 600), nn.Linear(2, 2), nn.Linear(900, 900)))]
     ['0', '1..2']
@@ -23,9 +26,9 @@ def blocks(model: nn.Module, *, least_bytes: int = 2**20) -> tuple[Unit, ...]:
     users: dict[int, list[str]] = {}
     modules: list[list[str]] = [[]]
     num_bytes = 0
-    for path, module in _entries("", model):
+    for path, module, whole in _entries("", model):
         modules[-1].append(path)
-        for parameter in module.parameters(path != ""):
+        for parameter in module.parameters(whole):
             name = names[id(parameter)]
             if name not in home:
                 home[name] = len(modules) - 1
@@ -51,12 +54,22 @@ def blocks(model: nn.Module, *, least_bytes: int = 2**20) -> tuple[Unit, ...]:
     return tuple(unit for unit in units if unit.parameters)
 
 
-def _entries(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """The blocks in order: children of the root and of every list or sequence of modules below it."""
-    if path and type(module) not in (nn.Sequential, nn.ModuleList):
-        yield path, module
+def _entries(path: str, module: nn.Module, *, listed: bool = False) -> Iterable[tuple[str, nn.Module, bool]]:
+    """The blocks in order: entries of lists and sequences of modules, and what lies beside these and those around them.
+
+    Each with whether all its parameters are meant, or those alone that a container of blocks holds itself.
+    """
+    is_list = type(module) in _LISTS
+    if path and not is_list and (listed or not _holds_blocks(module)):
+        yield path, module, True
         return
     if next(module.parameters(recurse=False), None) is not None:
-        yield path, module  # what a container holds itself
+        yield path, module, False
     for name, child in module.named_children():
-        yield from _entries(f"{path}.{name}".lstrip("."), child)
+        yield from _entries(f"{path}.{name}".lstrip("."), child, listed=is_list)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether a list or sequence inside has entries that are more than single layers."""
+    lists = (each for each in module.modules() if type(each) in _LISTS)
+    return any(next(entry.children(), None) is not None for each in lists for entry in each.children())
