@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from shardwright import verify
 from shardwright.boxes import balanced_ranges
 from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig
-from shardwright import verify
 from shardwright.strategy import Job, Partial, Plan, Replicate, Shard, Traffic, Use, blocks, partial_axes, sync
 
 # ---- units
@@ -105,7 +105,9 @@ def test_blocks_below_a_plain_module_are_units_too():
     assert units["body"] == ("body.scale",)
 
 
-@pytest.mark.parametrize("line", ["dp2/zero3/bucket:0 mb2", "dp2/zero1/bucket:0 tp2", "pp2/zb-h1 mb2 dp2/zero3/bucket:0"])
+@pytest.mark.parametrize(
+    "line", ["dp2/zero3/bucket:0 mb2", "dp2/zero1/bucket:0 tp2", "pp2/zb-h1 mb2 dp2/zero3/bucket:0"]
+)
 def test_a_model_whose_blocks_lie_below_a_plain_module_is_that_of_one_device_in_slices(line):
     verdict = verify(Wrapped(), line, [(torch.randn(6, 4), torch.randint(5, (6,)))] * 2)
     assert verdict.equal, str(verdict)

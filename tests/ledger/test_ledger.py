@@ -27,6 +27,25 @@ def data(num_samples=8):
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+@pytest.mark.parametrize("line", ["single", "recompute:selective"])
+def test_keys_that_several_heads_share_are_not_repeated(line):
+    def build():
+        with sw.without_values():
+            return GPT(GPTConfig(style="llama", num_layers=2, num_heads=4, num_kv_heads=1, width=32, max_tokens=16))
+
+    def work(world):
+        run = sw.parallelize(build(), line, world, example=data()[0])
+        optimizer = run.optimizer(torch.optim.AdamW)
+        (batch,) = run.shard([data()])
+        for _ in range(2):
+            run.step(batch)
+            optimizer.step()
+        return measure_memory(run, batch, optimizer).peak_bytes
+
+    (peak,) = sw.launch(work, 1, ranks="threads")
+    assert -UNDER <= predict_memory(Job(build(), CrossEntropy()), line, 0, data()).peak_bytes / peak - 1 <= OVER
+
+
 def measured(world, line, dropout=0.1):
     run = sw.parallelize(plain(dropout), line, world, example=data()[0])
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-3)

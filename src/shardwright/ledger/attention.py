@@ -41,7 +41,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    fused = q.is_meta and q.dim() == 4 and dropout_p == 0 and not enable_gqa and min(q.numel(), k.numel()) > 0
+    fused = q.is_meta and q.dim() == 4 and dropout_p == 0 and min(q.numel(), k.numel()) > 0
     if not fused or q.shape[-1] != v.shape[-1] or (attn_mask is not None and attn_mask.requires_grad):
         return functional.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
