@@ -245,3 +245,25 @@ def test_ranks_without_a_sample_are_rehearsed_through_batch_norm(momentum):
     batch = torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
     accounts = [predict_memory(Job(model, CrossEntropy()), "dp3", rank, batch) for rank in range(3)]
     assert accounts[0].peak_bytes >= accounts[2].peak_bytes > 0
+
+
+def test_a_fused_optimizer_is_rehearsed_though_meta_has_no_such_kernel():
+    accounts = [
+        predict_memory(Job(plain(), CrossEntropy()), "dp2", 0, data(), **options) for options in ({}, {"fused": True})
+    ]
+    plain_peak, fused_peak = (account.peak_bytes for account in accounts)
+    assert fused_peak <= plain_peak
+
+
+def test_a_recurrent_layer_is_warned_of():
+    class Recurs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells = nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.cells(x)[0][:, -1]
+
+    batch = torch.ones(2, 3, 4), torch.zeros(2, dtype=torch.int64)
+    with pytest.warns(UserWarning, match="recurrent layers"):
+        predict_memory(Job(Recurs(), CrossEntropy()), "dp2", 0, batch)

@@ -38,18 +38,19 @@ def blocks_again(model: nn.Module, layout: Layout) -> tuple[str, ...]:
     >>> model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))])
     >>> blocks_again(model, Layout.parse("recompute:full"))
     ('0', '1')
-    >>> blocks_again(model, Layout.parse("recompute:*.0"))
-    ('0.0', '1.0')
+    >>> blocks_again(model, Layout.parse("recompute:*.0")), blocks_again(model, Layout.parse("recompute:0,1.0"))
+    (('0.0', '1.0'), ('0', '1.0'))
     """
     word = layout.recompute
     if word is None:
         return ()
     names = [name for name, _ in model.named_modules() if name]
     if word not in WORDS:
-        found = [name for name in names if fnmatchcase(name, word)]
-        if not found:
-            raise _nothing(f"no module of the model is called '{word}'", layout, names, nearest(word, names))
-        return _outermost(found)
+        patterns = word.split(",")
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise _nothing(f"no module of the model is called '{pattern}'", layout, names, nearest(pattern, names))
+        return _outermost([name for name in names if any(fnmatchcase(name, each) for each in patterns)])
     entries = dict(_entries("", model))
     found = [path for path, module in entries.items() if next(module.children(), None) is not None] or list(entries)
     if not found:
@@ -88,7 +89,7 @@ def _nothing(what: str, layout: Layout, names: Sequence[str], like: str) -> Layo
             f"{what}, so there is nothing to compute again",
             given=str(layout),
             allowed="recompute:full or recompute:selective for models with lists or sequences of modules, "
-            "recompute:PATTERN for names of modules, * for anything",
+            "recompute:PATTERN for names of modules, * for anything, several with commas",
             fix=f"write recompute:{like}" if names else f"leave it out: {without}",
         )
     )
