@@ -231,9 +231,11 @@ def test_a_model_of_others_equals_one_device(theirs, line):
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.parametrize("line", ["dp2", "dp3 mb2"])
+@pytest.mark.parametrize(
+    "line", ["dp2", "dp3 mb2", "dp3/zero1/bucket:0", "dp2/zero3/bucket:0 mb2", "dp2/zero3/bucket:0 recompute:*"]
+)
 @pytest.mark.parametrize("theirs", THEIRS, ids=str)
-def test_a_model_of_others_that_is_only_copied_equals_one_device(theirs, line):
+def test_a_model_of_others_that_is_copied_or_rests_in_slices_equals_one_device(theirs, line):
     verdict = verify(theirs.model, line, theirs.batches, loss=theirs.loss)
     assert verdict.equal, str(verdict)
 
