@@ -267,7 +267,7 @@ class Executor:
         """All actions of a stage, in order; one step is from zero gradients to those of this rank's part."""
         self.work.begin(schedule, microbatches, last)
         self._done, self.spans = {}, []
-        starts: dict[tuple[int, int], Sequence[Tensor]] = {}
+        starts: dict[tuple[int, int], tuple[Sequence[Tensor], Sequence[Callable[[], None]]]] = {}
         for place, action in enumerate(schedule.actions[stage]):
             kind, number, chunk = self._action = action
             self.before_action(action)
@@ -275,12 +275,12 @@ class Executor:
             began = perf_counter()
             with self.during(action):
                 if kind == "F":
-                    starts[chunk, number] = self._forward(chunk, number, microbatches)
+                    starts[chunk, number] = self._forward(chunk, number, microbatches), self._moment()
                 elif kind == "W":
                     self.deferred.do(chunk, number)
                     self._end_backward(number, chunk)
                 else:
-                    self._backward(starts.pop((chunk, number)))
+                    self._backward(*starts.pop((chunk, number)))
             self.spans.append(Span(action, began, perf_counter()))
             for events in self.events:
                 events.after_action(action)
@@ -314,8 +314,14 @@ class Executor:
         self._has_run.add(key)
         return starts
 
-    def _backward(self, starts: Sequence[Tensor]) -> None:
+    def _moment(self) -> Sequence[Callable[[], None]]:
+        """What goes back to the samples in hand, and what was drawn for them."""
+        return [each.moment() for each in (self.draws, self.samples) if each is not None]
+
+    def _backward(self, starts: Sequence[Tensor], forward: Sequence[Callable[[], None]]) -> None:
         kind, number, chunk = self._action
+        for back in forward:  # others may have been in hand since, and a model may compute again by itself
+            back()
         self._missing = {unit.name: set(unit.parameters) for unit in self.units}
         gradients = self.work.gradients(chunk, number)
         with self.deferred.collecting(chunk, number) if kind == "I" else nullcontext():
