@@ -10,9 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from shardwright.comm import launch
 from shardwright.draws import Draws, SliceOfDim, keep_mask, key_dropout
 from shardwright.errors import PlanError
+from shardwright.layout import Layout
+from shardwright.parallelize import parallelize
 
 # ---- the hash once more, in numpy, from its published form
 
@@ -266,3 +270,41 @@ def test_a_layer_of_torchs_without_samples_refuses_to_drop():
     key_dropout(layer, Draws(samples=range(3)))
     with pytest.raises(PlanError, match=r"dropout 'dropout1' does not see one row for each sample(.|\n)*\[3, 8\]"):
         layer.dropout1(torch.randn(3, 8))
+
+
+# ---- calls that torch's own checkpointing makes again
+
+
+class _Again(nn.Module):
+    """A block with dropout, which torch computes again."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Tanh()), reentrant
+
+    def forward(self, x):
+        return self.inner(x) if self.reentrant is None else checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def _gradients(reentrant, line, shared=False):
+    torch.manual_seed(0)
+    blocks, inputs = [_Again(reentrant) for _ in range(2)], torch.randn(6, 4, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(4, 4), blocks[0], blocks[0 if shared else 1]).double()
+
+    def work(world):
+        run = parallelize(model, line, world)
+        run.step(next(run.shard([(inputs, torch.arange(6) % 4)])))
+        return [p.grad for p in run.parameters.values() if p.grad is not None]
+
+    return launch(work, Layout.parse(line), ranks="threads")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("line", ["dp2 mb2", "pp2/1f1b/cut:0,2 mb3"])
+def test_what_torch_computes_again_drops_the_same(line, reentrant):
+    torch.testing.assert_close(_gradients(reentrant, line), _gradients(None, line), rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_of_several_calls_that_torch_computes_again_is_refused_by_name():
+    with pytest.raises(PlanError, match=r"dropout '1.inner.1' repeats.*\n.*2 calls.*\n.*\n.*recompute:PATTERN"):
+        _gradients(False, "dp2", shared=True)

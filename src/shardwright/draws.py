@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -63,19 +64,37 @@ class Draws:
     def samples(self, samples: Sequence[int]) -> None:
         self._samples = samples
         self._calls: Counter[str] = Counter()
+        self._first: dict[str, int] = {}
+        self._backward = _current_graph_task_id()
 
     def call(self, layer: str) -> str:
-        """The layer's name in the keys: a layer that is called again in one forward drops others."""
+        """The layer's name in the keys: a layer that is called again in one forward drops others.
+
+        What a backward calls that nobody has taken back to a moment of the forward repeats the forward's call, as in
+        ``torch.utils.checkpoint``. Raises: PlanError: there were several.
+        """
         number = self._calls[layer]
-        self._calls[layer] += 1
+        if self._repeats() and layer in self._first:
+            if number > self._first[layer] + 1:
+                raise _one_of_several(layer, number - self._first[layer])
+            number = self._first[layer]
+        else:
+            self._first.setdefault(layer, number)
+            self._calls[layer] += 1
         return f"{layer}#{number}" if number else layer
+
+    def _repeats(self) -> bool:
+        """Whether a backward is running, other than the one in which this moment of the forward was come back to."""
+        return _current_graph_task_id() != self._backward
 
     def moment(self) -> Callable[[], None]:
         """A function that goes back to this moment of this forward: what is computed again drops the same."""
-        step, samples, calls = self.step, self._samples, Counter(self._calls)
+        step, samples, calls, first = self.step, self._samples, Counter(self._calls), dict(self._first)
+        repeats, backward = self._repeats(), self._backward
 
         def back() -> None:
-            self.step, self._samples, self._calls = step, samples, Counter(calls)
+            self.step, self._samples, self._calls, self._first = step, samples, Counter(calls), dict(first)
+            self._backward = backward if repeats else _current_graph_task_id()
 
         return back
 
@@ -90,6 +109,17 @@ class Draws:
         start = hashlib.blake2b(f"{self.seed}/{self.step}/{layer}".encode(), digest_size=8).digest()
         mixed = [_mix64(int.from_bytes(start, "little") + sample * 0x9E3779B97F4A7C15) for sample in samples]
         return [(word & 0xFFFFFFFF, word >> 32) for word in mixed]
+
+
+def _one_of_several(layer: str, number: int) -> PlanError:
+    return PlanError(
+        explain(
+            f"which of its calls dropout '{layer}' repeats in the backward cannot be known",
+            given=f"{number} calls in one forward, and one more by torch.utils.checkpoint",
+            allowed="inside torch.utils.checkpoint, dropout that is called once in a forward",
+            fix="write recompute:full or recompute:PATTERN in the layout, in place of torch.utils.checkpoint",
+        )
+    )
 
 
 def _mix64(word: int) -> int:

@@ -45,6 +45,7 @@ from shardwright.models.losses import CrossEntropy, mean_of, sum_and_count
 from shardwright.models.visits import call_model
 from shardwright.parallelize import (
     Run,
+    check_loss,
     check_model,
     check_trains,
     job_for,
@@ -150,6 +151,7 @@ def verify(
     _check_given(dtype, batches)
     loss = CrossEntropy() if loss is None else loss
     check_model(model)
+    check_loss(loss)
     plain = twin(model)
     plain._apply(partial(_cast, dtype))
     batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]

@@ -47,6 +47,29 @@ def test_a_model_that_cannot_be_run_is_refused_by_name(name, line):
         launch(lambda world: parallelize(build(), line, world, loss=LOSS), 2 - (line == "single"), ranks="threads")
 
 
+class Penalised(nn.Module):
+    """A loss of its own, and what a part that it holds weighs."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, outputs, targets):
+        total, count = LOSS(outputs, targets)
+        return total + count * sum(each.square().sum() for each in self.part.parameters()), count
+
+
+def test_a_loss_with_parameters_that_want_gradients_is_refused_by_name():
+    model = pair()
+    for loss, name in ((Penalised(model), "part.0.weight"), (Penalised(nn.PReLU()), "part.weight")):
+        with pytest.raises(PlanError, match=f"never be trained: '{name}'"):
+            verify(model, "dp2", [BATCH], loss=loss, launcher=lambda *_: pytest.fail("ran"))
+        with pytest.raises(PlanError, match=f"never be trained: '{name}'"):
+            launch(lambda world, loss=loss: parallelize(model, "single", world, loss=loss), 1, ranks="threads")
+    frozen = Penalised(nn.PReLU().requires_grad_(False))
+    assert verify(model, "dp2", [BATCH], loss=frozen).equal
+
+
 @pytest.mark.parametrize("line", LINES)
 def test_a_model_without_anything_to_train_predicts_and_evaluates_but_takes_no_step(line):
     model = pair().requires_grad_(False)

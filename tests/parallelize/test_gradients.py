@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.comm import cut_to_whole, launch, whole_to_cut
+from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.models import MLPConfig, build_mlp
 from shardwright.parallelize import parallelize
@@ -127,3 +129,33 @@ def test_units_are_summed_while_backward_goes_on_and_once_each():
     for mb in ("", " mb3"):
         assert on_ranks(model, f"dp2/bucket:0{mb}", work) == [expected] * 2
     assert on_ranks(model, "dp2", work) == [[("data_parallel", sum(sizes)), ("loss", 16)]] * 2
+
+
+class CalledThrice(nn.Module):
+    """One layer, called three times, each computed again by a backward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = nn.Linear(5, 5)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()  # or else torch computes nothing again
+        for _ in range(3):
+            x = checkpoint(self.again, torch.tanh(x), use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3"])
+def test_a_gradient_that_comes_after_its_unit_was_summed_is_refused_by_name(line):
+    model = CalledThrice()
+
+    def work(world):
+        run = parallelize(model, line, world)
+        with pytest.raises(PlanError, match=r"'again\.\w+' gets a gradient once more(.*\n)*.*use_reentrant=False"):
+            run.step(next(run.shard([BATCH])))
+
+    launch(work, Layout.parse(line), ranks="threads")
+
+
+def test_a_gradient_in_several_backwards_is_whole_where_nothing_is_sent():
+    assert verify(CalledThrice(), "mb2", [BATCH]).equal

@@ -417,6 +417,21 @@ def test_every_rank_predicts_the_whole_output(line):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_a_layer_in_eval_stays_so_when_a_run_has_evaluated_and_predicted():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 2))
+    model[1].eval()
+
+    def work(run):
+        (batch,) = run.shard([(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))])
+        seen = []
+        for look in (lambda: run.evaluate(batch), lambda: run.predict(torch.ones(4, 3))):
+            look()
+            seen += [layer.training for layer in run.model]
+        return seen
+
+    assert on_ranks(model, "dp2", work) == [[True, False, True, True] * 2] * 2
+
+
 def test_evaluation_between_steps_changes_no_step():
     batches = [tokens(5, 0), tokens(5, 1)]
 

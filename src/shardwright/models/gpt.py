@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import PlanError, explain
 from shardwright.models.attention import Attention, check_heads
+from shardwright.models.evaluating import evaluating
 from shardwright.models.settings import check_fraction, check_sizes
 
 _STD = 0.02  # of every weight that GPT-2 draws
@@ -249,9 +250,7 @@ def generate(model: GPT, tokens_BT: Tensor, num_new: int, temperature: float, ge
     >>> generate(model, torch.zeros(2, 3, dtype=torch.int64), 4, 0.8, torch.Generator().manual_seed(0)).shape
     torch.Size([2, 7])
     """
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for _ in range(num_new):
             logits_BV = model(tokens_BT[:, -model.config.max_tokens :])[:, -1]
             if temperature > 0:
@@ -260,6 +259,4 @@ def generate(model: GPT, tokens_BT: Tensor, num_new: int, temperature: float, ge
             else:
                 next_B1 = logits_BV.argmax(dim=-1, keepdim=True)
             tokens_BT = torch.cat((tokens_BT, next_B1), dim=1)
-    finally:
-        model.train(was_training)
     return tokens_BT

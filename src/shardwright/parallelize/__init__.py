@@ -18,7 +18,7 @@ from shardwright.models.without_samples import stand_no_samples
 from shardwright.parallelize.again import compute_again, keep_elsewhere
 from shardwright.parallelize.alone import LayerAlone, layer_alone
 from shardwright.parallelize.auto import samples_of, tokens_of
-from shardwright.parallelize.checking import check_model, check_trains, check_world
+from shardwright.parallelize.checking import check_loss, check_model, check_trains, check_world
 from shardwright.parallelize.gradients import GradientSync
 from shardwright.parallelize.initialise import place_parameters
 from shardwright.parallelize.planning import StepTraffic, hollow, job_for, make_plan, twin
@@ -35,6 +35,7 @@ __all__ = [
     "LayerAlone",
     "Run",
     "StepTraffic",
+    "check_loss",
     "check_model",
     "check_trains",
     "hollow",
@@ -96,6 +97,7 @@ def parallelize(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
     loss = twin(loss if loss is not None else CrossEntropy())
+    check_loss(loss)
     job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(
         seconds=seconds, offload_folder=None if offload_folder is None else Path(offload_folder)
     )

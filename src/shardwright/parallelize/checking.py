@@ -39,6 +39,30 @@ def check_model(model: nn.Module) -> None:
         raise PlanError(explain(refusal.what, given=refusal.given, allowed=refusal.allowed, fix=refusal.fix))
 
 
+def check_loss(loss: nn.Module) -> None:
+    """Raises PlanError for a loss with parameters that want gradients: a run trains its model's, and no others.
+
+    >>> check_loss(nn.Linear(1, 1).requires_grad_(False))
+    >>> check_loss(nn.PReLU())
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the loss has a parameter that would never be trained: 'weight'
+      given:   PReLU with 1 parameter that wants a gradient
+      allowed: losses of the output and the targets; buffers and frozen parameters may be inside
+      fix:     put into the model what learns, and a penalty on its parameters too; freeze what does not
+    """
+    names = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
+    if names:
+        several = f"{len(names)} parameters that want a gradient"
+        raise PlanError(
+            explain(
+                f"the loss has a parameter that would never be trained: '{names[0]}'",
+                given=f"{type(loss).__name__} with {several if names[1:] else '1 parameter that wants a gradient'}",
+                allowed="losses of the output and the targets; buffers and frozen parameters may be inside",
+                fix="put into the model what learns, and a penalty on its parameters too; freeze what does not",
+            )
+        )
+
+
 def check_microbatches(model: nn.Module, layout: Layout) -> None:
     """Raises LayoutError for layers that count batches, or look at one as a whole, where ``mb`` cuts it.
 

@@ -142,6 +142,8 @@ class GradientSync:
 
     def events(self) -> Events:
         """What the executor tells it."""
+        if not any(self.groups.values()):
+            return Events()  # nothing is sent, and so nothing too early
         return Events(after_weight_gradients=self._after_weight_gradients)
 
     def _after_weight_gradients(self, unit: Unit, microbatch: int) -> None:

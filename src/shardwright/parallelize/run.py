@@ -16,6 +16,7 @@ from shardwright.boxes import read
 from shardwright.comm import Axis, World
 from shardwright.comm.values import gather_json
 from shardwright.draws import Draws
+from shardwright.models.evaluating import evaluating
 from shardwright.models.losses import mean_of
 from shardwright.models.visits import call_model
 from shardwright.parallelize.bridge import from_global_parameters, to_global_parameters
@@ -195,7 +196,7 @@ class Run:
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches if apart else 1)
         last = LossEnd(self.loss, widen=self._widens)
         self._begin(batch.num_tokens)
-        with self._evaluating():
+        with evaluating(self.model):
             self._forward([self._cut(batch, samples) for samples in shares], last)
         return self._mean(last.sums)[0]
 
@@ -205,7 +206,7 @@ class Run:
         num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
         self._begin(num_tokens)
         mine = on_device(self._narrow(cut_tokens(self.plan, self.coord, inputs, num_tokens)), self.world.device)
-        with self._evaluating():
+        with evaluating(self.model):
             in_stages = self.plan.schedule is not None
             output = self._predict_in_stages(mine, num_tokens) if in_stages else self._predict(mine)
         joined: list[str] = []
@@ -245,15 +246,6 @@ class Run:
         same = schedule.num_microbatches == len(pieces)
         forwards = forward_only(schedule) if same else one_by_one(schedule, len(pieces))
         self._executor.run(forwards, self.coord.get("pp", 0), pieces, last)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train(was_training)
 
     def _output_sizes(self, axis: str, joined: Sequence[str]) -> list[int]:
         """How much of the output's cut dim each member of ``axis`` holds, once ``joined`` are gathered."""

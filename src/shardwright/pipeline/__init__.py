@@ -2,17 +2,8 @@
 
 from shardwright.pipeline.actions import Action, Schedule, accumulate
 from shardwright.pipeline.deferred import Deferred
-from shardwright.pipeline.executor import (
-    Events,
-    Executor,
-    Frame,
-    Last,
-    LossEnd,
-    Microbatch,
-    OutputEnd,
-    WholeModel,
-    Work,
-)
+from shardwright.pipeline.ends import LossEnd, OutputEnd
+from shardwright.pipeline.executor import Events, Executor, Frame, Last, Microbatch, WholeModel, Work
 from shardwright.pipeline.samples import Rows, Samples
 from shardwright.pipeline.timeline import Span, Timeline
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from shardwright.models.evaluating import evaluating
 from shardwright.models.on_meta import on_meta
 from shardwright.models.visits import call_model
 from shardwright.pipeline.graph import CallSite, Chunked, bind, prepare, run, sites
@@ -161,17 +162,14 @@ def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, fl
     named = [(path, module) for path, module in model.named_modules() if path]
     handles = [module.register_forward_pre_hook(before) for _, module in named]
     handles += [module.register_forward_hook(partial(after, path)) for path, module in named]
-    was_training = model.training
-    model.eval()
     try:
-        for _ in range(repeats + 1):  # the first one warms up
-            spent: dict[str, float] = {}
-            with torch.no_grad():
+        with evaluating(model), torch.no_grad():
+            for _ in range(repeats + 1):  # the first one warms up
+                spent: dict[str, float] = {}
                 call_model(model, inputs)
-            for path, seconds in spent.items():
-                found.setdefault(path, []).append(seconds)
+                for path, seconds in spent.items():
+                    found.setdefault(path, []).append(seconds)
     finally:
-        model.train(was_training)
         for handle in handles:
             handle.remove()
     return {path: statistics.median(seconds[1:]) for path, seconds in found.items()}

@@ -17,17 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from shardwright.draws import Draws, RefusesDraws
-from shardwright.models.losses import sum_and_count
+from shardwright.errors import PlanError, explain
 from shardwright.models.visits import call_model
 from shardwright.pipeline.actions import Action, Schedule
 from shardwright.pipeline.deferred import Deferred
@@ -174,40 +173,6 @@ class WholeModel:
         return frozenset((0,))
 
 
-@dataclass
-class LossEnd:
-    """Where a model ends in training: adds up the loss and what it counts.
-
-    Backward runs on the sum times ``scale``, a number that all ranks know beforehand. With ``widen`` the loss is taken
-    of the model's output in float32: a sum of many numbers has no place in less.
-    """
-
-    loss: Callable[[Any, Any], tuple[Tensor, Tensor]]
-    scale: float = 1.0
-    widen: bool = False
-    sums: list[Tensor] = field(default_factory=list)
-
-    def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """See :class:`Last`."""
-        if self.widen:
-            output = tree_map_only(Tensor, lambda t: t.float() if t.dtype.is_floating_point else t, output)
-        loss_sum, count = sum_and_count(self.loss(output, microbatch.targets))
-        self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]))
-        return loss_sum * self.scale if self.scale != 1 else loss_sum
-
-
-@dataclass
-class OutputEnd:
-    """Where a model ends that is asked for its output alone."""
-
-    outputs: dict[int, Any] = field(default_factory=dict)
-
-    def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """See :class:`Last`."""
-        self.outputs[number] = output
-        return torch.zeros(())
-
-
 def held_units(units: Sequence[Unit], held: Collection[str]) -> tuple[Unit, ...]:
     """The units with the parameters that a rank holds; those of which it holds none are left out.
 
@@ -216,6 +181,17 @@ def held_units(units: Sequence[Unit], held: Collection[str]) -> tuple[Unit, ...]
     """
     found = (unit._replace(parameters=tuple(n for n in unit.parameters if n in held)) for unit in units)
     return tuple(unit for unit in found if unit.parameters)
+
+
+def _too_late(parameter: str) -> PlanError:
+    return PlanError(
+        explain(
+            f"the parameter '{parameter}' gets a gradient once more after its unit's have been summed over ranks",
+            given="backwards inside one backward, as torch.utils.checkpoint(use_reentrant=True) makes them",
+            allowed="one gradient of each parameter in one backward",
+            fix="use_reentrant=False, or recompute:full or recompute:PATTERN in the layout in its place",
+        )
+    )
 
 
 @contextmanager
@@ -267,7 +243,7 @@ class Executor:
         """All actions of a stage, in order; one step is from zero gradients to those of this rank's part."""
         self.work.begin(schedule, microbatches, last)
         self._done, self.spans = {}, []
-        starts: dict[tuple[int, int], Sequence[Tensor]] = {}
+        starts: dict[tuple[int, int], tuple[Sequence[Tensor], Sequence[Callable[[], None]]]] = {}
         for place, action in enumerate(schedule.actions[stage]):
             kind, number, chunk = self._action = action
             self.before_action(action)
@@ -275,12 +251,12 @@ class Executor:
             began = perf_counter()
             with self.during(action):
                 if kind == "F":
-                    starts[chunk, number] = self._forward(chunk, number, microbatches)
+                    starts[chunk, number] = self._forward(chunk, number, microbatches), self._moment()
                 elif kind == "W":
                     self.deferred.do(chunk, number)
                     self._end_backward(number, chunk)
                 else:
-                    self._backward(starts.pop((chunk, number)))
+                    self._backward(*starts.pop((chunk, number)))
             self.spans.append(Span(action, began, perf_counter()))
             for events in self.events:
                 events.after_action(action)
@@ -314,8 +290,14 @@ class Executor:
         self._has_run.add(key)
         return starts
 
-    def _backward(self, starts: Sequence[Tensor]) -> None:
+    def _moment(self) -> Sequence[Callable[[], None]]:
+        """What goes back to the samples in hand, and what was drawn for them."""
+        return [each.moment() for each in (self.draws, self.samples) if each is not None]
+
+    def _backward(self, starts: Sequence[Tensor], forward: Sequence[Callable[[], None]]) -> None:
         kind, number, chunk = self._action
+        for back in forward:  # others may have been in hand since, and a model may compute again by itself
+            back()
         self._missing = {unit.name: set(unit.parameters) for unit in self.units}
         gradients = self.work.gradients(chunk, number)
         with self.deferred.collecting(chunk, number) if kind == "I" else nullcontext():
@@ -355,6 +337,10 @@ class Executor:
 
     def _accumulated(self, unit: Unit, name: str) -> None:
         missing = self._missing[unit.name]
+        done = self._done.get((unit.name, self._action.microbatch), set())
+        is_given = bool(done) and done == self._chunks[unit.name]
+        if is_given and any(events.after_weight_gradients is not _nothing for events in self.events):
+            raise _too_late(name)
         missing.discard(name)
         if not missing and self._action.kind == "B":
             self._fire_gradients(unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +35,9 @@ class Masters:
 
     def applied(self) -> Applied:
         """What a run needs to know."""
-        events = Events(
-            restart=self._restart,
-            after_weight_gradients=self._after_weight_gradients,
-            after_sync=self._after_sync,
-            after_optimizer=self._round,
-        )
+        events = Events(restart=self._restart, after_sync=self._after_sync, after_optimizer=self._round)
+        if self.wide:
+            events = replace(events, after_weight_gradients=self._after_weight_gradients)
         return Applied(events=events, parameters=self.resting)
 
     def _restart(self) -> None:
