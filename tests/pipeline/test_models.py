@@ -556,9 +556,11 @@ class OneTable(nn.Module):
         return self.lines[1](self.lines[0](x) * self.window(self.table))
 
 
-@pytest.mark.parametrize("kind", [Complex, OneTable])
-def test_a_split_backward_of_complex_numbers_and_of_one_sample(kind):
-    found = verify(kind(), "pp2/zb-h1 mb2", pairs(1))
+@pytest.mark.parametrize(
+    ("kind", "line"), [(Complex, "pp2/zb-h1 mb2"), (Complex, "tp2x2/2d"), (OneTable, "pp2/zb-h1 mb2")]
+)
+def test_complex_numbers_and_convolutions_of_one_sample(kind, line):
+    found = verify(kind(), line, pairs(1))
     assert found.equal, str(found)
 
 
