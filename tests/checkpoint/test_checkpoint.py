@@ -24,6 +24,7 @@ from shardwright.checkpoint.manifest import FORMAT, MANIFEST, VERSION
 from shardwright.comm import launch
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
+from shardwright.parallelize import parallelize
 
 PLAIN = ("single", "dp2", "tp2", "tp3", "dp2 tp2")
 CUT = ("dp2/zero3", "pp2 mb2", "pp2 dp2/zero3 tp2 mb2")
@@ -219,6 +220,50 @@ def test_a_run_that_has_made_no_step_is_saved_and_loaded(tmp_path):
 
 
 # ---- the folder
+
+
+@pytest.mark.parametrize("line", ["pp2/cut:0,2 mb2", "pp3/cut:0,2,3 mb2"])
+def test_a_stage_that_trains_nothing_is_saved_and_loaded(tmp_path, line):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh())
+    model[0].requires_grad_(False)
+
+    def work(world, step):
+        run = parallelize(model, line, world)
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.1 * step)
+        if step > 1:
+            load(tmp_path, run, optimizer)
+        run.step(next(run.shard([(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))])))
+        optimizer.step()
+        save(tmp_path, run, optimizer)
+        return optimizer.param_groups[0]["lr"], run.num_steps
+
+    num_ranks = Layout.parse(line).num_ranks
+    assert launch(work, num_ranks, 1, ranks="threads") == [(0.1, 1)] * num_ranks
+    assert launch(work, num_ranks, 2, ranks="threads") == [(0.1, 2)] * num_ranks
+
+
+@pytest.mark.parametrize("keeps_empty", [True, False])
+def test_groups_by_stage_keep_their_options_however_often_they_are_saved(tmp_path, keeps_empty):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def work(world, line, loads):
+        run = parallelize(model, line, world)
+        rates = {"0.": 0.01, "1.": 0.1}
+        groups = [
+            {"params": [p for name, p in run.parameters.items() if name.startswith(first)], "lr": 9.0 if loads else lr}
+            for first, lr in rates.items()
+        ]
+        groups = [group for group in groups if keeps_empty or group["params"]]
+        optimizer = run.optimizer(torch.optim.SGD, groups)
+        if loads:
+            load(tmp_path, run, optimizer)
+        save(tmp_path, run, optimizer)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    each = [[0.01, 0.1], [0.01, 0.1]] if keeps_empty else [[0.01], [0.1]]
+    for loads in (False, True, True):
+        assert launch(work, 2, "pp2 mb2", loads, ranks="threads") == each
+    assert launch(work, 1, "single", True, ranks="threads") == [[0.01, 0.1]]
 
 
 def test_every_element_is_written_once(checkpoints):

@@ -241,3 +241,31 @@ def test_a_twin_is_not_placed_with_the_original():
     place_parameters(other, {}, {}, 0, CPU)
     assert all(p.is_meta for p in model.parameters())
     assert not any(p.is_meta for p in other.parameters())
+
+
+class Shares(nn.Module):
+    """Two modules with one buffer, which the first writes or, on the meta device, draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(3), nn.Module()
+        self.second.register_buffer("mean", self.first.running_mean)
+
+    def forward(self, x):
+        return self.first(x) - self.second.mean
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("line", ["single", "dp2"])
+def test_a_buffer_that_two_modules_share_stays_one(line, device):
+    with torch.device(device):
+        model = Shares()
+
+    def work(world):
+        run = parallelize(model, line, world)
+        run.step(next(run.shard([(torch.ones(2, 3), torch.zeros(2, dtype=torch.int64))])))
+        assert run.model.second.mean is run.model.first.running_mean
+        return run.model.second.mean.tolist()
+
+    num_ranks = Layout.parse(line).num_ranks
+    assert launch(work, num_ranks, ranks="threads") == [pytest.approx([0.1] * 3)] * num_ranks

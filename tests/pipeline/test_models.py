@@ -511,6 +511,82 @@ def test_a_hook_that_a_person_puts_on_a_parameter_is_called_with_its_gradient():
     assert launch(work, 2, ranks="threads") == [0.0, 0.0]
 
 
+def test_a_hook_after_accumulation_finds_the_gradient_where_the_backward_is_split():
+    model = Blocks(skipping)
+
+    def work(world, line):
+        run, found = parallelize(model, line, world), {}
+        for name, parameter in run.parameters.items():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, n=name: found.setdefault(n, []).append(p.grad.norm())
+            )
+        run.step(next(run.shard(pairs(1))))
+        return found
+
+    split, plain = (
+        {k: v for each in launch(work, n, line, ranks="threads") for k, v in each.items()}
+        for n, line in ((2, "pp2/zb-h1 mb2"), (1, "mb2"))
+    )
+    assert split.keys() == plain.keys()
+    torch.testing.assert_close(split, plain)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(W, W, dtype=torch.complex128) for _ in range(2))
+        self.window = nn.Conv1d(1, 1, 3, padding=1, dtype=torch.complex128)
+
+    def forward(self, x):
+        z = torch.complex(x, x.roll(1, -1))
+        for line in self.lines:
+            z = line(z)
+        return self.window(z[:, None])[:, 0].abs()
+
+
+class OneTable(nn.Module):
+    """A convolution of a table, which is one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.window = nn.Parameter(torch.randn(3, W)), nn.Conv1d(3, 1, 3, padding=1)
+        self.lines = nn.ModuleList(nn.Linear(W, W) for _ in range(2))
+
+    def forward(self, x):
+        return self.lines[1](self.lines[0](x) * self.window(self.table))
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"), [(Complex, "pp2/zb-h1 mb2"), (Complex, "tp2x2/2d"), (OneTable, "pp2/zb-h1 mb2")]
+)
+def test_complex_numbers_and_convolutions_of_one_sample(kind, line):
+    found = verify(kind(), line, pairs(1))
+    assert found.equal, str(found)
+
+
+def test_a_split_backward_under_autocast():
+    class Narrow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(W, W), nn.Unflatten(-1, (1, W)), nn.Conv1d(1, 1, 1), nn.Flatten())
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x).float()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Narrow() for _ in range(3)))
+    batch = torch.randn(4, W), torch.randint(W, (4,))
+
+    def work(world, line):
+        run = parallelize(model, line, world, loss=CrossEntropy())
+        run.step(next(run.shard([batch])))
+        return {name: p.grad for name, p in run.parameters.items()}
+
+    found = {k: v for each in launch(work, 2, "pp2/zb-h1 mb2", ranks="threads") for k, v in each.items()}
+    torch.testing.assert_close(found, launch(work, 1, "mb2", ranks="threads")[0])
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_torchs_encoder_is_cut_between_its_layers(batch_first):
     layer = nn.TransformerEncoderLayer(W, 2, 8, batch_first=batch_first, dropout=0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwright.boxes import Lies, Piece, plan_transfer, write
 from shardwright.checkpoint.manifest import Manifest, check_files, find
 from shardwright.checkpoint.manifest import read as read_manifest
-from shardwright.checkpoint.saving import LOSS_SCALE, buffer_lies, kept_buffers
+from shardwright.checkpoint.saving import LOSS_SCALE, buffer_lies, kept_buffers, named_in
 from shardwright.comm.values import gather_json
 from shardwright.errors import CheckpointError, explain
 from shardwright.mesh import Coord
@@ -156,14 +156,23 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest) -> No
 
 
 def _fill_optimizer(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
-    names = {id(p): name for name, p in run.parameters.items()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for key, (kind, value) in manifest.scalars.get(names[id(parameter)], {}).items():
+    for number, group in enumerate(optimizer.param_groups):
+        held = named_in(run, group)
+        for name, parameter in held.items():
+            for key, (kind, value) in manifest.scalars.get(name, {}).items():
                 state = optimizer.state[parameter]
                 on_device = group.get("fused") or group.get("capturable")  # where torch itself keeps step counts
                 device = parameter.device if on_device else torch.device("cpu")
                 state[key] = torch.tensor(value, dtype=getattr(torch, kind), device=device) if kind else value
-        matching = [g for g in manifest.groups if {names[id(p)] for p in group["params"]} <= set(g["parameters"])]
-        if matching:
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in matching[0]["options"].items()})
+        options = _options_of(manifest, number, held.keys(), len(optimizer.param_groups))
+        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+
+
+def _options_of(manifest: Manifest, number: int, names: Set[str], num_groups: int) -> Mapping[str, Any]:
+    """What was saved for a group: the one that holds its parameters, or in its place where this stage has none."""
+    if names:
+        matching = [group for group in manifest.groups if names <= set(group["parameters"])]
+    else:
+        matching = list(manifest.groups[number : number + 1]) if len(manifest.groups) == num_groups else []
+    options: Mapping[str, Any] = matching[0]["options"] if matching else {}
+    return options

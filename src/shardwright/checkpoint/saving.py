@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -254,28 +254,50 @@ def joined_tensors(told: Iterable[dict[str, Any]]) -> dict[str, tuple[str, tuple
 def _join(run: Run, optimizer: torch.optim.Optimizer | None, wrote: list[Any], extra: Mapping[str, Any]) -> Manifest:
     files: dict[str, tuple[int, str]] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    for _, some_files, some_scalars, some_groups in wrote:
+    for _, some_files, some_scalars, _ in wrote:
         files.update({name: (size, digest) for name, (size, digest) in some_files.items()})
         scalars.update(some_scalars)
-        for number, group in enumerate(some_groups):  # a stage has some of a group's parameters
-            groups += [{**group, "parameters": []}] if number == len(groups) else []
-            known = groups[number]["parameters"]
-            known += [name for name in group["parameters"] if name not in known]
-    frozen = joined_tensors(entries for entries, *_ in wrote)
+    tensors = joined_tensors(entries for entries, *_ in wrote)
+    groups = joined_groups([some_groups for *_, some_groups in wrote])
     return Manifest(
-        run.num_steps, str(run.plan.layout), run.draws.seed, frozen, files,
-        type(optimizer).__name__ if optimizer is not None else "", scalars, tuple(groups), extra,
+        run.num_steps, str(run.plan.layout), run.draws.seed, tensors, files,
+        type(optimizer).__name__ if optimizer is not None else "", scalars, groups, extra,
     )  # fmt: skip
+
+
+def joined_groups(told: Iterable[Sequence[dict[str, Any]]]) -> tuple[dict[str, Any], ...]:
+    """The optimizer's groups, from what each rank says of its own: a stage has some of a group's parameters, or none.
+
+    Where it has none its options say nothing; and where it left out such a group, its next one has another's number.
+
+    >>> first, last = {"parameters": ["a"], "options": {"lr": 1}}, {"parameters": ["b"], "options": {"lr": 2}}
+    >>> none = {"parameters": [], "options": {"lr": 1}}
+    >>> joined_groups([[first, none], [none, last]]) == joined_groups([[first], [last]]) == (first, last)
+    True
+    """
+    numbered = sorted(((n, group) for groups in told for n, group in enumerate(groups)), key=lambda pair: pair[0])
+    holding = {number for number, group in numbered if group["parameters"]}
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for number, group in numbered:
+        if group["parameters"] or number not in holding:
+            key = (number, json.dumps(group["options"], sort_keys=True) if number in holding else "")
+            known = found.setdefault(key, {**group, "parameters": []})["parameters"]
+            known += [name for name in group["parameters"] if name not in known]
+    return tuple(found.values())
+
+
+def named_in(run: Run, group: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+    """A group's parameters by name; what a stage that trains nothing gave torch in their place has none."""
+    names = {id(parameter): name for name, parameter in run.parameters.items()}
+    return {names[id(p)]: p for p in group["params"] if id(p) in names}
 
 
 def _groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], ...]:
     if optimizer is None:
         return ()
-    names = {id(parameter): name for name, parameter in run.parameters.items()}
     return tuple(
         {
-            "parameters": [names[id(p)] for p in group["params"]],
+            "parameters": list(named_in(run, group)),
             "options": {
                 key: value.item() if isinstance(value, Tensor) else value
                 for key, value in group.items()

@@ -41,6 +41,7 @@ def place_parameters(model: nn.Module, lies: Mapping[str, Lies], coord: Coord, s
     """
     names = {(id(module), own): name for _, module, own, name in owners(model)}
     placed: dict[str, nn.Parameter] = {}
+    tied: dict[int, tuple[Tensor, Tensor]] = {}  # by its id, a buffer as it was, which keeps the id, and as it is now
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if own and all(_is_elsewhere(lies.get(names[id(module), key]), coord) for key in own):
@@ -48,13 +49,18 @@ def place_parameters(model: nn.Module, lies: Mapping[str, Lies], coord: Coord, s
                 module._parameters[key] = None  # another stage has it
             continue
         requires_grad = {key: parameter.requires_grad for key, parameter in own.items()}
+        _tie(module, tied)
         buffers = dict(module.named_buffers(recurse=False))
         if device.type != "meta" and any(tensor.is_meta for tensor in (*own.values(), *buffers.values())):
             _draw(model, path, module, seed)
         for key, value in _values(module, device).items():
             if key in buffers:
-                at = lies.get(f"{path}.{key}".lstrip("."))
-                module._buffers[key] = value if at is None else cut(value, at.pieces(coord), at.local_shape(coord))
+                before = buffers[key]
+                if id(before) not in tied:
+                    at = lies.get(f"{path}.{key}".lstrip("."))
+                    now = value if at is None else cut(value, at.pieces(coord), at.local_shape(coord))
+                    tied[id(before)], tied[id(now)] = (before, now), (now, now)
+                module._buffers[key] = tied[id(before)][1]
                 continue
             name = names[id(module), key]
             if name not in placed:
@@ -64,6 +70,15 @@ def place_parameters(model: nn.Module, lies: Mapping[str, Lies], coord: Coord, s
                     part = cut(part, at.pieces(coord), at.local_shape(coord))
                 placed[name] = nn.Parameter(part.to(device), requires_grad=requires_grad[key])
             module._parameters[key] = placed[name]
+    for module in model.modules():
+        _tie(module, tied)  # those of other stages too: one buffer has one name
+
+
+def _tie(module: nn.Module, tied: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    """Gives a module the buffers that modules before it share with it, as they are now."""
+    for key, buffer in module._buffers.items():
+        if buffer is not None and id(buffer) in tied:
+            module._buffers[key] = tied[id(buffer)][1]
 
 
 def _is_elsewhere(lies: Lies | None, coord: Coord) -> bool:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+_OWN = __name__.partition(".")[0]
+
 
 @dataclass
 class Deferred:
@@ -43,10 +45,10 @@ class Deferred:
             self._open = None
 
     def takes(self, parameter: Tensor | None) -> bool:
-        """Whether this parameter's gradient is wanted later: asked in backward. One with a hook of its own is not."""
+        """Whether this parameter's gradient is wanted later: asked in backward. One with a person's hook is not."""
         if self._open is None or parameter is None:
             return False
-        return parameter.is_leaf and not parameter._backward_hooks
+        return parameter.is_leaf and not parameter._backward_hooks and not _is_watched(parameter)
 
     def leave(self, work: Callable[[], None]) -> None:
         """Keeps ``work`` for the ``W`` action of what is running backward."""
@@ -58,3 +60,9 @@ class Deferred:
         with torch.no_grad():
             for work in self._waiting.pop((chunk, microbatch), ()):
                 work()
+
+
+def _is_watched(parameter: Tensor) -> bool:
+    """Whether somebody waits for autograd to fill the gradient, other than this library, which knows when it does."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(getattr(hook, "__module__", "").partition(".")[0] != _OWN for hook in hooks.values())

@@ -309,7 +309,7 @@ def _input_gradient(dys: Sequence[Tensor], w_hk: Tensor, widths: Sequence[int]) 
     for width in widths:
         dx = None
         for dy, w in zip(dys, ws, strict=True):
-            part = w[:, start : start + width]
+            part = w[:, start : start + width].conj()
             dx = dy @ part if dx is None else dx.addmm_(dy, part)
         assert dx is not None
         dxs.append(dx)
@@ -319,13 +319,13 @@ def _input_gradient(dys: Sequence[Tensor], w_hk: Tensor, widths: Sequence[int]) 
 
 def _weight_gradient(dys: Sequence[Tensor], panels: Sequence[Tensor]) -> Tensor:
     if len(dys) == len(panels) == 1:
-        return dys[0].T @ panels[0]
+        return dys[0].T @ panels[0].conj()
     dw = dys[0].new_empty(sum(dy.shape[1] for dy in dys), sum(panel.shape[1] for panel in panels))
     row = 0
     for dy in dys:
         column = 0
         for panel in panels:
-            torch.mm(dy.T, panel, out=dw[row : row + dy.shape[1], column : column + panel.shape[1]])
+            torch.mm(dy.T, panel.conj(), out=dw[row : row + dy.shape[1], column : column + panel.shape[1]])
             column += panel.shape[1]
         row += dy.shape[1]
     return dw

@@ -34,7 +34,8 @@ class Leaves(Protocol):
 def split_backward(model: nn.Module, deferred: Leaves) -> None:
     """Lets every plain Linear and convolution of ``model`` leave its weights' gradients to ``deferred``.
 
-    A layer that a strategy has given a forward of its own is left alone, and so is one whose weight is no leaf.
+    A layer that a strategy has given a forward of its own is left alone, and so is one whose weight is no leaf. Under
+    autocast both gradients are made at once, and so are those of a convolution of complex numbers or of one sample.
 
     >>> from shardwright.pipeline import Deferred
     >>> model, deferred = nn.Linear(2, 2), Deferred()
@@ -59,8 +60,15 @@ def _is_plain(convolution: Any) -> bool:
     return convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
 
 
-def _linear(layer: nn.Module, deferred: Leaves, input: Tensor) -> Tensor:
+def _is_cast(x: Tensor) -> bool:
+    """Whether autocast is on, under which a layer multiplies in another precision than its weights have."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def _linear(layer: Any, deferred: Leaves, input: Tensor) -> Tensor:
     weight, bias = layer.weight, layer.bias
+    if _is_cast(input):
+        return nn.functional.linear(input, weight, bias)
     y: Tensor = _Linear.apply(input, weight, bias, deferred, (weight, bias))  # type: ignore[no-untyped-call]
     return y
 
@@ -79,7 +87,7 @@ class _Linear(Function):
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         weight, bias = ctx.owners
         dy_nh, x_nk = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx = (dy_nh @ w_hk).view(x.shape) if needs_x else None
+        dx = (dy_nh @ w_hk.conj()).view(x.shape) if needs_x else None
         later_w = needs_w and ctx.deferred.takes(weight)
         later_bias = needs_bias and ctx.deferred.takes(bias)
         if later_w or later_bias:
@@ -91,11 +99,14 @@ class _Linear(Function):
                     add(bias, dy_nh.sum(0))
 
             ctx.deferred.leave(work)
-        dw = dy_nh.T @ x_nk if needs_w and not later_w else None
+        dw = dy_nh.T @ x_nk.conj() if needs_w and not later_w else None
         return dx, dw, dy_nh.sum(0) if needs_bias and not later_bias else None, None, None
 
 
 def _convolution(layer: Any, deferred: Leaves, input: Tensor) -> Tensor:
+    if _is_cast(input) or input.dim() != layer.weight.dim() or layer.weight.is_complex():
+        whole: Tensor = type(layer).forward(layer, input)  # one sample, or two products of torch's own
+        return whole
     settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
     y: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
         input, layer.weight, layer.bias, deferred, (layer.weight, layer.bias), settings
@@ -155,6 +166,6 @@ def add(parameter: Any, gradient: Tensor) -> None:
 def add_product(parameter: Any, dy_nh: Tensor, x_nk: Tensor) -> None:
     """Adds a weight's gradient to what is there, in the same pass as the product."""
     if parameter.grad is None:
-        parameter.grad = dy_nh.T @ x_nk
+        parameter.grad = dy_nh.T @ x_nk.conj()
     else:
-        parameter.grad.addmm_(dy_nh.T, x_nk)
+        parameter.grad.addmm_(dy_nh.T, x_nk.conj())
