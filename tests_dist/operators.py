@@ -257,6 +257,8 @@ OPERATORS = [
     Operator("integer_to_float", lambda x: x.double(), (integers(-5, 5, 5, 6),)),
     Operator("integer_divide", lambda x: x // 2, (integers(-5, 5, 5, 6),)),
     Operator("remainder", lambda x: x % 3, (integers(-5, 5, 5, 6),)),
+    Operator("mean_half", lambda x: (x * 8192).half().mean().double(), (integers(0, 7, 8, 4),)),
+    Operator("mse_half", lambda x: F.mse_loss((x * 32).half(), (x * 0).half()).double(), (integers(0, 7, 8, 4),)),
     Operator("compare", torch.gt, (X, X)),
     Operator("round", torch.round, (X,)),
     Operator("sum", torch.sum, (X,)),

@@ -8,7 +8,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.errors import PlanError
-from shardwright.global_tensor import placement, sbp
+from shardwright.global_tensor import ones, placement, sbp
 
 
 def model() -> nn.Module:
@@ -32,6 +32,13 @@ def bridged(world, layout: str) -> None:
     check_computes_with_what_was_loaded(world, layout, run, found)
     with pytest.raises(PlanError, match="is no parameter of the run"):
         run.load_global_parameters({"0.weights": found["0.weight"]})
+    with pytest.raises(PlanError, match="what is no global tensor"):
+        run.load_global_parameters({"0.bias": torch.ones(9)})
+    x = ones(9, placement=placement("cpu", ranks=range(4)), sbp=sbp.split(0))
+    gathered = x[2:7]
+    x.mul_(5)
+    with pytest.raises(PlanError, match="before its base was written to"):
+        run.load_global_parameters({"2.bias": gathered})
 
 
 def check_computes_with_what_was_loaded(world, layout, run, found) -> None:

@@ -49,17 +49,7 @@ def from_global_parameters(run: Run, tensors: Mapping[str, GlobalTensor]) -> Non
 
     _check_processes(run)
     every = _lies(run)
-    for name, tensor in tensors.items():
-        if name not in every or tuple(tensor.shape) != every[name].shape:
-            known = name if name in every else nearest(name, every)
-            raise PlanError(
-                explain(
-                    f"'{name}' is no parameter of the run",
-                    given=f"'{name}' of shape {list(tensor.shape)}",
-                    allowed=f"'{known}' of shape {list(every[known].shape)}, and the other parameters",
-                    fix=f"give '{known}' a tensor of its shape",
-                )
-            )
+    _check_given(every, tensors)
     kinds = _kinds(run)
     for name, tensor in tensors.items():
         lies, where = every[name], where_of(tensor)
@@ -70,6 +60,33 @@ def from_global_parameters(run: Run, tensors: Mapping[str, GlobalTensor]) -> Non
         if name in run.parameters:
             run.parameters[name].copy_(filled)
     run.changed()
+
+
+def _check_given(every: Mapping[str, Lies], tensors: Mapping[str, GlobalTensor]) -> None:
+    from shardwright.global_tensor.aliases import check_fresh
+    from shardwright.global_tensor.tensor import GlobalTensor
+
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, GlobalTensor):
+            raise PlanError(
+                explain(
+                    f"'{name}' is given what is no global tensor",
+                    given=f"a {type(tensor).__name__}",
+                    allowed="global tensors, lying anywhere",
+                    fix="write to_global(x, placement, sbp) for it",
+                )
+            )
+        check_fresh("load_global_parameters", [tensor])
+        if name not in every or tuple(tensor.shape) != every[name].shape:
+            known = name if name in every else nearest(name, every)
+            raise PlanError(
+                explain(
+                    f"'{name}' is no parameter of the run",
+                    given=f"'{name}' of shape {list(tensor.shape)}",
+                    allowed=f"'{known}' of shape {list(every[known].shape)}, and the other parameters",
+                    fix=f"give '{known}' a tensor of its shape",
+                )
+            )
 
 
 def _lies(run: Run) -> dict[str, Lies]:

@@ -204,8 +204,8 @@ _META: dict[Any, list[Tensor | None]] = {}
 
 
 def _outputs(call: Call) -> list[Tensor | None]:
-    """The outputs' whole shapes; the same call is asked once."""
-    key = (call.func, _frozen(call.args), _frozen(tuple(sorted(call.kwargs.items()))))
+    """The outputs' whole shapes; the same call is asked once. Whole numbers divided are of torch's default dtype."""
+    key = (call.func, _frozen(call.args), _frozen(tuple(sorted(call.kwargs.items()))), torch.get_default_dtype())
     if key not in _META:
         if len(_META) > 10_000:
             _META.clear()

@@ -268,6 +268,11 @@ def is_finite(number: Any) -> bool:
     return cmath.isfinite(number)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What a mean of this dtype is summed in: the sum may be too large for a narrow float where the mean is not."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def mixed(func: Any, what: str, fix: str) -> LayoutError:
     """The error for tensors that cannot meet in one operator."""
     return LayoutError(

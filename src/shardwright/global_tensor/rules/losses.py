@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from shardwright.global_tensor.lying import Where
 from shardwright.global_tensor.moving import move
 from shardwright.global_tensor.rules import pointwise
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, wide
 from shardwright.global_tensor.sbp import broadcast
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -69,10 +71,19 @@ def _reduced(call: Call) -> Decision:
 
 
 def _reduced_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if call.arg("reduction") != MEAN:
+    return _averaged(call, decision, args, kwargs, call.shapes[0])
+
+
+def _averaged(
+    call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]
+) -> Any:
+    """A mean over all of ``shape``, of which a part is here: a sum, in wide floats, and divided."""
+    if call.arg("reduction") != MEAN or all(one == broadcast for one in decision.outs[0]):
         return call.func(*args, **kwargs)
-    here = call.with_arg("reduction", SUM, args)
-    return call.func(*here, **kwargs) / torch.Size(call.shapes[0]).numel()
+    given = call.with_arg("reduction", SUM, args), kwargs
+    args, kwargs = tree_map(lambda x: x.to(wide(x.dtype)) if isinstance(x, Tensor) else x, given)
+    assert call.outputs[0] is not None
+    return (call.func(*args, **kwargs) / prod(shape)).to(call.outputs[0].dtype)
 
 
 def _reduced_backward(call: Call) -> Decision:
@@ -87,10 +98,7 @@ def _reduced_backward(call: Call) -> Decision:
 
 
 def _backward_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if call.arg("reduction") != MEAN:
-        return call.func(*args, **kwargs)
-    here = call.with_arg("reduction", SUM, args)
-    return call.func(*here, **kwargs) / torch.Size(call.out_shape).numel()
+    return _averaged(call, decision, args, kwargs, call.out_shape)
 
 
 def _with_logits(call: Call) -> Decision:

@@ -6,8 +6,9 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, wide
 from shardwright.global_tensor.rules.dims import kept, named
 
 
@@ -34,13 +35,12 @@ def _mean(call: Call) -> Decision:
 
 def _mean_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     along, removed = _along(call)
-    count = prod(call.shapes[0][dim] for dim in along)  # of the whole: members may hold unequal parts
-    dtype = kwargs.get("dtype")
-    if count == 0:
+    if not any(isinstance(one, Shard) and one.dim in along for one in decision.ins[0]):
         return call.func(*args, **kwargs)
-    if not along:
-        return args[0].to(dtype or args[0].dtype)
-    return torch.sum(args[0], along, keepdim=not removed, dtype=dtype) / count
+    count = prod(call.shapes[0][dim] for dim in along)  # of the whole: members may hold unequal parts
+    dtype = kwargs.get("dtype") or args[0].dtype
+    added = torch.sum(args[0], along, keepdim=not removed, dtype=wide(dtype))
+    return (added / count).to(dtype)
 
 
 RULES = {"sum": _sum, "mean": _mean, "nansum": _sum}
