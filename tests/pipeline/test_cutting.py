@@ -61,3 +61,10 @@ class AsksValues(nn.Linear):
 def test_the_line_that_cannot_be_followed_is_named():
     with pytest.raises(LayoutError, match=r"test_cutting\.py:\d+: if x\.sum\(\) > 0:"):
         cut(AsksValues(4, 4), 2)
+
+
+def test_thirty_equal_layers_on_four_stages_are_thirty_layers():
+    with torch.device("meta"):
+        stages = cut(nn.Sequential(*(nn.Linear(8, 8) for _ in range(30))), 4)
+    held = [len(stages.chunked.calls_of(chunk)) for chunk in range(4)]
+    assert sorted(held) == [7, 7, 8, 8]
