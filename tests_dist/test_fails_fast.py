@@ -130,6 +130,21 @@ def test_ranks_that_disagree_are_both_named(kind):
     assert "rank 1: " in str(failure.value)
 
 
+def gets_another_size(world):
+    if world.rank == 0:
+        world.everyone().send(torch.ones(3), 1)
+        world.everyone().all_reduce(torch.ones(5000))
+    else:
+        with pytest.raises(CommunicationError, match=r"rank 0 sent 12 bytes where 8 are expected"):
+            world.everyone().receive((2,), torch.float32, 0)
+        world.everyone().all_reduce(torch.ones(10000))
+
+
+def test_a_message_of_another_size_is_no_number_that_nobody_sent():
+    with pytest.raises(CommunicationError, match=r"rank \d sent \d+ bytes where \d+ are expected"):
+        launch(gets_another_size, 2)
+
+
 @pytest.mark.parametrize("links", ["auto", "sockets"])
 def test_a_call_that_nobody_joins_times_out_naming_axis_and_call(links):
     with pytest.raises(

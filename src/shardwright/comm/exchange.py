@@ -321,6 +321,13 @@ class LostError(Exception):
         super().__init__(f"rank {peer} has closed its connection")
 
 
+class OtherSizeError(Exception):
+    """A rank that said more or less than it should."""
+
+    def __init__(self, peer: int, said: int, expected: int) -> None:
+        super().__init__(f"rank {peer} sent {said} bytes where {expected} are expected")
+
+
 class LateError(Exception):
     """A rank that did not come in time."""
 

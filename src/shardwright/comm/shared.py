@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.axis import Call, Pending
-from shardwright.comm.exchange import INLINE_BYTES, POST, Exchange, LateError, LostError
+from shardwright.comm.exchange import INLINE_BYTES, POST, Exchange, LateError, LostError, OtherSizeError, Posted
 from shardwright.comm.failures import LostPartnerError
 from shardwright.comm.sums import Sum, combine, parts_of, scatter_back
+from shardwright.errors import CommunicationError, explain
 
 T = TypeVar("T")
 
@@ -99,8 +100,10 @@ class SharedChannel:
             mine = self.exchange.blocks[place].bytes[before : before + out.nbytes].view(out.dtype)
 
         def term(position: int) -> tuple[Tensor, Any]:
-            found = (mine, None) if position == self.index else self._read(self.ranks[position], number, out, before)
-            return found[0].to(out.device), found[1]
+            if position == self.index:
+                return mine.to(out.device), None
+            found, back = self._read(self.ranks[position], number, out, before, num_bytes)
+            return found.to(out.device), back
 
         def finish() -> Tensor:
             (first, here), (second, there) = term(0), term(1)
@@ -160,7 +163,7 @@ class SharedChannel:
 
     def _combine_with(self, rank: int, number: int, tensors: list[Tensor], op: str) -> None:
         """Adds what the only other member posted."""
-        posted = self.exchange.hear(rank, POST, self.number, number)
+        posted = self._hear(rank, number, sum(tensor.nbytes for tensor in tensors))
         theirs = self.exchange.their_block(rank, posted).view(tensors[0].dtype)
         parts = [p.view_as(t) for t, p in zip(tensors, theirs.split([t.numel() for t in tensors]), strict=True)]
         if op == "sum" and not tensors[0].is_cuda:
@@ -170,9 +173,21 @@ class SharedChannel:
                 combine(tensor, part, op)
         self.exchange.done_reading(rank, posted)
 
-    def _read(self, rank: int, number: int, like: Tensor, offset: int = 0) -> tuple[Tensor, Any]:
-        """What a member posted, as a tensor like this one, and what to give back once it is read."""
+    def _hear(self, rank: int, number: int, num_bytes: int) -> Posted:
+        """What a member posted: so many bytes. Raises OtherSizeError."""
         posted = self.exchange.hear(rank, POST, self.number, number)
+        if posted.num_bytes != num_bytes:
+            raise OtherSizeError(rank, posted.num_bytes, num_bytes)
+        return posted
+
+    def _read(
+        self, rank: int, number: int, like: Tensor, offset: int = 0, num_bytes: int | None = None
+    ) -> tuple[Tensor, Any]:
+        """What a member posted, as a tensor like this one, and what to give back once it is read.
+
+        ``num_bytes`` is all that it posted, when this is a part.
+        """
+        posted = self._hear(rank, number, like.nbytes if num_bytes is None else num_bytes)
         found = self.exchange.their_block(rank, posted)[offset : offset + like.nbytes]
         return found.view(like.dtype).view(like.shape), (rank, posted)
 
@@ -182,7 +197,7 @@ class SharedChannel:
             out.copy_(found)
             self._give_back(give_back)
         else:
-            self.exchange.hear(rank, POST, self.number, number)
+            self._hear(rank, number, 0)
         return out
 
     def _give_back(self, what: Any) -> None:
@@ -214,6 +229,15 @@ class SharedChannel:
             yield
         except (LostError, LateError) as failure:
             raise self._lost(call, failure) from failure
+        except OtherSizeError as failure:
+            raise CommunicationError(
+                explain(
+                    f"ranks disagree on {call}",
+                    given=str(failure),
+                    allowed="calls in the same order and of the same shapes on every rank",
+                    fix="give every rank the same model and batches of one size, run.shard's; --debug names the call",
+                )
+            ) from failure
 
     def _lost(self, call: Call, failure: Exception) -> LostPartnerError:
         return LostPartnerError(
