@@ -357,7 +357,8 @@ class Run:
                 continue
             lies = self.plan.rest[name].gradient
             for piece in lies.owned(self.coord, self.plan.mesh):
-                square += read(parameter.grad, piece, piece.whole).double().square().sum()
+                part = read(parameter.grad, piece, piece.whole)
+                square += (part.abs() if part.is_complex() else part).double().square().sum()
         norm: Tensor = self._everyone.for_strategy("clip").all_reduce(square).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
