@@ -287,3 +287,33 @@ def test_a_block_that_does_something_else_the_second_time_is_an_error(make):
             run.step(mine)
 
     launch(work, 2, ranks="threads")
+
+
+class Force(nn.Module):
+    """Gives the gradient of an energy, from which gradients flow on, or do not."""
+
+    def __init__(self, create_graph=True):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 6))
+        self.out, self.create_graph = nn.Linear(6, 6), create_graph
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.layers(x).square().sum(), x, create_graph=self.create_graph)
+        return self.out(force)
+
+
+SIX = (torch.randn(5, 6), torch.randint(6, (5,)))
+
+
+@pytest.mark.parametrize("line", ["recompute:full", "dp2/zero3 recompute:selective", "mb2 recompute:1.layers"])
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_a_gradient_taken_in_a_forward_is_that_of_one_device(line, create_graph):
+    verdict = verify(nn.Sequential(nn.Linear(6, 6), Force(create_graph)), line, [SIX])
+    assert verdict.equal, str(verdict)
+
+
+def test_a_gradient_taken_in_a_forward_that_ranks_compute_again_together_is_refused():
+    with pytest.raises(PlanError, match="'1' takes a gradient in its forward"):
+        verify(nn.Sequential(nn.Linear(6, 6), Force(create_graph=False)), "tp2 recompute:1", [SIX])

@@ -339,6 +339,32 @@ def test_an_optimizer_that_looks_at_more_than_a_rank_has_in_hand_is_refused(dire
     assert launch(work, 2, "dp2/zero1", ranks="threads") == [in_ranges] * 2
 
 
+class _ByNorm(torch.optim.Optimizer):
+    """Descends by gradients over their norm: that of all of them, in groups that ask for it."""
+
+    def __init__(self, params, over_all):
+        super().__init__(params, {"over_all": over_all})
+
+    @torch.no_grad()
+    def step(self):
+        norm = torch.stack([p.grad.square().sum() for p in self.param_groups[0]["params"]]).sum().sqrt()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / (norm if group["over_all"] else 1))
+
+
+@pytest.mark.parametrize("line", ["dp2/zero1", "tp2", "pp2 mb2"])
+def test_an_optimizer_that_looks_at_all_parameters_together_is_refused_also_where_a_group_asks_for_it(line):
+    def work(run):
+        groups = [{"params": [p]} for p in run.parameters.values()]
+        run.optimizer(_ByNorm, iter(groups), over_all=False)
+        for listed, common in ((groups, True), ([*groups[:-1], {**groups[-1], "over_all": True}], False)):
+            with pytest.raises(PlanError, match="or at all together"):
+                run.optimizer(_ByNorm, listed, over_all=common)
+
+    on_ranks(build_mlp(MLPConfig()), line, work)
+
+
 def test_groups_of_parameters_and_schedulers_work_as_torch_has_them():
     def work(run):
         named = dict(run.model.named_parameters())

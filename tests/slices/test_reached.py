@@ -52,3 +52,32 @@ def test_what_some_ranks_reach_decays_on_every_rank_as_on_one_device(line):
         for name, whole in expected.items():
             found = torch.cat([part[name] for part in parts[start : start + num_slices]])
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+
+
+class Waves(nn.Module):
+    """Complex parameters, one of which no forward reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.nobodys = (nn.Parameter(torch.randn(4, dtype=torch.complex64)) for _ in range(2))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(torch.fft.irfft(torch.fft.rfft(x) * self.used, n=6))
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", "dp2/zero1", "dp2/zero3"])
+def test_complex_gradients_are_clipped_by_all_of_their_norm_and_one_that_nobody_reaches_is_none(line):
+    torch.manual_seed(0)
+    model, inputs, targets = Waves(), torch.randn(8, 6), torch.arange(8) % 3
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    model.zero_grad()
+
+    def work(world):
+        run = parallelize(model, line, world)
+        run.step(next(run.shard([(inputs, targets)])))
+        assert run.parameters["nobodys"].grad is None or not run.parameters["nobodys"].numel()
+        torch.testing.assert_close(run.clip_grad_norm_(0.1).float(), expected)
+
+    launch(work, Layout.parse(line), ranks="threads")

@@ -402,6 +402,24 @@ def test_an_optimizer_made_by_hand_over_what_rests_trains_as_one_made_by_the_run
     assert expected[0] > expected[1] == expected[2] > expected[3]
 
 
+@pytest.mark.parametrize("line", ["bf16", "dp2 bf16", "dp2/zero1 bf16", "dp2/zero3"])
+def test_what_is_written_by_hand_through_data_is_computed_with(line):
+    def work(world):
+        run = parallelize(mlp().float(), line, world)
+        inputs, targets = numbers()
+        losses = []
+        for batch in run.shard([(inputs.float(), targets)] * 2):
+            run.step(batch)
+            losses.append(run.evaluate(batch).item())
+            for parameter in run.parameters.values():
+                parameter.data.add_(parameter.grad, alpha=-0.5)
+            losses.append(run.evaluate(batch).item())
+        return losses
+
+    found = on_threads(work, line)[0]
+    assert found[0] > found[1] == found[2] > found[3]
+
+
 @pytest.mark.parametrize("line", ["dp2/zero3", "dp2 bf16"])
 def test_an_optimizer_over_what_does_not_rest_is_refused(line):
     def work(world):

@@ -326,13 +326,14 @@ class Run:
 
         Where the layout offloads state, all ranks call it, and its step goes unit by unit.
 
-        Raises: PlanError: an optimizer that needs whole tensors, where some are cut; tensors that are not among
+        Raises: PlanError: an optimizer that needs whole tensors, or all, where some are cut; tensors that are not among
             ``self.parameters``; on every rank, no room for its state where that is offloaded.
         """
-        check_elementwise(kind, options, self.plan)
+        given = None if parameters is None else list(parameters)
+        check_elementwise(kind, options, self.plan, given or ())
         own = [p for p in self.parameters.values() if p.requires_grad]
         own = own or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch wants one
-        optimizer = kind(own if parameters is None else parameters, **options)
+        optimizer = kind(own if given is None else given, **options)
         check_own(optimizer, (*self.parameters.values(), *own), self.plan)
         if self.offload is not None:
             self.offload.attach(optimizer, lambda groups: kind(groups, **options))
@@ -356,7 +357,8 @@ class Run:
                 continue
             lies = self.plan.rest[name].gradient
             for piece in lies.owned(self.coord, self.plan.mesh):
-                square += read(parameter.grad, piece, piece.whole).double().square().sum()
+                part = read(parameter.grad, piece, piece.whole)
+                square += (part.abs() if part.is_complex() else part).double().square().sum()
         norm: Tensor = self._everyone.for_strategy("clip").all_reduce(square).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,6 +124,7 @@ class _Region:
     modes: tuple[TorchFunctionMode, ...] = ()
     casts: tuple[_Cast, ...] = ()
     found: dict[int, Tensor] | None = None
+    is_over: bool = False
 
     def forward(self) -> Any:
         """The first run."""
@@ -132,6 +134,7 @@ class _Region:
         buffers = {name: buffer._version for name, buffer in self.block.other_buffers()}
         with saved_tensors_hooks(self._save, self._load), self._keeping():
             result = self.block.forward(*self.args, **self.named)
+        self.found, self.is_over = None, True  # what a gradient inside has asked for was not yet all
         written = [name for name, buffer in self.block.other_buffers() if buffer._version != buffers.get(name)]
         if written or self._versions() != self.versions:
             raise self.block.refused(written[0] if written else "")
@@ -154,13 +157,17 @@ class _Region:
         return len(self.saved) - 1
 
     def _load(self, number: int) -> Tensor:
-        if self.found is None:
+        """What was saved; it stays where a forward takes a gradient, and the step's own backward is still to come."""
+        stays = not self.is_over or _get_current_graph_task_keep_graph()
+        if self.found is None or number not in self.found:
+            if self.block.shared and not self.is_over:  # ranks that stop half way might miss each other
+                raise self.block.too_early()
             self.found = {}
-            self._again(self.found)
-        return self.found.pop(number)
+            self._again(self.found, stays)
+        return self.found[number] if stays else self.found.pop(number)
 
-    def _again(self, found: dict[int, Tensor]) -> None:
-        """The second run, at the moment of the first."""
+    def _again(self, found: dict[int, Tensor], stays: bool) -> None:
+        """The second run, at the moment of the first; where it ``stays``, it may not be the last."""
         if self._versions() != self.versions:
             raise self.block.refused("")
 
@@ -191,8 +198,9 @@ class _Region:
         except _Enough:
             pass
         finally:
-            self.args, self.named = (), {}
-            self.kept.clear()
+            if not stays:
+                self.args, self.named = (), {}
+                self.kept.clear()
             for back in now:
                 back()
         if len(found) != len(self.saved):
@@ -257,6 +265,17 @@ class Block:
                 given=f"{type(self.module).__name__}, to be computed again in the backward",
                 allowed="blocks that leave inputs and buffers as they are; BatchNorms may keep their statistics",
                 fix="name other modules, recompute:PATTERN, or leave out recompute",
+            )
+        )
+
+    def too_early(self) -> PlanError:
+        """A block that takes a gradient before its forward is over, where other ranks take part."""
+        return PlanError(
+            explain(
+                f"'{self.path}' takes a gradient in its forward, and is computed again by several ranks together",
+                given=f"{type(self.module).__name__}, which calls torch.autograd.grad under tp",
+                allowed="gradients inside of blocks that each rank computes alone",
+                fix="name other modules, recompute:PATTERN, leave out recompute, or use dp in place of tp",
             )
         )
 

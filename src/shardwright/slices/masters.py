@@ -31,11 +31,11 @@ class Masters:
         }
         for name, parameter in self.parameters.items():
             parameter.data = parameter.data.to(plan.dtypes[name])
-        self._versions = self._now()
+        self._versions, self._is_in_doubt = self._now(), False
 
     def applied(self) -> Applied:
         """What a run needs to know."""
-        events = Events(restart=self._restart, after_sync=self._after_sync, after_optimizer=self._round)
+        events = Events(restart=self._restart, after_sync=self._after_sync, after_optimizer=self._told)
         if self.wide:
             events = replace(events, after_weight_gradients=self._after_weight_gradients)
         return Applied(events=events, parameters=self.resting)
@@ -43,7 +43,7 @@ class Masters:
     def _restart(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
-        if self._versions != self._now():  # an optimizer made by hand has told nobody
+        if self._is_in_doubt or self._versions != self._now():  # an optimizer made by hand has told nobody
             self._round()
 
     def _after_weight_gradients(self, unit: Unit, microbatch: int) -> None:
@@ -51,6 +51,11 @@ class Masters:
 
     def _after_sync(self) -> None:
         self._hand_over(self.parameters.keys() - self.wide)
+        self._is_in_doubt = True  # what is written through .data shows in no version
+
+    def _told(self) -> None:
+        self._is_in_doubt = False
+        self._round()
 
     def _hand_over(self, names: Collection[str]) -> None:
         for name in names:

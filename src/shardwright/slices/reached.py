@@ -7,7 +7,8 @@
                    yes      no          +0.0           -0.0           +0.0    a gradient of zeros
 
 A sum of floating-point numbers is a negative zero only where all its terms are. So who has no gradient gives negative
-zeros, who has one sees to it that an element of each part is none, and nothing more is sent.
+zeros, who has one sees to it that an element of each part is none, and nothing more is sent. Of a complex number it
+is the real part.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def is_reached(summed: Tensor) -> bool:
     >>> is_reached(gradient + nothing), is_reached(nothing + nothing)
     (True, False)
     """
-    return summed.device.type == "meta" or bool((summed.any() | ~summed.signbit().all()).item())
+    signed = summed.real if summed.is_complex() else summed
+    return summed.device.type == "meta" or bool((summed.any() | ~signed.signbit().all()).item())
 
 
 __all__ = ["NOTHING", "is_reached", "mark_reached"]
