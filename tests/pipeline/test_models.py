@@ -291,6 +291,68 @@ def test_state_on_the_inputs_belongs_to_one_stage(line):
     equal(DroppedInputs(), line)
 
 
+class Averages(nn.Module):
+    """A layer that keeps a mean of what it gives."""
+
+    def __init__(self, norm=False):
+        super().__init__()
+        self.line = nn.BatchNorm1d(W) if norm else nn.Linear(W, W)
+        self.register_buffer("mean", self.line.running_mean if norm else torch.zeros(W))
+
+    def forward(self, x):
+        y = self.line(x)
+        if isinstance(self.line, nn.Linear):
+            self.mean.mul_(0.9).add_(y.detach().mean(0))
+        return y
+
+
+class Subtracts(nn.Module):
+    def __init__(self, mean):
+        super().__init__()
+        self.line = nn.Linear(W, W)
+        self.register_buffer("mean", mean)
+
+    def forward(self, x):
+        return self.line(x) - self.mean
+
+
+class ReadsAMean(nn.Module):
+    """What one layer writes, the code after another reads, or another layer."""
+
+    def __init__(self, *, inside, norm=False):
+        super().__init__()
+        self.first, self.inside = Averages(norm), inside
+        self.second = Subtracts(self.first.mean if inside else torch.zeros(W))
+        self.third = nn.Linear(W, W)
+
+    def forward(self, x):
+        y = self.second(self.first(x))
+        return self.third(y if self.inside else y - self.first.mean)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_buffer_that_one_stage_writes_and_another_reads_is_refused(inside, norm):
+    model = ReadsAMean(inside=inside, norm=norm)
+    equal(model, "pp2/cut:first,third")  # all in one stage
+    with pytest.raises(RankFailedError, match=r"stage 0 writes into 'first\.mean', and other stages go on"):
+        verify(model, "pp2/cut:first,second", pairs())
+
+
+def test_a_buffer_that_no_stage_writes_may_be_read_by_all():
+    class Masked(nn.Module):
+        def __init__(self, mask):
+            super().__init__()
+            self.line = nn.Linear(W, W)
+            self.register_buffer("mask", mask)
+
+        def forward(self, x):
+            return self.line(x) * self.mask
+
+    mask = torch.ones(W)
+    equal(nn.Sequential(*(Masked(mask) for _ in range(4))), "pp2 mb2")
+
+
 # ---- what goes in
 
 
