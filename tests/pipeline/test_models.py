@@ -710,6 +710,26 @@ def test_an_encoder_that_looks_at_a_mask_is_weighed_and_rehearsed_without_values
     assert verdict.equal, str(verdict)
 
 
+class Experts(nn.Module):
+    """Each sample goes to one of two layers, as its values say."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(W, W) for _ in range(2))
+
+    def forward(self, x):
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            here = ((x[:, 0] > 0) == bool(number)).nonzero().squeeze(-1)
+            if len(here):
+                y = y.index_add(0, here, expert(x[here]))
+        return y
+
+
+def test_a_layer_that_looks_at_values_is_weighed_by_its_weights():
+    equal(nn.Sequential(nn.Linear(W, W), Experts(), Experts(), nn.Linear(W, W)), "pp2/auto mb2")
+
+
 def test_blocks_with_optional_arguments_are_looked_into():
     equal(nn.Sequential(Optional(), Optional()), "pp4 mb2")
 

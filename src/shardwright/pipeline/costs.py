@@ -119,6 +119,24 @@ def by_weights(model: nn.Module, graph: fx.Graph, num_tokens: int) -> dict[CallS
     return found
 
 
+def counted(model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int) -> dict[CallSite, Cost]:
+    """The cost of each call: by the example, or by the weights where there is none or a layer looks at its values.
+
+    >>> from shardwright.pipeline.graph import read_graph
+    >>> model = nn.Sequential(nn.Linear(4, 8)).to("meta")
+    >>> counted(model, read_graph(model), None, 2)[CallSite("0")].work
+    128.0
+    """
+    if example is None:
+        return by_weights(model, graph, num_tokens)
+    try:
+        return by_example(model, graph, example)
+    except RuntimeError as failure:  # an expert that asks which samples are its own: there are none on meta
+        if "meta" not in str(failure).lower():
+            raise
+        return by_weights(model, graph, num_tokens)
+
+
 def measured(costs: Mapping[CallSite, Cost], seconds: Mapping[str, float]) -> dict[CallSite, Cost]:
     """The same costs with the seconds that were measured of single modules as their work, in operations.
 
