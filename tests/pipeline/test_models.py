@@ -390,6 +390,46 @@ def test_inputs_are_one_value_a_tuple_or_a_dict(form, line):
     equal(Named(), line, [(inputs_of(form), torch.arange(5) % W)])
 
 
+class Asks(nn.Module):
+    """An argument that may be None, by itself or because it is given so; others by any name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x, mask, scale=None, **more):
+        y = self.first(x)
+        y = y if mask is None else y * mask
+        return self.second(y if scale is None else y * scale) * more.get("more", 1)
+
+
+def test_none_may_be_among_the_inputs():
+    x, mask = torch.randn(5, W), torch.rand(5, W)
+    inputs = [(x, None), (x, mask, None), {"mask": None, "x": x}, {"x": x, "mask": None, "scale": mask}, (x, mask)]
+    equal(Asks(), "pp2 mb2", [(each, torch.arange(5) % W) for each in inputs])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        (lambda x: {"x": x, "mask": x, "more": x}, "also more"),
+        (lambda x: {"x": x, "mask": x, "maks": None}, "also maks"),
+        (lambda x: (x, x, x, x), "4 values in order, for 3 arguments"),
+        (lambda x: x, "nothing for mask"),
+    ],
+)
+def test_inputs_that_the_forward_does_not_name_are_refused_on_every_stage(inputs, said):
+    model = Asks()
+
+    def work(world):
+        run = parallelize(model, "pp2 mb2", world)
+        batch = next(run.shard([(inputs(torch.ones(4, W)), torch.zeros(4, dtype=torch.int64))]))
+        with pytest.raises(PlanError, match=rf"not those that Asks names\n  given:   {said}\n"):
+            run.step(batch)
+
+    launch(work, 2, ranks="threads")
+
+
 def test_the_form_of_the_inputs_may_change_from_step_to_step():
     forms = ("one", "all", "dict", "one", "keyword only")
     equal(Named(), "pp2/1f1b mb2", [(inputs_of(form), torch.arange(5) % W) for form in forms])

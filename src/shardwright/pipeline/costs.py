@@ -20,7 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwright.models.on_meta import on_meta
 from shardwright.models.visits import call_model
-from shardwright.pipeline.graph import CallSite, Chunked, bind, prepare, run, sites
+from shardwright.pipeline.arguments import bind
+from shardwright.pipeline.graph import CallSite, Chunked, prepare, run, sites
 from shardwright.product.batch_norm import without_batches
 
 WORK_PER_ELEMENT = 16

@@ -16,8 +16,9 @@ from torch import fx, nn
 from shardwright.errors import LayoutError, explain, nearest
 from shardwright.models.loops import KNOWN_LOOPS
 from shardwright.models.structure import trace
+from shardwright.pipeline.arguments import arguments_given
 from shardwright.pipeline.costs import Cost, counted, measured, total
-from shardwright.pipeline.graph import CallSite, Chunked, arguments_given, read_graph, sites, weights_by_module
+from shardwright.pipeline.graph import CallSite, Chunked, read_graph, sites, weights_by_module
 from shardwright.pipeline.writes import check_writes
 
 DROPOUTS = nn.modules.dropout._DropoutNd

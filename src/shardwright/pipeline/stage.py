@@ -16,9 +16,10 @@ from shardwright.comm import once
 from shardwright.errors import PlanError, explain
 from shardwright.pipeline.actions import Schedule
 from shardwright.pipeline.agreement import check_same, lines_of
+from shardwright.pipeline.arguments import arguments_given, bind
 from shardwright.pipeline.cutting import Stages
 from shardwright.pipeline.executor import Frame, Last, Microbatch
-from shardwright.pipeline.graph import Chunked, Ready, Repeat, arguments_given, bind, prepare, run
+from shardwright.pipeline.graph import Chunked, Ready, Repeat, prepare, run
 from shardwright.pipeline.mail import Mail, fill, form_of
 from shardwright.pipeline.shared_buffers import SharedBuffers
 from shardwright.pipeline.transfers import Message, arrivals, coming, receiver
