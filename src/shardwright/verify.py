@@ -152,8 +152,7 @@ def verify(
     loss = CrossEntropy() if loss is None else loss
     check_model(model)
     check_loss(loss)
-    plain = twin(model)
-    plain._apply(partial(_cast, dtype))
+    plain = twin(model, partial(_cast, dtype))
     batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
     job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), dict(roles))
     job = job._replace(seconds=dict(seconds))

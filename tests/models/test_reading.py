@@ -8,7 +8,8 @@ from torch import nn
 
 from shardwright.errors import LayoutError
 from shardwright.models.structure import trace
-from shardwright.pipeline.graph import Chunked, bind, prepare, read_graph, run, sites
+from shardwright.pipeline.arguments import bind
+from shardwright.pipeline.graph import Chunked, prepare, read_graph, run, sites
 
 
 class Reads(nn.Module):

@@ -291,6 +291,68 @@ def test_state_on_the_inputs_belongs_to_one_stage(line):
     equal(DroppedInputs(), line)
 
 
+class Averages(nn.Module):
+    """A layer that keeps a mean of what it gives."""
+
+    def __init__(self, norm=False):
+        super().__init__()
+        self.line = nn.BatchNorm1d(W) if norm else nn.Linear(W, W)
+        self.register_buffer("mean", self.line.running_mean if norm else torch.zeros(W))
+
+    def forward(self, x):
+        y = self.line(x)
+        if isinstance(self.line, nn.Linear):
+            self.mean.mul_(0.9).add_(y.detach().mean(0))
+        return y
+
+
+class Subtracts(nn.Module):
+    def __init__(self, mean):
+        super().__init__()
+        self.line = nn.Linear(W, W)
+        self.register_buffer("mean", mean)
+
+    def forward(self, x):
+        return self.line(x) - self.mean
+
+
+class ReadsAMean(nn.Module):
+    """What one layer writes, the code after another reads, or another layer."""
+
+    def __init__(self, *, inside, norm=False):
+        super().__init__()
+        self.first, self.inside = Averages(norm), inside
+        self.second = Subtracts(self.first.mean if inside else torch.zeros(W))
+        self.third = nn.Linear(W, W)
+
+    def forward(self, x):
+        y = self.second(self.first(x))
+        return self.third(y if self.inside else y - self.first.mean)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_buffer_that_one_stage_writes_and_another_reads_is_refused(inside, norm):
+    model = ReadsAMean(inside=inside, norm=norm)
+    equal(model, "pp2/cut:first,third")  # all in one stage
+    with pytest.raises(RankFailedError, match=r"stage 0 writes into 'first\.mean', and other stages go on"):
+        verify(model, "pp2/cut:first,second", pairs())
+
+
+def test_a_buffer_that_no_stage_writes_may_be_read_by_all():
+    class Masked(nn.Module):
+        def __init__(self, mask):
+            super().__init__()
+            self.line = nn.Linear(W, W)
+            self.register_buffer("mask", mask)
+
+        def forward(self, x):
+            return self.line(x) * self.mask
+
+    mask = torch.ones(W)
+    equal(nn.Sequential(*(Masked(mask) for _ in range(4))), "pp2 mb2")
+
+
 # ---- what goes in
 
 
@@ -326,6 +388,46 @@ def inputs_of(form, samples=5):
 @pytest.mark.parametrize("form", ["one", "tuple", "dict", "keyword only", "all"])
 def test_inputs_are_one_value_a_tuple_or_a_dict(form, line):
     equal(Named(), line, [(inputs_of(form), torch.arange(5) % W)])
+
+
+class Asks(nn.Module):
+    """An argument that may be None, by itself or because it is given so; others by any name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x, mask, scale=None, **more):
+        y = self.first(x)
+        y = y if mask is None else y * mask
+        return self.second(y if scale is None else y * scale) * more.get("more", 1)
+
+
+def test_none_may_be_among_the_inputs():
+    x, mask = torch.randn(5, W), torch.rand(5, W)
+    inputs = [(x, None), (x, mask, None), {"mask": None, "x": x}, {"x": x, "mask": None, "scale": mask}, (x, mask)]
+    equal(Asks(), "pp2 mb2", [(each, torch.arange(5) % W) for each in inputs])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        (lambda x: {"x": x, "mask": x, "more": x}, "also more"),
+        (lambda x: {"x": x, "mask": x, "maks": None}, "also maks"),
+        (lambda x: (x, x, x, x), "4 values in order, for 3 arguments"),
+        (lambda x: x, "nothing for mask"),
+    ],
+)
+def test_inputs_that_the_forward_does_not_name_are_refused_on_every_stage(inputs, said):
+    model = Asks()
+
+    def work(world):
+        run = parallelize(model, "pp2 mb2", world)
+        batch = next(run.shard([(inputs(torch.ones(4, W)), torch.zeros(4, dtype=torch.int64))]))
+        with pytest.raises(PlanError, match=rf"not those that Asks names\n  given:   {said}\n"):
+            run.step(batch)
+
+    launch(work, 2, ranks="threads")
 
 
 def test_the_form_of_the_inputs_may_change_from_step_to_step():
@@ -646,6 +748,26 @@ def test_an_encoder_that_looks_at_a_mask_is_weighed_and_rehearsed_without_values
         assert StepTraffic(job, plan, chosen, x).at(plan.mesh.coord(rank))["pipeline"]
     verdict = verify(Masked(), "pp2/1f1b mb2 tp2", [(x, x)], loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
+
+
+class Experts(nn.Module):
+    """Each sample goes to one of two layers, as its values say."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(W, W) for _ in range(2))
+
+    def forward(self, x):
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            here = ((x[:, 0] > 0) == bool(number)).nonzero().squeeze(-1)
+            if len(here):
+                y = y.index_add(0, here, expert(x[here]))
+        return y
+
+
+def test_a_layer_that_looks_at_values_is_weighed_by_its_weights():
+    equal(nn.Sequential(nn.Linear(W, W), Experts(), Experts(), nn.Linear(W, W)), "pp2/auto mb2")
 
 
 def test_blocks_with_optional_arguments_are_looked_into():

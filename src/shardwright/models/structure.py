@@ -122,6 +122,12 @@ def registered_twice(model: nn.Module) -> set[int]:
     return {key for key, count in places.items() if count > 1}
 
 
+IS_NONE = " is None"
+"""After an argument's name: it is given, and has no value, which code may ask for."""
+OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+"""The kinds of parameters that take any number of arguments."""
+
+
 class Chain(NamedTuple):
     """``Linear -> elementwise -> Linear``: the first layers, all that lies between, and the last layer."""
 
@@ -147,9 +153,10 @@ def trace(
 
     The children stay calls, but for plain sequences and those named in ``opened``, whose own children do; ``deep``
     looks into all modules that are not torch's own. What has hooks stays a call, which will run them. Arguments that
-    may be left out are, but for those in ``given``. ``node.meta["within"]`` says which of those looked into were
-    running, the outermost first. Code that reads a layer's weight from outside cannot be traced, unless
-    ``shows_weights``. What the code raised, where it did, is added to ``told``.
+    may be left out are, but for those in ``given``, which tells of a None by :data:`IS_NONE` after the name.
+    ``node.meta["within"]`` says which of those looked into were running, the outermost first. Code that reads a layer's
+    weight from outside cannot be traced, unless ``shows_weights``. What the code raised, where it did, is added to
+    ``told``.
 
     torch's own tracer replaces ``nn.Module.__call__`` for the whole process while it works; this one changes a copy of
     the module and nothing else, so that other threads may run models meanwhile.
@@ -177,7 +184,8 @@ def trace(
             if not shows_weights and (deep or isinstance(layer, nn.Linear | nn.Embedding)):
                 layer._parameters = {}  # who looks at a weight from outside would not see it cut
     try:
-        inputs = {name: tracer.proxy(graph.placeholder(name)) for name in _asked(apart.forward, given)}
+        asked = {name: name + IS_NONE in given for name in _asked(apart.forward, given)}
+        inputs = {name: None if none else tracer.proxy(graph.placeholder(name)) for name, none in asked.items()}
         weights = [*module.parameters(), *module.buffers()] if shows_weights else []
         if shows_weights and type(apart) in KNOWN_LOOPS:
             apart.forward = loop_of(apart)
@@ -197,8 +205,8 @@ def trace(
 def _asked(forward: Callable[..., Any], given: Collection[str]) -> Iterator[str]:
     """The names of the arguments that must be given, and of those in ``given``."""
     for name, parameter in inspect.signature(forward).parameters.items():
-        is_open = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        if not is_open and (parameter.default is inspect.Parameter.empty or name in given):
+        is_asked = parameter.default is inspect.Parameter.empty or name in given or name + IS_NONE in given
+        if is_asked and parameter.kind not in OPEN_ENDED:
             yield name
 
 
@@ -243,7 +251,7 @@ def _enter(running: list[str], path: str, forward: Callable[..., Any], *args: An
     return result
 
 
-def _called_by_name(module: nn.Module, tracer: fx.proxy.TracerBase, inputs: Mapping[str, fx.Proxy]) -> Any:
+def _called_by_name(module: nn.Module, tracer: fx.proxy.TracerBase, inputs: Mapping[str, fx.Proxy | None]) -> Any:
     """The module's forward on these arguments; in its order those that have no other way in."""
     bound = inspect.signature(module.forward).bind_partial()
     bound.arguments.update(inputs)

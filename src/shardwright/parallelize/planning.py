@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -45,15 +45,17 @@ def hollow(model: nn.Module) -> nn.Module:
     return _copied(model, lambda tensor: tensor.to("meta"))
 
 
-def twin(model: nn.Module) -> nn.Module:
+def twin(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tensor.detach) -> nn.Module:
     """A copy of the model's structure that shares its values: changing its modules leaves the original alone.
+
+    ``seen_as`` may give other values in place of a parameter's or buffer's own; what is shared stays shared.
 
     >>> model = nn.Linear(2, 2)
     >>> other = twin(model)
     >>> other is model, other.weight.data_ptr() == model.weight.data_ptr()
     (False, True)
     """
-    return _copied(model, lambda tensor: tensor.detach())
+    return _copied(model, lambda tensor: seen_as(tensor).detach())
 
 
 def _copied(model: nn.Module, change: Any) -> nn.Module:

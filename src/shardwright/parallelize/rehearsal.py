@@ -20,7 +20,8 @@ from shardwright.mesh import Coord
 from shardwright.models.on_meta import on_meta
 from shardwright.models.structure import owners
 from shardwright.pipeline import Deferred, Samples
-from shardwright.pipeline.graph import bind, prepare, run
+from shardwright.pipeline.arguments import bind
+from shardwright.pipeline.graph import prepare, run
 from shardwright.pipeline.stage import framed
 from shardwright.strategy import Crossing, Job, Plan, Strategy, apply_in_turn
 

@@ -16,8 +16,9 @@ from torch import fx, nn
 from shardwright.errors import LayoutError, explain, nearest
 from shardwright.models.loops import KNOWN_LOOPS
 from shardwright.models.structure import trace
-from shardwright.pipeline.costs import Cost, by_example, by_weights, measured, total
-from shardwright.pipeline.graph import CallSite, Chunked, arguments_given, read_graph, sites, weights_by_module
+from shardwright.pipeline.arguments import arguments_given
+from shardwright.pipeline.costs import Cost, counted, measured, total
+from shardwright.pipeline.graph import CallSite, Chunked, read_graph, sites, weights_by_module
 from shardwright.pipeline.writes import check_writes
 
 DROPOUTS = nn.modules.dropout._DropoutNd
@@ -134,7 +135,7 @@ def _unknown_call(path: str, given: Sequence[str]) -> LayoutError:
 def _costs(
     model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int, seconds: Mapping[str, float] | None
 ) -> dict[CallSite, Cost]:
-    costs = by_weights(model, graph, num_tokens) if example is None else by_example(model, graph, example)
+    costs = counted(model, graph, example, num_tokens)
     seen: set[str] = set()
     for site in costs:  # a module that is called again holds its weights once
         if site.module in seen:

@@ -11,7 +11,6 @@ chunk that made them, so a skip connection crosses as many stages as it likes::
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -364,34 +363,6 @@ def run(ready: Sequence[Ready], values: dict[str, Any], before: Callable[[fx.Nod
     return result
 
 
-def bind(chunked: Chunked, inputs: Any) -> dict[str, Any]:
-    """A batch's inputs by the names that the code has for them.
-
-    >>> import torch
-    >>> bind(Chunked(read_graph(nn.Sequential(nn.ReLU())), {CallSite("0"): 0}, 1), torch.ones(1))
-    {'input_1': tensor([1.])}
-    """
-    if isinstance(inputs, Mapping):
-        return {name: inputs[argument] for name, argument in chunked.arguments}
-    values = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    return {name: value for (name, _), value in zip(chunked.arguments, values, strict=True)}
-
-
-def arguments_given(model: nn.Module, inputs: Any) -> tuple[str, ...]:
-    """The names of the model's arguments that a batch's inputs fill, in the order of its forward.
-
-    >>> import torch
-    >>> arguments_given(nn.Linear(1, 1), torch.ones(1))
-    ('input',)
-    """
-    names = list(inspect.signature(model.forward).parameters)
-    if isinstance(inputs, Mapping):
-        return tuple(name for name in names if name in inputs)
-    count = len(inputs) if isinstance(inputs, tuple | list) else 1
-    return tuple(names[:count])
-
-
 __all__ = [
-    "CallSite", "Chunked", "Edge", "Ready", "Repeat", "arguments_given", "bind", "prepare", "read_graph", "run",
-    "sites", "weights_by_module",
+    "CallSite", "Chunked", "Edge", "Ready", "Repeat", "prepare", "read_graph", "run", "sites", "weights_by_module",
 ]  # fmt: skip

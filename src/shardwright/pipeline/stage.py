@@ -16,10 +16,12 @@ from shardwright.comm import once
 from shardwright.errors import PlanError, explain
 from shardwright.pipeline.actions import Schedule
 from shardwright.pipeline.agreement import check_same, lines_of
+from shardwright.pipeline.arguments import arguments_given, bind
 from shardwright.pipeline.cutting import Stages
 from shardwright.pipeline.executor import Frame, Last, Microbatch
-from shardwright.pipeline.graph import Chunked, Ready, Repeat, arguments_given, bind, prepare, run
+from shardwright.pipeline.graph import Chunked, Ready, Repeat, prepare, run
 from shardwright.pipeline.mail import Mail, fill, form_of
+from shardwright.pipeline.shared_buffers import SharedBuffers
 from shardwright.pipeline.transfers import Message, arrivals, coming, receiver
 
 POSTED_AHEAD = 2
@@ -85,6 +87,7 @@ class Code:
     chunked: Chunked
     ready: Mapping[int, tuple[Ready, ...]]
     attributes: Mapping[tuple[str, str], Any]
+    shared: SharedBuffers
     routes: list[Route] = field(default_factory=list)
     has_run: bool = False
 
@@ -168,7 +171,8 @@ class Stage:
             if edge.target == chunk:
                 message = Message("F", number, edge.source, chunk)
                 values.update(zip(edge.values, self._take_in(message, incoming), strict=True))
-        output = run(self._code.ready[chunk], values, chunked.before(self.repeat))
+        with self._code.shared.watching(self.model) if self._code.shared.users else nullcontext():
+            output = run(self._code.ready[chunk], values, chunked.before(self.repeat))
         if not self._code.has_run:
             for path, name in self._changed(self._code):
                 raise _set_while_running(path, name)
@@ -263,7 +267,8 @@ class Stage:
         attributes = {
             (path, name): getattr(self.model.get_submodule(path), name, None) for path, name in chunked.attributes
         }
-        return Code(chunked, {chunk: prepare(self.model, chunked, chunk) for chunk in mine}, attributes)
+        ready = {chunk: prepare(self.model, chunked, chunk) for chunk in mine}
+        return Code(chunked, ready, attributes, SharedBuffers(chunked, self.stage_of, self.stage))
 
     def _key(self, number: int, microbatch: Microbatch, count: int) -> object:
         """All that the forms of a microbatch's values follow from, the same on every stage."""
