@@ -273,6 +273,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def is_wider(dtype: torch.dtype, than: torch.dtype) -> bool:
+    """Whether every number of the other type is one of this type, too."""
+    return torch.promote_types(dtype, than) == dtype
+
+
 def mixed(func: Any, what: str, fix: str) -> LayoutError:
     """The error for tensors that cannot meet in one operator."""
     return LayoutError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, refusal
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, is_wider, refusal
 
 
 def named(call: Call, name: str = "dim") -> tuple[int, ...]:
@@ -62,8 +62,8 @@ def _linear_along(name: str) -> Callable[[Call], Decision]:
     def rule(call: Call) -> Decision:
         ways = kept(call, named(call, name), removed=False)
         out = call.outputs[0]
-        rounds = out is not None and out.dtype != call.tensors[0].dtype and not out.dtype.is_floating_point
-        return decide(call, ways if rounds else [*ways, (("P",), ("P",))])  # a rounded term is no term
+        keeps = out is not None and is_wider(out.dtype, call.tensors[0].dtype)
+        return decide(call, [*ways, (("P",), ("P",))] if keeps else ways)  # a rounded term is no term
 
     return rule
 
