@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812
 
-from shardwright.global_tensor import arange, from_local, placement, randn, sbp, zeros
+from shardwright.global_tensor import arange, from_local, ones, placement, randn, sbp, zeros
 
 
 def halved_under_two_defaults(world) -> None:
@@ -65,3 +67,27 @@ def conjugates(world) -> None:
 
 def test_conjugates_move_as_the_numbers_that_they_are(pools):
     pools(4).run(conjugates)
+
+
+def refused_by_torch(world) -> None:
+    two, lies = placement("cpu", ranks=[0, 1]), {"sbp": sbp.split(0), "placement": placement("cpu", ranks=[0, 1])}
+    x, numbers = ones(4, 4, **lies), ones(1, **lies, dtype=torch.int64)  # rank 1 holds none of one number
+    wide = ones(4, placement=two, sbp=sbp.broadcast, dtype=torch.float64)
+    wrong = {
+        "softmax of whole numbers": lambda: x.long().softmax(0),
+        "layer norm of two dtypes": lambda: F.layer_norm(x, (4,), wide),
+        "index_add of two dtypes": lambda: x.index_add(0, numbers, ones(1, 4, **lies, dtype=torch.float64)),
+        "by zero": lambda: numbers // 0,
+        "by zero in a tensor": lambda: numbers // torch.tensor(0),
+        "to a negative power": lambda: numbers**-1,
+    }
+    for name, call in wrong.items():
+        with pytest.raises((RuntimeError, NotImplementedError, ZeroDivisionError)):
+            pytest.fail(f"{name} gives {call()}")
+    assert x.index_select(0, numbers - 1).full_tensor().tolist() == [[1.0] * 4]  # ones are no rows of one row
+    assert x[:1].gather(0, (numbers - 1).view(1, 1)).full_tensor().tolist() == [[1.0]]
+    world.everyone().barrier()
+
+
+def test_what_torch_refuses_as_it_computes_is_refused_on_ranks_that_compute_nothing(pools):
+    pools(4).run(refused_by_torch)

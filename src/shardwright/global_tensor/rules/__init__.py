@@ -38,11 +38,12 @@ from shardwright.global_tensor.rules.call import (
     flattened,
     meta_outputs,
     mixed,
+    nothing,
     put_together,
     refusal,
-    results,
     run_here,
 )
+from shardwright.global_tensor.rules.trial import try_out
 from shardwright.global_tensor.sbp import broadcast
 from shardwright.global_tensor.tensor import GlobalTensor, moved, wrap
 
@@ -112,8 +113,10 @@ def _carried_out(call: Call, leaves: list[Any], spec: Any) -> Any:
         moved(x, Where(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
     ]
-    if here().rank not in call.placement:
-        return _returned(call, decision, results(call, decision))
+    found = nothing(call, decision)
+    if found is not None or here().rank not in call.placement:
+        try_out(call)
+        return _returned(call, decision, found)
     local = iter(lost)
     here_args, here_kwargs = put_together([next(local) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec)
     return _returned(call, decision, run_here(call, decision, here_args, here_kwargs))
@@ -188,9 +191,10 @@ def _decision(call: Call) -> Decision:
         if not whole or call.placement.size < here().size:
             raise refusal(call, "the shape of what it returns depends on values that not every rank has")
         return Decision([x.sbp for x in call.tensors], [])
-    call.outputs = _outputs(call)
+    key, call.outputs = _outputs(call)
     rule = RULES.get(call.name) or (pointwise.rule if pointwise.is_pointwise(call) else None)
     if rule is not None:
+        call.key = key
         return rule(call)
     if not whole and call.name in _WHOLE_LAYERS:
         why = "it computes a whole layer at once; torch.backends.mha.set_fastpath_enabled(False) turns that off"
@@ -203,8 +207,11 @@ def _decision(call: Call) -> Decision:
 _META: dict[Any, list[Tensor | None]] = {}
 
 
-def _outputs(call: Call) -> list[Tensor | None]:
-    """The outputs' whole shapes; the same call is asked once. Whole numbers divided are of torch's default dtype."""
+def _outputs(call: Call) -> tuple[Any, list[Tensor | None]]:
+    """What kind of call it is, and its outputs' whole shapes; the same call is asked once.
+
+    Whole numbers divided are of torch's default dtype.
+    """
     key = (call.func, _frozen(call.args), _frozen(tuple(sorted(call.kwargs.items()))), torch.get_default_dtype())
     if key not in _META:
         if len(_META) > 10_000:
@@ -215,7 +222,7 @@ def _outputs(call: Call) -> list[Tensor | None]:
             raise refusal(call, "torch cannot tell its result's shape beforehand") from failure
         many = list(found) if isinstance(found, (tuple, list)) else [found]
         _META[key] = [x if isinstance(x, Tensor) else None for x in many]
-    return _META[key]
+    return key, _META[key]
 
 
 def _frozen(given: Any) -> Any:
