@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardwright.comm.here import here
-from shardwright.global_tensor.aliases import bind, check_fresh, is_apart, note_writes
+from shardwright.global_tensor.aliases import bind, check_fresh, is_apart, is_shared, note_writes
 from shardwright.global_tensor.lying import Where
 from shardwright.global_tensor.moving import move
 from shardwright.global_tensor.placement import Placement, placement_of
@@ -89,6 +89,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     draws = torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call)
     if draws and call.name not in randoms.HANDLERS:
         raise refusal(call, "its random numbers would depend on the layout", "randn, rand, dropout")
+    if call.name == "squeeze_" and not is_shared(args[0]):
+        return _squeezed(call)
     if torch.Tag.inplace_view in func.tags or call.name in _RESHAPE_THEMSELVES:
         raise refusal(call, "it gives a tensor another shape in place", "the operator that returns a new one")
     found = _carried_out(call, leaves, spec)
@@ -120,6 +122,15 @@ def _carried_out(call: Call, leaves: list[Any], spec: Any) -> Any:
     local = iter(lost)
     here_args, here_kwargs = put_together([next(local) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec)
     return _returned(call, decision, run_here(call, decision, here_args, here_kwargs))
+
+
+def _squeezed(call: Call) -> Any:
+    """A tensor that nobody sees in another way loses dims in place: torch does so to what it has just made."""
+    x = call.tensors[0]
+    squeeze = getattr(torch.ops.aten.squeeze, call.func._overloadname)
+    found = dispatch(squeeze, (x.detach(), *call.args[1:]), call.kwargs)
+    x._local_tensor, x._spec = found._local_tensor, found._spec
+    return return_and_correct_aliasing(call.func, call.args, call.kwargs, x)
 
 
 def _placement(func: Any, leaves: list[Any]) -> Placement:

@@ -68,6 +68,17 @@ def _linear_along(name: str) -> Callable[[Call], Decision]:
     return rule
 
 
+def _cross(call: Call) -> Decision:
+    """Both tensors are broadcast to each other."""
+    shape = call.out_shape
+    along = call.arg("dim") % len(shape)
+    ways: list[Way] = []
+    for dim, size in enumerate(shape):
+        if dim != along:
+            ways.append((tuple(dim if given[dim] == size else "B" for given in call.shapes), (dim,)))
+    return decide(call, ways)
+
+
 _OF_SOMETHING = ("amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "kthvalue")
 
 _REDUCED = (
@@ -80,9 +91,8 @@ RULES: dict[str, Any] = {
     **dict.fromkeys(
         ("_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), _along()
     ),
-    **dict.fromkeys(
-        ("sort", "topk", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "glu_backward", "linalg_cross"), _along()
-    ),
+    **dict.fromkeys(("sort", "topk", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "glu_backward"), _along()),
+    "linalg_cross": _cross,
     **dict.fromkeys(("cumsum",), _linear_along("dim")),
     **dict.fromkeys(("flip", "roll", "rot90"), _linear_along("dims")),
     **dict.fromkeys(("tril", "triu"), _last(2, linear=True)),
