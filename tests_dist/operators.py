@@ -320,6 +320,7 @@ OPERATORS = [
     Operator("attention", attend, (HEADS,) * 3),
     Operator("attention_causal", lambda q, k, v: attend(q, k, v, is_causal=True), (HEADS,) * 3),
     Operator("attention_masked", lambda q, k, v, m: attend(q, k, v, m.detach()), (HEADS, HEADS, HEADS, (5, 5))),
+    Operator("attention_causal_3d", lambda q, k, v: attend(q, k, v, is_causal=True), ((3, 5, 4),) * 3),
     Operator("reshape", lambda x: x.reshape(3, 20), ((3, 4, 5),)),
     Operator("flatten", lambda x: x.flatten(), ((6, 4),)),
     Operator("flatten_start", lambda x: x.flatten(0, 1), ((3, 4, 5),)),

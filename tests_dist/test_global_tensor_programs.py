@@ -314,6 +314,10 @@ def used_by_torch(world) -> None:
     with torch.inference_mode():  # operators come whole there
         torch.testing.assert_close(layer(x).full_tensor(), expected)
         torch.testing.assert_close((x @ layer.weight.t() + layer.bias).full_tensor(), expected)
+        assert torch.equal(nn.Dropout().eval()(x).full_tensor(), whole)
+        dropped = nn.functional.dropout(x, 0.5, training=True).full_tensor()
+        assert 0 < dropped.count_nonzero() < 24
+        assert torch.equal(dropped, torch.where(dropped == 0, 0, 2 * whole))
     layer.double()
     assert layer.weight.dtype == layer.weight.to_local().dtype == torch.float64
     layer.load_state_dict({name: 2 * each for name, each in layer.state_dict().items()})

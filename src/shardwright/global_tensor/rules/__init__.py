@@ -68,6 +68,7 @@ _VALUE_DEPENDENT = (
 
 
 _RESHAPE_THEMSELVES = ("set_", "resize_", "resize_as_")
+_ADDED = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _WHOLE_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 
@@ -87,7 +88,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(is_apart(x) for x in written):
         raise refusal(call, "what is written to is a part of a cut tensor, and was gathered to be looked at")
     draws = torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call)
-    if draws and call.name not in randoms.HANDLERS:
+    if draws and call.name not in randoms.HANDLERS and not _is_composite(call):
         raise refusal(call, "its random numbers would depend on the layout", "randn, rand, dropout")
     if call.name == "squeeze_" and not is_shared(args[0]):
         return _squeezed(call)
@@ -181,8 +182,11 @@ def _as_global(func: Any, leaf: Any, place: Placement) -> Any:
 def _is_made_by_torch(func: Any, x: Tensor) -> bool:
     """Whether it is what torch itself makes within its functions, the same on every rank.
 
-    ``one_hot`` compares with 0, 1, 2 and so on; some backwards begin with zeros or ones.
+    ``one_hot`` compares with 0, 1, 2 and so on; causal attention adds minus infinity above a diagonal; some backwards
+    begin with zeros or ones.
     """
+    if func in _ADDED and x.ndim == 2 and x.dtype.is_floating_point and not x.requires_grad:
+        return torch.equal(x, torch.full_like(x, float("-inf")).triu(1))
     if func is torch.ops.aten.eq.Tensor and x.ndim == 1 and x.dtype == torch.int64:
         return torch.equal(x, torch.arange(len(x), device=x.device))
     is_backward = torch._C._current_autograd_node() is not None
