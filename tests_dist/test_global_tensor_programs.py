@@ -9,7 +9,7 @@ import torch
 from examples import global_tensors as example
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from shardwright.errors import CheckpointError, LayoutError, PlanError
 from shardwright.global_tensor import (
@@ -210,6 +210,12 @@ def test_a_transfer_sends_the_bytes_that_its_plan_foretells(pools):
 # ---- what is refused
 
 
+def odd_parts(world) -> DTensor:
+    """Ranks 0 and 1 hold what they should of ten rows, the others do not."""
+    part, mesh = torch.ones([3, 3, 2, 2][world.rank], 2), init_device_mesh("cpu", (4,))
+    return DTensor.from_local(part, mesh, [Shard(0)], shape=torch.Size((10, 2)), stride=(2, 1))
+
+
 def refusals(world) -> list[str]:
     two, other = placement("cpu", ranks=[0, 1]), placement("cpu", ranks=[2, 3])
     everyone = placement("cpu", ranks=[0, 1, 2, 3])
@@ -268,6 +274,7 @@ def refusals(world) -> list[str]:
         "two dtypes": lambda: x @ x.double(),
         "the largest of nothing": lambda: zeros(0, 3, placement=two, sbp=sbp.split(0)).max(),
         "a copy of a result": lambda: copy.deepcopy(x.detach().requires_grad_() * 2),
+        "a DTensor of odd parts": lambda: to_global(odd_parts(world), everyone, sbp.broadcast),
         "batch norm of a cut batch": lambda: nn.functional.batch_norm(x, None, None, training=True),
     }  # fmt: skip
     said = []
@@ -307,6 +314,10 @@ def used_by_torch(world) -> None:
     with torch.inference_mode():  # operators come whole there
         torch.testing.assert_close(layer(x).full_tensor(), expected)
         torch.testing.assert_close((x @ layer.weight.t() + layer.bias).full_tensor(), expected)
+        assert torch.equal(nn.Dropout().eval()(x).full_tensor(), whole)
+        dropped = nn.functional.dropout(x, 0.5, training=True).full_tensor()
+        assert 0 < dropped.count_nonzero() < 24
+        assert torch.equal(dropped, torch.where(dropped == 0, 0, 2 * whole))
     layer.double()
     assert layer.weight.dtype == layer.weight.to_local().dtype == torch.float64
     layer.load_state_dict({name: 2 * each for name, each in layer.state_dict().items()})

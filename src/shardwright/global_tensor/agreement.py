@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwright.comm.here import everyone_here
-from shardwright.comm.values import difference
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwright.comm.here import everyone_here, here
+from shardwright.comm.values import difference, gather_json
 from shardwright.errors import LayoutError, explain
+from shardwright.global_tensor.lying import Where, local_shape
 
 
 def check_alike(what: str, told: Sequence[object]) -> None:
@@ -21,6 +24,36 @@ def check_everywhere(what: str, said: Iterable[object]) -> None:
     found = difference(everyone_here(), [str(each) for each in said])
     if found is not None:
         raise _disagreement(what, found)
+
+
+def check_source(x: DTensor, where: Where) -> None:
+    """Raises LayoutError for a DTensor that lies in a way which no sbp says: on every rank, wherever it does.
+
+    Traffic: one short message to each rank.
+    """
+    for one in where.sbp:
+        plain = type(one) in (Shard, Replicate) or (one.is_partial() and getattr(one, "reduce_op", "sum") == "sum")
+        if not plain:
+            raise LayoutError(
+                explain(
+                    "a DTensor lies in a way that is no sbp",
+                    given=repr(one),
+                    allowed="Shard(dim), Replicate() and Partial('sum')",
+                    fix="redistribute it to Replicate() first",
+                )
+            )
+    held, expected = list(x._local_tensor.shape), list(local_shape(tuple(x.shape), where, here().rank))
+    is_wrong = here().rank in where.placement and held != expected
+    for rank, (given, allowed) in enumerate(gather_json(everyone_here(), [held, expected] if is_wrong else [0, 0])):
+        if given != allowed:
+            raise LayoutError(
+                explain(
+                    "a DTensor is not cut as torch.chunk cuts",
+                    given=f"{given} of {list(x.shape)} on rank {rank}",
+                    allowed=f"{allowed} there",
+                    fix="redistribute it to Replicate() first",
+                )
+            )
 
 
 def _disagreement(what: str, given: str) -> LayoutError:

@@ -47,6 +47,11 @@ def is_stale(x: Any) -> bool:
     return is_apart(x) and bool(x._apart.num_writes != x._writes.num)
 
 
+def is_shared(x: Any) -> bool:
+    """Whether ``x`` has views, is one or was written to: what torch has just made is not."""
+    return hasattr(x, "_writes")
+
+
 def bind(view: Any, base: Any, *, apart: bool) -> None:
     """Makes ``view`` a view of ``base``; ``apart`` where it is a copy."""
     view._writes = writes_of(base)

@@ -22,9 +22,15 @@ def move(local: Tensor, shape: tuple[int, ...], source: Where, destination: Wher
     """
     if source == destination:
         return local
+    local = resolved(local)
     for leg in route(shape, source, destination).legs:
         local = _move(local, leg)
     return local
+
+
+def resolved(local: Tensor) -> Tensor:
+    """The numbers themselves, where torch only notes that they are conjugate or negative: bytes are what is sent."""
+    return local.resolve_conj().resolve_neg()
 
 
 def _move(local: Tensor, leg: Leg) -> Tensor:
@@ -61,7 +67,7 @@ def carry(transfer: Transfer, local: Tensor, shape: tuple[int, ...], *, zeros: b
 
     Everything for one rank goes as one message, so a transfer costs each rank at most one message to each other.
     """
-    rank = here().rank
+    rank, local = here().rank, resolved(local)
     with torch.no_grad():
         out = local.new_zeros(shape) if zeros else local.new_empty(shape)
         sent: defaultdict[int, list[Tensor]] = defaultdict(list)

@@ -19,7 +19,7 @@ from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.global_tensor import sbp as words
 from shardwright.global_tensor.agreement import check_alike
 from shardwright.global_tensor.lying import Where, boxes, is_partial, local_shape, whole_piece
-from shardwright.global_tensor.moving import carry, move
+from shardwright.global_tensor.moving import carry, move, resolved
 from shardwright.global_tensor.placement import Placement, check_placement
 from shardwright.global_tensor.sbp import Sbp, is_split
 from shardwright.global_tensor.tensor import GlobalTensor, Sbps, check_gradient, without_sums, wrap
@@ -88,7 +88,7 @@ def _told(mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _digest(local: Tensor) -> str:
-    data = local.detach().contiguous().cpu().flatten().view(torch.uint8)
+    data = resolved(local.detach()).contiguous().cpu().flatten().view(torch.uint8)
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwright.comm import once
 from shardwright.comm.here import here
 from shardwright.errors import LayoutError, PlanError, explain
 from shardwright.global_tensor import sbp as words
+from shardwright.global_tensor.agreement import check_source
 from shardwright.global_tensor.aliases import check_fresh, is_stale
 from shardwright.global_tensor.indices import with_lists
 from shardwright.global_tensor.lying import Where, local_shape
@@ -273,7 +274,8 @@ def to_global(
 ) -> GlobalTensor:
     """``x``, lying on ``placement`` as ``sbp`` says: see :meth:`GlobalTensor.to_global`.
 
-    A plain tensor is taken as each rank's own part (:func:`from_local`); a DTensor as it is.
+    A plain tensor is taken as each rank's own part (:func:`from_local`); a DTensor as it is. Every rank of the world
+    calls it for those.
     """
     if not isinstance(x, DTensor):
         from shardwright.global_tensor.parts import from_local
@@ -300,7 +302,8 @@ def to_global(
                 fix=f"write sbp=({', '.join(['sbp.broadcast'] * where.ndim)},)",
             )
         )
-    check_source(x, here_)
+    if not isinstance(x, GlobalTensor):
+        check_source(x, here_)
     check_fresh("to_global", [x])
     there = Where(where, words.checked(here_.sbp if sbp is None else sbp, where, x.ndim))
     if there == here_ and grad_sbp is None and isinstance(x, GlobalTensor):
@@ -312,32 +315,6 @@ def to_global(
     else:
         back = without_sums(here_.sbp)
     return _ToGlobal.apply(x, there, back)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def check_source(x: DTensor, where: Where) -> None:
-    """Raises LayoutError for a DTensor that lies in a way which no sbp says."""
-    if isinstance(x, GlobalTensor):
-        return
-    for one in where.sbp:
-        plain = type(one) in (Shard, Replicate) or (one.is_partial() and getattr(one, "reduce_op", "sum") == "sum")
-        if not plain:
-            raise LayoutError(
-                explain(
-                    "a DTensor lies in a way that is no sbp",
-                    given=repr(one),
-                    allowed="Shard(dim), Replicate() and Partial('sum')",
-                    fix="redistribute it to Replicate() first",
-                )
-            )
-    if x._local_tensor.shape != local_shape(tuple(x.shape), where, here().rank):
-        raise LayoutError(
-            explain(
-                "a DTensor is not cut as torch.chunk cuts",
-                given=f"{list(x._local_tensor.shape)} of {list(x.shape)} on rank {here().rank}",
-                allowed=f"{list(local_shape(tuple(x.shape), where, here().rank))} there",
-                fix="redistribute it to Replicate() first",
-            )
-        )
 
 
 def without_sums(sbp: Sequence[Sbp]) -> tuple[Sbp, ...]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardwright.comm.here import here
-from shardwright.global_tensor.aliases import bind, check_fresh, is_apart, note_writes
+from shardwright.global_tensor.aliases import bind, check_fresh, is_apart, is_shared, note_writes
 from shardwright.global_tensor.lying import Where
 from shardwright.global_tensor.moving import move
 from shardwright.global_tensor.placement import Placement, placement_of
@@ -38,11 +38,12 @@ from shardwright.global_tensor.rules.call import (
     flattened,
     meta_outputs,
     mixed,
+    nothing,
     put_together,
     refusal,
-    results,
     run_here,
 )
+from shardwright.global_tensor.rules.trial import try_out
 from shardwright.global_tensor.sbp import broadcast
 from shardwright.global_tensor.tensor import GlobalTensor, moved, wrap
 
@@ -67,6 +68,7 @@ _VALUE_DEPENDENT = (
 
 
 _RESHAPE_THEMSELVES = ("set_", "resize_", "resize_as_")
+_ADDED = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _WHOLE_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 
@@ -86,8 +88,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(is_apart(x) for x in written):
         raise refusal(call, "what is written to is a part of a cut tensor, and was gathered to be looked at")
     draws = torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call)
-    if draws and call.name not in randoms.HANDLERS:
+    if draws and call.name not in randoms.HANDLERS and not _is_composite(call):
         raise refusal(call, "its random numbers would depend on the layout", "randn, rand, dropout")
+    if call.name == "squeeze_" and not is_shared(args[0]):
+        return _squeezed(call)
     if torch.Tag.inplace_view in func.tags or call.name in _RESHAPE_THEMSELVES:
         raise refusal(call, "it gives a tensor another shape in place", "the operator that returns a new one")
     found = _carried_out(call, leaves, spec)
@@ -112,11 +116,22 @@ def _carried_out(call: Call, leaves: list[Any], spec: Any) -> Any:
         moved(x, Where(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
     ]
-    if here().rank not in call.placement:
-        return _returned(call, decision, results(call, decision))
+    found = nothing(call, decision)
+    if found is not None or here().rank not in call.placement:
+        try_out(call)
+        return _returned(call, decision, found)
     local = iter(lost)
     here_args, here_kwargs = put_together([next(local) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec)
     return _returned(call, decision, run_here(call, decision, here_args, here_kwargs))
+
+
+def _squeezed(call: Call) -> Any:
+    """A tensor that nobody sees in another way loses dims in place: torch does so to what it has just made."""
+    x = call.tensors[0]
+    squeeze = getattr(torch.ops.aten.squeeze, call.func._overloadname)
+    found = dispatch(squeeze, (x.detach(), *call.args[1:]), call.kwargs)
+    x._local_tensor, x._spec = found._local_tensor, found._spec
+    return return_and_correct_aliasing(call.func, call.args, call.kwargs, x)
 
 
 def _placement(func: Any, leaves: list[Any]) -> Placement:
@@ -167,8 +182,11 @@ def _as_global(func: Any, leaf: Any, place: Placement) -> Any:
 def _is_made_by_torch(func: Any, x: Tensor) -> bool:
     """Whether it is what torch itself makes within its functions, the same on every rank.
 
-    ``one_hot`` compares with 0, 1, 2 and so on; some backwards begin with zeros or ones.
+    ``one_hot`` compares with 0, 1, 2 and so on; causal attention adds minus infinity above a diagonal; some backwards
+    begin with zeros or ones.
     """
+    if func in _ADDED and x.ndim == 2 and x.dtype.is_floating_point and not x.requires_grad:
+        return torch.equal(x, torch.full_like(x, float("-inf")).triu(1))
     if func is torch.ops.aten.eq.Tensor and x.ndim == 1 and x.dtype == torch.int64:
         return torch.equal(x, torch.arange(len(x), device=x.device))
     is_backward = torch._C._current_autograd_node() is not None
@@ -188,9 +206,10 @@ def _decision(call: Call) -> Decision:
         if not whole or call.placement.size < here().size:
             raise refusal(call, "the shape of what it returns depends on values that not every rank has")
         return Decision([x.sbp for x in call.tensors], [])
-    call.outputs = _outputs(call)
+    key, call.outputs = _outputs(call)
     rule = RULES.get(call.name) or (pointwise.rule if pointwise.is_pointwise(call) else None)
     if rule is not None:
+        call.key = key
         return rule(call)
     if not whole and call.name in _WHOLE_LAYERS:
         why = "it computes a whole layer at once; torch.backends.mha.set_fastpath_enabled(False) turns that off"
@@ -203,8 +222,11 @@ def _decision(call: Call) -> Decision:
 _META: dict[Any, list[Tensor | None]] = {}
 
 
-def _outputs(call: Call) -> list[Tensor | None]:
-    """The outputs' whole shapes; the same call is asked once. Whole numbers divided are of torch's default dtype."""
+def _outputs(call: Call) -> tuple[Any, list[Tensor | None]]:
+    """What kind of call it is, and its outputs' whole shapes; the same call is asked once.
+
+    Whole numbers divided are of torch's default dtype.
+    """
     key = (call.func, _frozen(call.args), _frozen(tuple(sorted(call.kwargs.items()))), torch.get_default_dtype())
     if key not in _META:
         if len(_META) > 10_000:
@@ -215,7 +237,7 @@ def _outputs(call: Call) -> list[Tensor | None]:
             raise refusal(call, "torch cannot tell its result's shape beforehand") from failure
         many = list(found) if isinstance(found, (tuple, list)) else [found]
         _META[key] = [x if isinstance(x, Tensor) else None for x in many]
-    return _META[key]
+    return key, _META[key]
 
 
 def _frozen(given: Any) -> Any:

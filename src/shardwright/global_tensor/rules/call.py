@@ -41,6 +41,8 @@ class Call:
     placement: Placement
     outputs: list[Tensor | None] = field(default_factory=list)
     """What it returns, as meta tensors of the whole shapes."""
+    key: Any = None
+    """What else is of the same kind: shapes, dtypes and plain arguments; None where no rule is known."""
 
     @property
     def name(self) -> str:
@@ -164,20 +166,19 @@ def _cost(call: Call, size: int, now: Sequence[Letter], way: Way) -> float:
 
 
 def run_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator itself on local tensors, or what the rule runs in its place.
-
-    A member whose slice is empty computes nothing: not every operator of torch takes an empty tensor.
-    """
-    nothing = _nothing(call, decision)
-    if nothing is not None:
-        return nothing
+    """The operator itself on local tensors, or what the rule runs in its place."""
     if decision.run is not None:
         return decision.run(call, decision, args, kwargs)
     return call.func(*args, **kwargs)
 
 
-def _nothing(call: Call, decision: Decision) -> Any:
-    """The results of a member whose slice is empty: empty ones, and zeros for terms; None where it must compute."""
+def nothing(call: Call, decision: Decision) -> Any:
+    """The results of a rank that is no member, or holds an empty slice: empty ones, and zeros for terms.
+
+    None where it must compute. A member whose slice is empty does not: not every operator takes an empty tensor.
+    """
+    if here().rank not in call.placement:
+        return results(call, decision)
     if decision.talks or not decision.outs or not any(
         x.numel() and 0 in local_shape(tuple(x.shape), Where(call.placement, sbp), here().rank)
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
@@ -271,6 +272,11 @@ def is_finite(number: Any) -> bool:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What a mean of this dtype is summed in: the sum may be too large for a narrow float where the mean is not."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def is_wider(dtype: torch.dtype, than: torch.dtype) -> bool:
+    """Whether every number of the other type is one of this type, too."""
+    return torch.promote_types(dtype, than) == dtype
 
 
 def mixed(func: Any, what: str, fix: str) -> LayoutError:

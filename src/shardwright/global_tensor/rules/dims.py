@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, refusal
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, is_wider, refusal
 
 
 def named(call: Call, name: str = "dim") -> tuple[int, ...]:
@@ -62,10 +62,21 @@ def _linear_along(name: str) -> Callable[[Call], Decision]:
     def rule(call: Call) -> Decision:
         ways = kept(call, named(call, name), removed=False)
         out = call.outputs[0]
-        rounds = out is not None and out.dtype != call.tensors[0].dtype and not out.dtype.is_floating_point
-        return decide(call, ways if rounds else [*ways, (("P",), ("P",))])  # a rounded term is no term
+        keeps = out is not None and is_wider(out.dtype, call.tensors[0].dtype)
+        return decide(call, [*ways, (("P",), ("P",))] if keeps else ways)  # a rounded term is no term
 
     return rule
+
+
+def _cross(call: Call) -> Decision:
+    """Both tensors are broadcast to each other."""
+    shape = call.out_shape
+    along = call.arg("dim") % len(shape)
+    ways: list[Way] = []
+    for dim, size in enumerate(shape):
+        if dim != along:
+            ways.append((tuple(dim if given[dim] == size else "B" for given in call.shapes), (dim,)))
+    return decide(call, ways)
 
 
 _OF_SOMETHING = ("amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "kthvalue")
@@ -80,9 +91,8 @@ RULES: dict[str, Any] = {
     **dict.fromkeys(
         ("_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), _along()
     ),
-    **dict.fromkeys(
-        ("sort", "topk", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "glu_backward", "linalg_cross"), _along()
-    ),
+    **dict.fromkeys(("sort", "topk", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "glu_backward"), _along()),
+    "linalg_cross": _cross,
     **dict.fromkeys(("cumsum",), _linear_along("dim")),
     **dict.fromkeys(("flip", "roll", "rot90"), _linear_along("dims")),
     **dict.fromkeys(("tril", "triu"), _last(2, linear=True)),

@@ -6,7 +6,17 @@ from typing import Any
 
 import torch
 
-from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide, is_finite, number_of, refusal
+from shardwright.global_tensor.rules.call import (
+    Call,
+    Decision,
+    Letter,
+    Way,
+    decide,
+    is_finite,
+    is_wider,
+    number_of,
+    refusal,
+)
 
 # beside those that torch marks
 MORE = frozenset(
@@ -15,12 +25,12 @@ MORE = frozenset(
         "zero", "masked_fill", "elu_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
         "log_sigmoid_backward", "_conj", "floor_divide", "positive", "smooth_l1_loss_backward", "mse_loss_backward",
         "_prelu_kernel", "_prelu_kernel_backward", "log_sigmoid_forward", "hardswish", "hardshrink_backward",
-        "softshrink_backward",
+        "softshrink_backward", "_neg_view",
     }
 )  # fmt: skip
 
-LINEAR = frozenset({"clone", "detach", "alias", "neg", "lift_fresh", "positive", "zero"})
-"""Of one tensor; ``_to_copy`` too, between floating types."""
+LINEAR = frozenset({"clone", "detach", "alias", "neg", "lift_fresh", "positive", "zero", "_conj", "_neg_view"})
+"""Of one tensor; ``_to_copy`` too, to a type that rounds nothing."""
 
 
 def _base(call: Call) -> str:
@@ -83,12 +93,22 @@ def _linear(call: Call) -> list[Way]:
     if not _same_kind(call):
         return []
     if base == "_to_copy":
-        return [alone]
-    if base in ("copy", "add", "sub") and num == 2:
-        return [both] if base == "copy" or is_finite(call.arg("alpha")) else []
-    if base == "mul" or (base == "div" and call.func._overloadname in ("Tensor", "Scalar")):
-        return _scaled(call, base)
-    return []
+        found = [alone]
+    elif base in ("copy", "add", "sub") and num == 2:
+        found = [both] if base == "copy" or is_finite(call.arg("alpha")) else []
+    elif base == "mul" or (base == "div" and call.func._overloadname in ("Tensor", "Scalar")):
+        found = _scaled(call, base)
+    else:
+        found = []
+    return [way for way in found if _keeps_terms(call, way)]
+
+
+def _keeps_terms(call: Call, way: Way) -> bool:
+    """Whether the terms fit into what is returned: each rounded alone, they would not add up to their rounded sum."""
+    out = call.outputs[0]
+    assert out is not None
+    terms = [x for x, letter in zip(call.tensors, way[0], strict=True) if letter == "P"]
+    return all(is_wider(out.dtype, x.dtype) for x in terms)
 
 
 def _scaled(call: Call, base: str) -> list[Way]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, wide
+from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, is_wider, wide
 from shardwright.global_tensor.rules.dims import kept, named
 
 
@@ -29,7 +29,9 @@ def _sum(call: Call) -> Decision:
 
 def _mean(call: Call) -> Decision:
     along, removed = _along(call)
-    ways: list[Way] = [*kept(call, along, removed=removed), *(((dim,), ("P",)) for dim in along), (("P",), ("P",))]
+    ways: list[Way] = [*kept(call, along, removed=removed), *(((dim,), ("P",)) for dim in along)]
+    if is_wider(call.outputs[0].dtype, call.tensors[0].dtype):  # type: ignore[union-attr]
+        ways.append((("P",), ("P",)))
     return decide(call, ways, _mean_here)
 
 
