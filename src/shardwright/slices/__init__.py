@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwright.slices.groups import Group, groups, rest_in_slices
+from shardwright.slices.groups import Group, chunks_with, groups, rest_in_slices
 from shardwright.slices.state import SlicedState
 from shardwright.slices.storage import Place, Storage
 
-__all__ = ["Group", "Place", "SlicedState", "Storage", "groups", "rest_in_slices"]
+__all__ = ["Group", "Place", "SlicedState", "Storage", "chunks_with", "groups", "rest_in_slices"]

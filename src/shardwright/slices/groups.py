@@ -70,6 +70,15 @@ def _first(lies: Lies, stage: int) -> Coord:
     return {"pp": stage} if "pp" in lies.axes else {}
 
 
+def chunks_with(plan: Plan, unit: str, coord: Coord) -> tuple[int, ...]:
+    """Which chunks at ``coord`` use some of a unit; where nothing is cut into chunks, the one that there is."""
+    if plan.stages is None or plan.schedule is None:
+        return (0,)
+    names = {name for each in plan.units if each.name == unit for name in each.parameters}
+    mine = plan.schedule.chunks_of(coord["pp"])
+    return tuple(chunk for chunk in mine if names.intersection(plan.stages.chunked.weights_of(chunk)))
+
+
 def rest_in_slices(plan: Plan, axis: str, chosen: Sequence[Group], *, drops: bool, away: str | None = None) -> Plan:
     """The plan with each group's parameters, gradients and optimizer state at rest in slices over ``axis``.
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.comm import Axis, Pending
-from shardwright.mesh import balanced
+from shardwright.mesh import Coord, balanced
 from shardwright.models.structure import owners
 from shardwright.pipeline import Action, Events
 from shardwright.pipeline.executor import Unit
 from shardwright.slices.flat import Flat
-from shardwright.slices.groups import Group
+from shardwright.slices.groups import Group, chunks_with
 from shardwright.slices.offload import Offloaded
+from shardwright.slices.same_order import compare
 from shardwright.slices.storage import Storage
 from shardwright.slices.window import Block, Window
 from shardwright.strategy import Applied, Plan
@@ -38,7 +41,9 @@ class SlicedState:
     """A rank's parameters in slices over one axis.
 
     ``stage`` 1 sums gradients once a step, 2 after each microbatch; 3 drops the whole parameters after use as well.
-    What rests does so in ``storage``, where there is one.
+    What rests does so in ``storage``, where there is one. Gradients are summed in the order of the units, the same on
+    all ranks: autograd has an order of its own where samples go different ways. ``everyone`` are all ranks, who are
+    told where gathers would have to follow those ways.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class SlicedState:
         chosen: tuple[Group, ...],
         stage: int,
         ahead: int,
+        everyone: Axis,
         storage: Storage | None = None,
     ) -> None:
         self.stage, self.ahead, self.num_microbatches = stage, ahead, plan.layout.num_microbatches
@@ -77,11 +83,21 @@ class SlicedState:
         }
         self.trained = {unit: [flat for group, flat in each if group.trained] for unit, each in flats.items()}
         self.offloaded = None if storage is None else Offloaded(storage, self.trained)
-        self.window = Window(tuple(self.blocks.values()), ahead, self.drops)
+        chunks = _chunks(plan, self.blocks, plan.mesh.coord(axis.ranks[axis.index]))
+        in_chunks = {
+            chunk: [block for unit, block in self.blocks.items() if chunk in chunks[unit]]
+            for chunk in sorted(set().union(*chunks.values()))
+        }
+        self.window = Window(tuple(self.blocks.values()), ahead, self.drops, in_chunks)
+        self._completed_in = {unit: min(chunks[unit]) for unit, each in reversed(self.trained.items()) if each}
+        self._compare = partial(compare, self.window.made, everyone, plan.mesh.groups(axis.name))
+        self._last_forward = Action("F", self.num_microbatches - 1) if plan.schedule is None else None
+        self._waiting: list[str] = []
+        self._ready: list[str] = []
         self._left: dict[str, int] = {}
         self._sent: list[tuple[str, list[tuple[Flat, Pending[Tensor]]]]] = []
         self._summed: set[str] = set()
-        self._is_in_doubt = False
+        self._is_in_doubt = self._evaluated = False
         self._watch(model)
 
     def applied(self) -> Applied:
@@ -122,8 +138,22 @@ class SlicedState:
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
+        self._waiting = [unit for unit, chunk in self._completed_in.items() if chunk == action.chunk]
         with self.window.during(action):
             yield
+            self._send(sorted(self._ready, key=list(self._completed_in).index))
+        if not torch.is_grad_enabled():
+            self._evaluated = True
+        elif action == self._last_forward:
+            self._compare_calls()()  # before a backward sums, or updates, what the others do not
+
+    def _compare_calls(self) -> Callable[[], None]:
+        """Starts to ask whether all ranks have made the same; returns what waits, and raises where they have not."""
+        if not self.drops:
+            return lambda: None
+        wait = self._compare()
+        self.window.made.clear()
+        return wait
 
     def _after_optimizer(self) -> None:
         self._is_in_doubt = False
@@ -132,11 +162,15 @@ class SlicedState:
             self.offloaded.put_away()
 
     def _restart(self) -> None:
-        """Lets go of what a step has left that raised, on all ranks alike; and of wholes that nobody vouches for."""
+        """Lets go of what a step has left that raised, on all ranks alike; and of wholes that nobody vouches for.
+
+        Forwards alone have no end of a step: what they made is compared here.
+        """
         for _, sent in self._sent:
             for _, pending in sent:
                 pending.wait()  # others hold it until then
         self._sent.clear()
+        self._ready.clear()
         self._left.clear()
         self._summed.clear()
         for flat in (flat for flats in self.trained.values() for flat in flats):
@@ -146,17 +180,36 @@ class SlicedState:
             self._after_optimizer()  # its units that have been updated stay so
         elif self._is_in_doubt:
             self.window.changed()
+        if self._evaluated:
+            self._evaluated = False
+            self._compare_calls()()
+        self.window.made.clear()
 
     # ---- gradients
 
     def _after_weight_gradients(self, unit: Unit, microbatch: int) -> None:
-        flats = self.trained.get(unit.name, ())
-        left = self._left[unit.name] = self._left.get(unit.name, self.num_microbatches) - 1
-        if not flats or (self.stage == 1 and left):
+        if not self.trained.get(unit.name):
             return
-        self._sent.append((unit.name, [(flat, flat.send_gradients()) for flat in flats]))
-        while len(self._sent) > self.ahead:
-            self._receive()
+        if self.stage == 1 and self._left.get(unit.name, self.num_microbatches) > 1:
+            self._count(unit.name)
+            return
+        self._ready.append(unit.name)
+        while self._waiting and self._waiting[0] in self._ready:
+            self._send([self._waiting.pop(0)])
+
+    def _send(self, names: Sequence[str]) -> None:
+        """Starts the sums of units whose gradients are there."""
+        for name in names:
+            self._ready.remove(name)
+            self._count(name)
+            if self.drops:
+                self.window.made.append(f"a sum of '{name}'")
+            self._sent.append((name, [(flat, flat.send_gradients()) for flat in self.trained[name]]))
+            while len(self._sent) > self.ahead:
+                self._receive()
+
+    def _count(self, name: str) -> None:
+        self._left[name] = self._left.get(name, self.num_microbatches) - 1
 
     def _receive(self) -> None:
         name, sent = self._sent.pop(0)
@@ -177,14 +230,22 @@ class SlicedState:
         return name in self._summed
 
     def _before_sync(self) -> None:
+        wait_for_answer = self._compare_calls()
         while self._sent:
             self._receive()
+        wait_for_answer()
         for name in self.trained:
             if name not in self._summed:
                 self._show(name)
         self._left.clear()
         self._summed.clear()
         self._is_in_doubt = True  # an optimizer made by hand tells nobody that it has stepped
+
+
+def _chunks(plan: Plan, units: Iterable[str], coord: Coord) -> Mapping[str, Sequence[int]]:
+    """The chunks that use each unit; what none uses belongs to the first that is here."""
+    mine = (0,) if plan.schedule is None else plan.schedule.chunks_of(coord["pp"])
+    return {unit: chunks_with(plan, unit, coord) or mine[:1] for unit in units}
 
 
 def _wholes(flats: Iterable[Flat]) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Which units are whole when: gathered ahead of what computes with them, dropped behind it.
+"""Which units are whole when: gathered ahead of what computes with them, and in stage 3 dropped behind it.
 
 ::
 
@@ -9,14 +9,17 @@
     backward   | gather 2 | backward 2 | backward 1 | ...
                |          | gather 1   | gather 0   |
 
-The order is that of the forward before: all ranks run the same code, so it is the same on all. In the backward a unit
-is asked for by autograd itself, when it takes out a weight that it has saved; what is saved is not the weight but its
-place, so nothing holds on to the whole.
+Where units are dropped the order is that of the forward before: ranks must run the same code, and ``made`` says whether
+they did. In the backward a unit is asked for by autograd itself, when it takes out a weight that it has saved; what is
+saved is not the weight but its place, so nothing holds on to the whole.
+
+Where units stay whole, all of a chunk's are gathered in its first forward, in the order in which they stand in the
+plan: a rank that asks for some of them alone, or for others first, makes the same calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -86,14 +89,16 @@ class _Saved(NamedTuple):
 class Window:
     """The units of one rank, of which at most ``ahead + 1`` are whole or under way at once, beside those that stay.
 
-    With ``drops`` false units stay whole once they are, until :meth:`changed` says that they are out of date.
-    ``most`` is how many there were at most.
+    With ``drops`` false units stay whole once they are, until :meth:`changed` says that they are out of date, and are
+    gathered in the order of ``chunks``. ``most`` is how many there were at most, ``made`` what was gathered, in order.
     """
 
     blocks: Sequence[Block]
     ahead: int
     drops: bool
+    chunks: Mapping[int, Sequence[Block]]
     most: int = 0
+    made: list[str] = field(default_factory=list)
     _current: Block | None = None
     _path: Sequence[Block] = ()
     _place: int = 0
@@ -106,7 +111,9 @@ class Window:
         forward = action.kind == "F"
         self._path, self._place, self._touched = self._order.get((forward, action.chunk), ()), 0, []
         self._current = None
-        if action.kind == "W":
+        if not self.drops:
+            self._path = self.chunks.get(action.chunk, ()) if forward else ()
+        elif action.kind == "W":
             self._path = ()  # weights' gradients need no weights
         if forward and self.drops and torch.is_grad_enabled():
             with torch.autograd.graph.saved_tensors_hooks(self.save, self.take_out):
@@ -141,13 +148,16 @@ class Window:
         if block.is_whole:
             self._current = block
             return
+        if not self.drops:
+            if block in self._path:
+                self._start_until(self._path.index(block) + 1 + self.ahead)
+            self._arrive(block)
+            return
         try:
             place = self._path.index(block, self._place)
         except ValueError:  # the first time, or another way than the last
             self._drop_all_but((block,))
-            block.arrive()
-            self._current = block
-            self._count()
+            self._arrive(block)
             return
         while self._place <= place:
             self._advance()
@@ -164,9 +174,26 @@ class Window:
         self._place += 1
         upcoming = self._path[self._place : self._place + self.ahead]
         self._drop_all_but((block, *upcoming))
-        block.arrive()
+        self._arrive(block)
         for each in upcoming:
-            each.gather()
+            self._start(each)
+        self._count()
+
+    def _start_until(self, place: int) -> None:
+        """Starts the units of the path before ``place``, in order."""
+        for block in self._path[self._place : place]:
+            self._start(block)
+        self._place = max(self._place, place)
+
+    def _start(self, block: Block) -> None:
+        if not block.is_there:
+            if self.drops:
+                self.made.append(f"a gather of '{block.name}'")
+            block.gather()
+
+    def _arrive(self, block: Block) -> None:
+        self._start(block)
+        block.arrive()
         self._current = block
         self._count()
 
@@ -181,7 +208,12 @@ class Window:
         self.most = max(self.most, there)
 
     def end(self) -> None:
-        """An action is over, or will not go on: nothing is on its way, and what is dropped between actions is gone."""
+        """An action is over, or will not go on: nothing is on its way, and what is dropped between actions is gone.
+
+        What this rank did not ask for others may have.
+        """
+        if not self.drops:
+            self._start_until(len(self._path))
         for block in self.blocks:
             if self.drops:
                 block.drop()

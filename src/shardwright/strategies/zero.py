@@ -21,6 +21,9 @@ Shapes: at rest a parameter, its gradient and its optimizer state are 1-D: what 
 Traffic: for each unit's sequence of P elements, stage 1 one all-gather and one reduce-scatter; stage 2 one all-gather
     and m reduce-scatters; stage 3 in each microbatch one all-gather forward, one backward, one reduce-scatter (a
     sequence that two chunks of one stage use is gathered for each). Frozen parameters are gathered and not summed.
+    A unit that a forward does not use is gathered all the same in stages 1 and 2. In stage 3 ranks compare what they
+    have gathered, in one or two all-reduces of two numbers for each set of ranks with slices: the core's, a step.
+Raises: PlanError, in stage 3, on every rank: ranks that share slices use units in different orders.
 Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054; two levels: Wang et al. 2023, "ZeRO++", arXiv:2306.10209.
 """
 
@@ -34,7 +37,7 @@ from shardwright.comm import Axis
 from shardwright.errors import LayoutError, explain
 from shardwright.layout import Factor
 from shardwright.mesh import Coord
-from shardwright.slices import Group, Place, SlicedState, Storage, groups, rest_in_slices
+from shardwright.slices import Group, Place, SlicedState, Storage, chunks_with, groups, rest_in_slices
 from shardwright.strategy import Applied, Batch, Job, Plan, Traffic
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -71,7 +74,8 @@ class Zero:
         if place is not None and _is_apart(place, axes["dp"].device.type):
             storage = Storage(place, axes["world"], job.offload_folder)
         chosen = _groups(plan, stage)
-        return SlicedState(job.model, plan, axes["dp"], chosen, stage, _ahead(plan), storage).applied()
+        everyone = axes["world"].for_strategy("core")
+        return SlicedState(job.model, plan, axes["dp"], chosen, stage, _ahead(plan), everyone, storage).applied()
 
     def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
         """The gathers and sums of every sequence that this rank has a part of."""
@@ -81,7 +85,7 @@ class Zero:
             first, num_elements = group.parameters[0], group.num_elements(plan, coord)
             if not num_elements or size == 1:
                 continue
-            gathers = 2 * num_microbatches * _num_chunks(plan, group, coord) if stage == 3 else 1
+            gathers = 2 * num_microbatches * len(chunks_with(plan, group.unit, coord)) if stage == 3 else 1
             found.append(Traffic("all_gather", "dp", num_elements * plan.dtypes[first].itemsize, size, gathers))
             if group.trained:
                 wide = plan.masters if first in plan.wide_sums else plan.dtypes
@@ -92,15 +96,6 @@ class Zero:
 
 def _groups(plan: Plan, stage: int) -> tuple[Group, ...]:
     return groups(plan, frozen=stage == 3)
-
-
-def _num_chunks(plan: Plan, group: Group, coord: Coord) -> int:
-    """How many of this rank's chunks use some of the group's unit."""
-    if plan.stages is None or plan.schedule is None:
-        return 1
-    (unit,) = (unit for unit in plan.units if unit.name == group.unit)
-    chunks = plan.schedule.chunks_of(coord["pp"])
-    return sum(bool(set(unit.parameters) & set(plan.stages.chunked.weights_of(chunk))) for chunk in chunks)
 
 
 def _factor(plan: Plan) -> Factor:
