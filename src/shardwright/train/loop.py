@@ -86,18 +86,8 @@ def train(
         stop = stop or Stop()
         with stop.on_signals():
             return launch(_rank, layout, config, out, resume, stop, ranks=ranks)[0]
-    return launch(
-        _rank,
-        layout,
-        config,
-        out,
-        resume,
-        None,
-        ranks=ranks,
-        debug=config.debug,
-        timeout_s=config.timeout_s,
-        bind_cores=config.bind_cores,
-    )[0]
+    options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores}
+    return launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
 
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
