@@ -354,9 +354,7 @@ def _errors(
     return errors
 
 
-def _compare(
-    plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: torch.dtype, steps: int
-) -> Verdict:  # fmt: skip
+def _compare(plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: torch.dtype, steps: int) -> Verdict:
     narrow = computed_in(dtype, plan.layout)
     tolerance = TOLERANCE[dtype] if narrow == dtype else ROUNDINGS * torch.finfo(narrow).eps
     mesh, rest = plan.mesh, plan.rest
