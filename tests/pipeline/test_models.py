@@ -234,6 +234,52 @@ MODELS = {
 }
 
 
+class Pairs(nn.Module):
+    """Gives a tuple, where ``pairs`` says so."""
+
+    def __init__(self, pairs):
+        super().__init__()
+        self.line, self.pairs = nn.Linear(W, W), pairs
+
+    def forward(self, x):
+        return (self.line(x), x) if self.pairs else self.line(x)
+
+
+class Asking(Blocks):
+    def __init__(self):
+        super().__init__(None, one=Pairs(False), two=Pairs(True), table=nn.LSTM(W, W))
+
+    def forward(self, x, scale=None):
+        if not torch.is_tensor(x) or isinstance(x.shape[0], torch.Tensor):
+            x = x[0]
+        for layer in (*self.layers, self.one, self.two, self.table):
+            y = layer(x)
+            x = y * 2 if isinstance(y, torch.Tensor) else y[0]
+        return x * scale if isinstance(x.tanh(), (torch.Tensor, float)) else x
+
+
+def test_code_may_ask_whether_a_value_is_a_tensor():
+    equal(Asking(), "pp2", [((torch.randn(4, W), torch.ones(4, W)), torch.zeros(4, dtype=torch.int64))])
+
+
+def test_code_that_asks_what_cannot_be_told_is_refused_with_its_line():
+    class Unsaid(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else (x, x)
+
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Unsaid(W, W), nn.Linear(W, W)
+
+        def forward(self, x):
+            y = self.first(x)
+            return self.second(y if isinstance(y, torch.Tensor) else y[0])
+
+    with pytest.raises(LayoutError, match=r"here test_models\.py:\d+: return self\.second\(y if isinstance"):
+        verify(Asks(), "pp2", pairs())
+
+
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_and_random_layers_that_stages_share(name, line):

@@ -7,18 +7,17 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_flatten
 
-from shardwright.draws import RefusesDraws, with_names
+from shardwright.draws import RefusesDraws
 from shardwright.models.copies import copied
 from shardwright.models.loops import KNOWN_LOOPS, loop_of
 from shardwright.models.reading import ATTRIBUTES, AttributeReads, ShowsReads, Tracer
+from shardwright.models.standing_in import NO_TENSOR, class_given, standing_in
 
 ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Softplus,
@@ -34,8 +33,6 @@ ELEMENTWISE_FUNCTIONS = frozenset(
         torch.relu, torch.tanh, torch.sigmoid, torch.mul, torch.square, operator.mul, operator.neg,
     )
 )  # fmt: skip
-MAKERS = frozenset(("arange", "empty", "eye", "full", "linspace", "ones", "zeros"))
-"""What makes a tensor of numbers alone: nothing in a call says that a trace is under way."""
 ELEMENTWISE_METHODS = frozenset(["relu", "tanh", "sigmoid", "mul", "square", "contiguous", "clone"])
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """What has no code of its own worth a name: whoever calls it calls what is in it."""
@@ -124,6 +121,8 @@ def registered_twice(model: nn.Module) -> set[int]:
 
 IS_NONE = " is None"
 """After an argument's name: it is given, and has no value, which code may ask for."""
+IS_NO_TENSOR = " is no tensor"
+"""After an argument's name: it is given, and is something else, of which code may ask what it is."""
 OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 """The kinds of parameters that take any number of arguments."""
 
@@ -153,7 +152,7 @@ def trace(
 
     The children stay calls, but for plain sequences and those named in ``opened``, whose own children do; ``deep``
     looks into all modules that are not torch's own. What has hooks stays a call, which will run them. Arguments that
-    may be left out are, but for those in ``given``, which tells of a None by :data:`IS_NONE` after the name.
+    may be left out are, but for those in ``given``, which tells of a None by :data:`IS_NONE` after the name, and so on.
     ``node.meta["within"]`` says which of those looked into were running, the outermost first. Code that reads a layer's
     weight from outside cannot be traced, unless ``shows_weights``. What the code raised, where it did, is added to
     ``told``.
@@ -169,13 +168,16 @@ def trace(
     memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     apart = copied(module, memo)
     running: list[str] = []
+    gives = partial(_class_given, module)
     patched = set[nn.Module]()
     for path, child, opens in _inside(apart, deep=deep, opened=opened):
         if child in patched:
             continue  # its first name is its name
         patched.add(child)
         if opens:
-            child.forward = partial(_enter, running, path, loop_of(child) if shows_weights else child.forward)
+            known = shows_weights and type(child) in KNOWN_LOOPS
+            forward = loop_of(child) if known else standing_in(child, gives)
+            child.forward = partial(_enter, running, path, forward)
             continue
         child.forward = partial(_call, tracer, running, path)
         for name in HOOKS:
@@ -184,14 +186,13 @@ def trace(
             if not shows_weights and (deep or isinstance(layer, nn.Linear | nn.Embedding)):
                 layer._parameters = {}  # who looks at a weight from outside would not see it cut
     try:
-        asked = {name: name + IS_NONE in given for name in _asked(apart.forward, given)}
-        inputs = {name: None if none else tracer.proxy(graph.placeholder(name)) for name, none in asked.items()}
+        inputs = {name: _input(tracer, name, given) for name in _asked(apart.forward, given)}
         weights = [*module.parameters(), *module.buffers()] if shows_weights else []
         if shows_weights and type(apart) in KNOWN_LOOPS:
             apart.forward = loop_of(apart)
         reads = AttributeReads(apart) if shows_weights else None
         with RefusesDraws(), ShowsReads(tracer, weights), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            output = graph.output(tracer.create_arg(_called_by_name(apart, tracer, inputs)))
+            output = graph.output(tracer.create_arg(_called_by_name(apart, standing_in(apart, gives, tracer), inputs)))
         if reads is not None and reads.has_changed():
             return None  # the next step would read something else
         output.meta[ATTRIBUTES] = tuple(reads.found) if reads is not None else ()
@@ -205,37 +206,24 @@ def trace(
 def _asked(forward: Callable[..., Any], given: Collection[str]) -> Iterator[str]:
     """The names of the arguments that must be given, and of those in ``given``."""
     for name, parameter in inspect.signature(forward).parameters.items():
-        is_asked = parameter.default is inspect.Parameter.empty or name in given or name + IS_NONE in given
+        is_given = any(name + said in given for said in ("", IS_NONE, IS_NO_TENSOR))
+        is_asked = parameter.default is inspect.Parameter.empty or is_given
         if is_asked and parameter.kind not in OPEN_ENDED:
             yield name
 
 
-class _Making:
-    """``torch``, but that tensors are made of sizes and devices that a trace does not know yet."""
-
-    def __init__(self, tracer: fx.proxy.TracerBase) -> None:
-        self._tracer = tracer
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(torch, name)
-        if name not in MAKERS:
-            return found
-
-        def make(*args: Any, **named: Any) -> Any:
-            known = not any(isinstance(each, fx.Proxy) for each in tree_flatten((args, named))[0])
-            return found(*args, **named) if known else self._tracer.create_proxy("call_function", found, args, named)
-
-        return make
+def _class_given(module: nn.Module, path: str) -> type | None:
+    """The class of what a module inside gives, as far as its code tells."""
+    return class_given(module.get_submodule(path), partial(trace, shows_weights=True))
 
 
-def _making(module: nn.Module, tracer: fx.proxy.TracerBase) -> Callable[..., Any]:
-    """The module's forward; where it names torch, that stands for :class:`_Making`."""
-    function = getattr(module.forward, "__func__", None)
-    if not isinstance(function, FunctionType) or "torch" not in function.__code__.co_names:
-        return module.forward
-    if function.__globals__.get("torch") is not torch:
-        return module.forward
-    return MethodType(with_names(function, torch=_Making(tracer)), module)
+def _input(tracer: Tracer, name: str, given: Collection[str]) -> fx.Proxy | None:
+    """What stands for an argument."""
+    if name + IS_NONE in given:
+        return None
+    node = tracer.graph.placeholder(name)
+    node.meta[NO_TENSOR] = name + IS_NO_TENSOR in given
+    return tracer.proxy(node)
 
 
 def _call(tracer: fx.proxy.TracerBase, running: list[str], path: str, *args: Any, **named: Any) -> fx.Proxy:
@@ -251,11 +239,11 @@ def _enter(running: list[str], path: str, forward: Callable[..., Any], *args: An
     return result
 
 
-def _called_by_name(module: nn.Module, tracer: fx.proxy.TracerBase, inputs: Mapping[str, fx.Proxy | None]) -> Any:
-    """The module's forward on these arguments; in its order those that have no other way in."""
+def _called_by_name(module: nn.Module, forward: Callable[..., Any], inputs: Mapping[str, fx.Proxy | None]) -> Any:
+    """A forward on these arguments; in the module's order those that have no other way in."""
     bound = inspect.signature(module.forward).bind_partial()
     bound.arguments.update(inputs)
-    return _making(module, tracer)(*bound.args, **bound.kwargs)
+    return forward(*bound.args, **bound.kwargs)
 
 
 def _inside(

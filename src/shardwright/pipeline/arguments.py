@@ -6,17 +6,18 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.errors import PlanError, explain
-from shardwright.models.structure import IS_NONE, OPEN_ENDED
+from shardwright.models.structure import IS_NO_TENSOR, IS_NONE, OPEN_ENDED
 from shardwright.pipeline.graph import Chunked
 
 
 def arguments_given(model: nn.Module, inputs: Any) -> tuple[str, ...]:
     """The names of the model's arguments that a batch's inputs fill, in the order of its forward.
 
-    Of a None, that it is one, or nothing where it is what the argument is by itself: the code is read with it.
+    Of a None, that it is one, or nothing where it is what the argument is by itself: the code is read with it. Of
+    what is no tensor either, that it is none.
 
     Raises: PlanError: inputs that the forward does not name, or too few.
 
@@ -43,7 +44,11 @@ def arguments_given(model: nn.Module, inputs: Any) -> tuple[str, ...]:
     if missing:
         raise _other_inputs(model, named, "nothing for " + ", ".join(missing))
     given = (name for name in named if name in found and not (found[name] is None and named[name] is None))
-    return tuple(name if found[name] is not None else name + IS_NONE for name in given)
+    return tuple(name + _said_of(found[name]) for name in given)
+
+
+def _said_of(value: Any) -> str:
+    return IS_NONE if value is None else "" if isinstance(value, Tensor) else IS_NO_TENSOR
 
 
 def bind(chunked: Chunked, inputs: Any) -> dict[str, Any]:
