@@ -100,6 +100,23 @@ def transfers(world, case: dict) -> None:
         assert torch.equal(whole_of(world, x.grad), base)
 
 
+def stays(world) -> None:
+    """A leaf of terms that is moved to where it lies."""
+    where = placement("cpu", [0, 1, 2, 3])
+    x = from_local(torch.full((4,), world.rank + 1.0), where, sbp.partial_sum).requires_grad_()
+    y = x.to_global(where, sbp.partial_sum)
+    (y * from_local(torch.arange(4.0), where, sbp.broadcast)).sum().backward()
+    assert x.grad.sbp == (sbp.partial_sum,)
+    assert whole_of(world, x.grad).tolist() == [0.0, 1.0, 2.0, 3.0]
+    with torch.no_grad():
+        y.mul_(2)
+    assert whole_of(world, x).tolist() == [10.0] * 4
+
+
+def test_the_gradient_of_a_leaf_that_stays_lies_as_the_leaf_does(pools):
+    pools(4).run(stays)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"].split(" (test")[0])
 def test_a_transfer_arrives_whole_and_its_gradient_comes_back(pools, case):
     pools(4).run(transfers, case)

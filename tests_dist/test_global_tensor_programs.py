@@ -222,6 +222,7 @@ def refusals(world) -> list[str]:
     x, y = ones(4, 4, placement=two, sbp=sbp.split(0)), ones(4, 4, placement=other, sbp=sbp.split(0))
     kind = torch.float64 if world.rank else torch.int64
     device = "meta" if world.rank else "cpu"
+    part, whole = torch.ones(4, requires_grad=True), sbp.broadcast
     wrong = {
         "a rank twice": lambda: placement("cpu", ranks=[0, 0]),
         "a rank outside": lambda: placement("cpu", ranks=[0, 9]),
@@ -275,6 +276,8 @@ def refusals(world) -> list[str]:
         "the largest of nothing": lambda: zeros(0, 3, placement=two, sbp=sbp.split(0)).max(),
         "a copy of a result": lambda: copy.deepcopy(x.detach().requires_grad_() * 2),
         "a DTensor of odd parts": lambda: to_global(odd_parts(world), everyone, sbp.broadcast),
+        "a part's gradient of another shape": lambda: from_local(part, everyone, whole, grad_sbp=sbp.split(0)),
+        "the same back": lambda: x.to_local(grad_placements=[whole]),
         "batch norm of a cut batch": lambda: nn.functional.batch_norm(x, None, None, training=True),
     }  # fmt: skip
     said = []

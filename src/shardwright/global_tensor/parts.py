@@ -51,7 +51,7 @@ def from_local(
     if not wrong and (mine.layout != torch.strided or mine.device.type != placement.type):
         wrong = f"a tensor of {mine.layout} on {mine.device.type}"
     told = {
-        "where": digest(f"{placement} {sbp} {check}"),
+        "where": digest(f"{placement} {sbp} {grad_sbp} {check}"),
         "shape": [] if wrong else list(mine.shape),
         "dtype": "" if wrong else str(mine.dtype).removeprefix("torch."),
         "here": local is not None,
@@ -60,7 +60,7 @@ def from_local(
         "digest": _digest(mine) if check and not wrong else "",
     }
     facts = _told(told)
-    check_alike("the placement, the sbp or 'check'", [fact["where"] for fact in facts])
+    check_alike("the placement, an sbp or 'check'", [fact["where"] for fact in facts])
     members = {rank: facts[rank] for rank in placement.ranks}
     _check_parts(members, placement)
     first = members[placement.ranks[0]]
@@ -68,7 +68,7 @@ def from_local(
     given = _given_boxes({rank: tuple(fact["shape"]) for rank, fact in members.items()}, where)
     if check:
         _check_copies(members, where)
-    back = None if grad_sbp is None else words.checked(grad_sbp, placement, len(first["shape"]))
+    back = None if grad_sbp is None else words.checked_gradient(grad_sbp, where.sbp, placement, len(first["shape"]))
     if here().rank not in placement:  # its gradient is as empty as it is
         requires_grad = any(fact["grad"] for fact in members.values())
         mine = torch.empty(0, dtype=getattr(torch, first["dtype"]), requires_grad=requires_grad)

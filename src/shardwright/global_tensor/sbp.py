@@ -73,6 +73,31 @@ def checked(sbp: Sbp | Sequence[Sbp], where: Placement, num_dims: int) -> tuple[
     return tuple(_checked(one, num_dims) for one in given)
 
 
+def checked_gradient(
+    sbp: Sbp | Sequence[Sbp], lies: Sequence[Sbp], where: Placement, num_dims: int
+) -> tuple[Sbp, ...]:  # fmt: skip
+    """How the gradient of each rank's own part lies: it has the part's shape, so it is cut where the tensor is.
+
+    Raises: LayoutError: as :func:`checked`, or a gradient that is cut otherwise.
+
+    >>> from shardwright.global_tensor.placement import placement
+    >>> checked_gradient(partial_sum, (broadcast,), placement("cpu", [0, 1]), 2)
+    (Partial(sum),)
+    """
+    found = checked(sbp, where, num_dims)
+    if any(one != mine and (is_split(one) or is_split(mine)) for one, mine in zip(found, lies, strict=True)):
+        whole = text([one if is_split(one) else broadcast for one in lies])
+        raise LayoutError(
+            explain(
+                "the gradient of a rank's own part has another shape than the part",
+                given=f"{text(found)}, for a part of {text(lies)}",
+                allowed=f"{whole}; partial_sum for broadcast",
+                fix=f"leave it out, or write {whole}; x.to_global(grad_sbp=...) takes any",
+            )
+        )
+    return found
+
+
 def _checked(one: object, num_dims: int) -> Sbp:
     if is_split(one):
         if not -num_dims <= one.dim < num_dims:

@@ -22,7 +22,7 @@ from shardwright.global_tensor import sbp as words
 from shardwright.global_tensor.agreement import check_source
 from shardwright.global_tensor.aliases import check_fresh, is_stale
 from shardwright.global_tensor.indices import with_lists
-from shardwright.global_tensor.lying import Where, local_shape
+from shardwright.global_tensor.lying import Where, is_partial, local_shape
 from shardwright.global_tensor.moving import move
 from shardwright.global_tensor.placement import Placement, check_placement, mesh_of, placement_of
 from shardwright.global_tensor.routes import route
@@ -81,7 +81,9 @@ class GlobalTensor(DTensor):
         Its gradient is taken to lie as this tensor does; a term of a sum gets the gradient of the sum.
         """
         check_fresh("to_local", [self])
-        grad = None if grad_placements is None else words.checked(grad_placements, self.placement, self.ndim)
+        grad = grad_placements
+        if grad is not None:
+            grad = words.checked_gradient(grad, self.sbp, self.placement, self.ndim)
         return _ToLocal.apply(self, grad)  # type: ignore[no-any-return, no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Sequence[Sbp] | None = None) -> Tensor:
@@ -306,7 +308,8 @@ def to_global(
         check_source(x, here_)
     check_fresh("to_global", [x])
     there = Where(where, words.checked(here_.sbp if sbp is None else sbp, where, x.ndim))
-    if there == here_ and grad_sbp is None and isinstance(x, GlobalTensor):
+    is_leaf_of_terms = x.is_leaf and x.requires_grad and is_partial(here_)  # its gradient is one of terms, too
+    if there == here_ and grad_sbp is None and isinstance(x, GlobalTensor) and not is_leaf_of_terms:
         return x
     if grad_sbp is not None:
         back = words.checked(grad_sbp, here_.placement, x.ndim)
@@ -357,7 +360,8 @@ class _ToGlobal(torch.autograd.Function):
         ctx.back, ctx.there = Where(placement_of(x._spec.mesh), back), there.placement
         ctx.set_materialize_grads(False)
         local = moved(x, there)
-        return wrap(local.view_as(local), tuple(x.shape), there)
+        local = local.clone() if local is x._local_tensor else local.view_as(local)
+        return wrap(local, tuple(x.shape), there)
 
     @staticmethod
     def backward(ctx: Any, grad: GlobalTensor | None) -> Any:
