@@ -221,6 +221,8 @@ class SlicedState:
             return
         if self.stage == 1 and self._left.get(unit.name, self.num_microbatches) > 1:
             self._count(unit.name)
+            for flat in self.trained[unit.name]:
+                flat.keep_gradients()
             return
         self._ready.append(unit.name)
         while self._waiting and self._waiting[0] in self._ready:
