@@ -69,7 +69,7 @@ def check_close(line, dropout):
 
 LINES = ["single", "mb2", "dp2", "dp4", "recompute:full", "dp2 recompute:selective", "dp2 mb2 recompute:blocks.1"]
 LINES += ["dp2/zero1", "dp4/zero2/bucket:0 bf16", "dp2/zero3/bucket:0", "dp2/zero3/bucket:0 bf16 recompute:full"]
-LINES += ["dp2 fp16", "dp2/zero2 fp16", "pp2 mb2 bf16"]
+LINES += ["dp2 fp16", "dp2/zero2 fp16", "pp2 mb2 bf16", "dp2/zero1/fp32-sums mb2 bf16"]
 
 
 @pytest.mark.parametrize("line", LINES)

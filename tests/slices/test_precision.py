@@ -273,3 +273,14 @@ def test_a_stop_names_a_parameter_on_every_rank_where_it_is_asked_for(line):
     texts = set(on_threads(work, line))
     assert len(texts) == 1
     assert "is not finite in step 1" in texts.pop()
+
+
+def test_wide_sums_are_those_of_microbatches_gradients_too():
+    def work(world, line):
+        run = parallelize(mlp(), line, world)
+        run.step(next(run.shard([numbers(64)])))
+        return torch.cat([p.grad.flatten() for p in run.parameters.values()])
+
+    plain, wide = (f"dp1/zero1{word} bf16 mb32" for word in ("", "/fp32-sums"))
+    exact, narrow, summed = (launch(work, 1, line, ranks="threads")[0] for line in ("mb32", plain, wide))
+    assert (summed - exact).norm() < 0.7 * (narrow - exact).norm()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwright import launch, parallelize
+from shardwright import launch, parallelize, verify
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.models import GPTConfig, MLPConfig, build_mlp
@@ -359,6 +359,26 @@ def test_a_weight_that_is_read_while_it_is_not_there_is_nan_and_one_read_in_a_fo
     for dropped, losses in launch(work, Layout.parse(line), line, ranks="threads"):
         assert all(dropped)
         assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_who_reads_all_parameters_in_a_forward_has_them_to_its_end():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 5)
+
+        def forward(self, x):
+            known = dict(self.named_parameters())
+            hidden = torch.tanh(nn.functional.linear(x, known["up.weight"], known["up.bias"]))
+            decay = sum(p.square().sum() for p in self.parameters())
+            return nn.functional.linear(hidden, known["down.weight"], self.down._parameters.get("bias")) * (1 + decay)
+
+    assert verify(Listed(), "dp2/zero3/bucket:0/ahead:0", [numbers()] * 2).equal
+
+
+def test_a_batch_norm_that_runs_again_by_itself_has_its_weights():
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.BatchNorm1d(5))
+    assert verify(model, "dp2/zero3/bucket:0 recompute:full", [numbers()] * 2).equal
 
 
 # ---- bad input

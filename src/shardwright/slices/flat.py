@@ -66,6 +66,7 @@ class Flat:
         self.is_updated = False
         self.shows_next = False
         self._pending: Pending[Tensor] | None = None
+        self._kept: dict[str, Tensor] = {}
         self.drop()
 
     def _at_rest(self, values: Tensor) -> Tensor:
@@ -125,16 +126,25 @@ class Flat:
 
     # ---- gradients
 
+    def keep_gradients(self) -> None:
+        """Adds a microbatch's gradients to what was kept of others, as wide as the slice, where these are summed so."""
+        for name, parameter in self.parameters.items() if self.wide else ():
+            if parameter.grad is not None:
+                gradient = parameter.grad.to(self.slice.dtype)
+                self._kept[name] = self._kept[name].add_(gradient) if name in self._kept else gradient
+                parameter.grad = None
+
     def send_gradients(self) -> Pending[Tensor]:
         """Starts the sum of the parameters' gradients over the axis, of which each member keeps its slice's.
 
         The gradients are let go of. A parameter without one, which backward did not reach, counts as zeros.
         """
         gradients, reached = [], []
+        self.keep_gradients()
         for (name, parameter), firsts in zip(self.parameters.items(), self._firsts, strict=True):
-            if parameter.grad is not None:
+            gradient = self._kept.pop(name, parameter.grad)
+            if gradient is not None:
                 self.unreached.discard(name)
-                gradient = parameter.grad.to(self.slice.dtype) if self.wide else parameter.grad
                 gradients.append(gradient.contiguous())
                 reached.append((gradients[-1], firsts))
                 parameter.grad = None
@@ -152,6 +162,7 @@ class Flat:
     def forget_gradient(self) -> None:
         """Lets go of gradients that nobody will be shown."""
         self.gradient, self.unreached = None, set(self.parameters)
+        self._kept.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 

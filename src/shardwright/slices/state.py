@@ -25,16 +25,39 @@ from shardwright.strategy import Applied, Plan
 
 
 class _Watched(dict[str, Any]):
-    """A module's parameters: whoever reads one as an attribute makes its unit whole first."""
+    """A module's parameters: whoever reads one by its name makes its unit whole first.
 
-    def __init__(self, parameters: Mapping[str, Any], need: Mapping[str, Callable[[], None]]) -> None:
+    So does who reads all of them while an action ``is_running``; they may be kept in a list, and stay until it ends.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Any], need: Mapping[str, Callable[[bool], None]], is_running: Callable[[], bool]
+    ) -> None:
         super().__init__(parameters)
-        self.need = need
+        self.need, self.is_running = need, is_running
 
     def __getitem__(self, name: str) -> Any:
         if name in self.need:
-            self.need[name]()
+            self.need[name](False)
         return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name in self.need:
+            self.need[name](False)
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self._need_all()
+        return super().items()
+
+    def values(self) -> Any:
+        self._need_all()
+        return super().values()
+
+    def _need_all(self) -> None:
+        if self.is_running():
+            for need in self.need.values():
+                need(True)
 
 
 class SlicedState:
@@ -92,6 +115,7 @@ class SlicedState:
         self._completed_in = {unit: min(chunks[unit]) for unit, each in reversed(self.trained.items()) if each}
         self._compare = partial(compare, self.window.made, everyone, plan.mesh.groups(axis.name))
         self._last_forward = Action("F", self.num_microbatches - 1) if plan.schedule is None else None
+        self._answers: list[Callable[[], None]] = []
         self._waiting: list[str] = []
         self._ready: list[str] = []
         self._left: dict[str, int] = {}
@@ -128,8 +152,8 @@ class SlicedState:
             if name in homes:
                 by_module.setdefault(module, {})[own] = homes[name]
         for module, own_homes in by_module.items():
-            need = {own: self._needs(block) for own, block in own_homes.items()}
-            module._parameters = _Watched(module._parameters, need)
+            need = {own: partial(self.window.need, block) for own, block in own_homes.items()}
+            module._parameters = _Watched(module._parameters, need, lambda: self.window.is_running)
             for block in dict.fromkeys(own_homes.values()):
                 module.register_forward_pre_hook(self._needs(block), prepend=True)
 
@@ -145,7 +169,11 @@ class SlicedState:
         if not torch.is_grad_enabled():
             self._evaluated = True
         elif action == self._last_forward:
-            self._compare_calls()()  # before a backward sums, or updates, what the others do not
+            self._answers.append(self._compare_calls())  # heard before a backward sums what the others do not
+
+    def _hear(self) -> None:
+        while self._answers:
+            self._answers.pop()()
 
     def _compare_calls(self) -> Callable[[], None]:
         """Starts to ask whether all ranks have made the same; returns what waits, and raises where they have not."""
@@ -182,8 +210,9 @@ class SlicedState:
             self.window.changed()
         if self._evaluated:
             self._evaluated = False
-            self._compare_calls()()
+            self._answers.append(self._compare_calls())
         self.window.made.clear()
+        self._hear()
 
     # ---- gradients
 
@@ -192,6 +221,8 @@ class SlicedState:
             return
         if self.stage == 1 and self._left.get(unit.name, self.num_microbatches) > 1:
             self._count(unit.name)
+            for flat in self.trained[unit.name]:
+                flat.keep_gradients()
             return
         self._ready.append(unit.name)
         while self._waiting and self._waiting[0] in self._ready:
@@ -199,6 +230,7 @@ class SlicedState:
 
     def _send(self, names: Sequence[str]) -> None:
         """Starts the sums of units whose gradients are there."""
+        self._hear()
         for name in names:
             self._ready.remove(name)
             self._count(name)
@@ -230,10 +262,11 @@ class SlicedState:
         return name in self._summed
 
     def _before_sync(self) -> None:
-        wait_for_answer = self._compare_calls()
+        self._hear()
+        self._answers.append(self._compare_calls())
         while self._sent:
             self._receive()
-        wait_for_answer()
+        self._hear()
         for name in self.trained:
             if name not in self._summed:
                 self._show(name)

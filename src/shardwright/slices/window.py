@@ -20,7 +20,7 @@ plan: a rank that asks for some of them alone, or for others first, makes the sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,7 +36,8 @@ from shardwright.slices.flat import Flat
 class Block:
     """The sequences of one unit: gathered and dropped together.
 
-    ``stays`` says that other units' modules use it too: then it stays whole until the action ends.
+    ``stays`` says that other units' modules use it too: then it stays whole until the action ends. ``is_kept`` says
+    so for this action alone.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Block:
     stays: bool = False
     is_whole: bool = False
     is_coming: bool = False
+    is_kept: bool = False
 
     @property
     def is_there(self) -> bool:
@@ -91,6 +93,7 @@ class Window:
 
     With ``drops`` false units stay whole once they are, until :meth:`changed` says that they are out of date, and are
     gathered in the order of ``chunks``. ``most`` is how many there were at most, ``made`` what was gathered, in order.
+    ``is_running`` says that an action is.
     """
 
     blocks: Sequence[Block]
@@ -99,6 +102,7 @@ class Window:
     chunks: Mapping[int, Sequence[Block]]
     most: int = 0
     made: list[str] = field(default_factory=list)
+    is_running: bool = False
     _current: Block | None = None
     _path: Sequence[Block] = ()
     _place: int = 0
@@ -110,16 +114,17 @@ class Window:
         """Runs an action: what it asks for is there when it does, and gone when it has ended."""
         forward = action.kind == "F"
         self._path, self._place, self._touched = self._order.get((forward, action.chunk), ()), 0, []
-        self._current = None
+        self._current, self.is_running = None, True
         if not self.drops:
             self._path = self.chunks.get(action.chunk, ()) if forward else ()
         elif action.kind == "W":
             self._path = ()  # weights' gradients need no weights
-        if forward and self.drops and torch.is_grad_enabled():
-            with torch.autograd.graph.saved_tensors_hooks(self.save, self.take_out):
+        saves = forward and self.drops and torch.is_grad_enabled()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.save, self.take_out) if saves else nullcontext():
                 yield
-        else:
-            yield
+        finally:
+            self.is_running = False
         if forward:
             self._order[True, action.chunk] = tuple(dict.fromkeys(self._touched))
             self._order[False, action.chunk] = tuple(dict.fromkeys(reversed(self._touched)))
@@ -128,8 +133,8 @@ class Window:
                 self._advance()  # each is gathered once, whether or not its backward needed it
         self.end()
 
-    def need(self, block: Block) -> None:
-        """Returns when the unit is whole; the next ones are on their way.
+    def need(self, block: Block, keep: bool = False) -> None:
+        """Returns when the unit is whole; the next ones are on their way. It stays until the action ends with ``keep``.
 
         Raises: PlanError: it has been updated beside a backward that still needs it as it was.
         """
@@ -142,6 +147,7 @@ class Window:
                     fix="call optimizer.step() after the step, in place of update=optimizer",
                 )
             )
+        block.is_kept |= keep
         if block is self._current:
             return
         self._touched.append(block)
@@ -199,11 +205,11 @@ class Window:
 
     def _drop_all_but(self, kept: Sequence[Block]) -> None:
         for block in self.blocks if self.drops else ():
-            if block not in kept and not block.stays:
+            if block not in kept and not block.stays and not block.is_kept:
                 block.drop()
 
     def _count(self) -> None:
-        there = sum(block.is_there and not block.stays for block in self.blocks)
+        there = sum(block.is_there and not (block.stays or block.is_kept) for block in self.blocks)
         assert not self.drops or there <= self.ahead + 1, f"{there} units are whole, {self.ahead + 1} were promised"
         self.most = max(self.most, there)
 
@@ -215,6 +221,7 @@ class Window:
         if not self.drops:
             self._start_until(len(self._path))
         for block in self.blocks:
+            block.is_kept = False
             if self.drops:
                 block.drop()
             elif block.is_coming:
