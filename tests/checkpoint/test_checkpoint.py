@@ -178,6 +178,37 @@ class WithTables(nn.Module):
         return self.layer(x * self.table)
 
 
+def test_state_of_a_parameter_without_dims_loads_into_slices_and_one_without_elements_is_no_matter(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(6, 5), nn.Parameter(torch.tensor(2.5))
+            self.nothing = nn.Parameter(torch.zeros(0, 5))
+
+        def forward(self, x):
+            return self.layer(x) * self.scale + self.nothing.sum()
+
+    model, batch = Scaled(), (torch.randn(8, 6), torch.arange(8) % 5)
+
+    def work(world, line, source, target):
+        run = parallelize(model, line, world)
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.1)
+        if source is not None:
+            load(source, run, optimizer)
+        losses = []
+        for each in run.shard([batch] * 2):
+            losses.append(run.step(each).item())
+            optimizer.step()
+        if target is not None:
+            save(target, run, optimizer)
+        return losses
+
+    launch(work, 2, "dp2", None, tmp_path, ranks="threads")
+    expected = launch(work, 2, "dp2", tmp_path, None, ranks="threads")[0]
+    for line in ("dp2/zero1", "dp2/zero3/bucket:0/offload:disk"):
+        assert launch(work, 2, line, tmp_path, None, ranks="threads")[0] == pytest.approx(expected, rel=1e-5)
+
+
 def test_buffers_that_are_not_persistent_are_neither_saved_nor_loaded(tmp_path):
     models = {value: WithTables(value) for value in (1.0, 5.0)}
 

@@ -399,6 +399,28 @@ def test_what_zero_cannot_do_is_refused(line, fix):
         make_plan(Job(mlp(), nn.Identity()), Layout.parse(line))
 
 
+@pytest.mark.parametrize("line", ["bf16", "fp16", "dp1/zero1", "dp1/zero3", "dp1/zero2/offload:disk"])
+def test_a_table_that_rescales_rows_is_refused_where_they_would_not_reach_what_rests(line):
+    model = nn.Sequential(nn.Embedding(9, 6, max_norm=0.5), nn.Linear(6, 5))
+    with pytest.raises(PlanError, match="the table '0' rescales") as refusal:
+        make_plan(Job(model, nn.Identity()), Layout.parse(line))
+    assert "fix:     leave out max_norm, or bf16, fp16 and zero" in str(refusal.value)
+    make_plan(Job(model, nn.Identity()), Layout.parse("single"))
+
+
+def test_a_frozen_parameter_of_integers_is_dropped_too():
+    class Coded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.arange(36, dtype=torch.int8).view(6, 6), requires_grad=False)
+            self.layer = nn.Linear(6, 5)
+
+        def forward(self, x):
+            return self.layer(x @ self.codes.to(x.dtype))
+
+    assert verify(Coded(), "dp2/zero3/bucket:0", [numbers()] * 2).equal
+
+
 # ---- optimizers
 
 

@@ -89,6 +89,8 @@ def _wanted(
             owner, _, key = name.removeprefix("optimizer/").rpartition("/")
             keys.setdefault(owner, []).append(key)
     for name, parameter in run.parameters.items():
+        if name not in manifest.tensors:
+            continue  # it has no elements
         found.append((name, run.plan.rest[name].parameter, parameter))
         for key in keys.get(name, []) if optimizer is not None else ():
             dtype = getattr(torch, manifest.tensors[f"optimizer/{name}/{key}"][0])
@@ -97,7 +99,7 @@ def _wanted(
             found.append((f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, state))
     for name, buffer in kept_buffers(run.model).items():
         lies = buffer_lies(run, name, buffer)
-        if lies.pieces(run.coord):  # or else another stage has it
+        if name in manifest.tensors and lies.pieces(run.coord):  # or else another stage has it
             found.append((name, lies, buffer))
     return found, states
 
@@ -114,6 +116,7 @@ def _check_names(folder: Path, manifest: Manifest, run: Run) -> None:
     buffers = {name: list(buffer_lies(run, name, b).shape) for name, b in kept_buffers(run.model).items()}
     for theirs in gather_json(run.axes["world"].for_strategy("checkpoint"), buffers):  # other stages have others
         wanted.update({name: tuple(shape) for name, shape in theirs.items()})
+    wanted = {name: shape for name, shape in wanted.items() if 0 not in shape}  # there is nothing to keep of others
     wrong = sorted(held ^ wanted.keys())
     for name in sorted(held & wanted.keys()):
         if manifest.tensors[name][1] != tuple(wanted[name]):
@@ -156,6 +159,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest) -> No
 
 
 def _fill_optimizer(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+    of_elements = {name.rpartition("/")[2] for name in manifest.tensors if name.startswith("optimizer/")}
     for number, group in enumerate(optimizer.param_groups):
         held = named_in(run, group)
         for name, parameter in held.items():
@@ -164,6 +168,10 @@ def _fill_optimizer(run: Run, optimizer: torch.optim.Optimizer, manifest: Manife
                 on_device = group.get("fused") or group.get("capturable")  # where torch itself keeps step counts
                 device = parameter.device if on_device else torch.device("cpu")
                 state[key] = torch.tensor(value, dtype=getattr(torch, kind), device=device) if kind else value
+                if kind and key in of_elements:  # of a parameter without dims, which may rest in a slice now
+                    state[key] = _home(run, parameter, key, state[key].dtype).fill_(value)
+            if optimizer.state.get(parameter) and 0 in run.plan.compute[name].shape:
+                optimizer.state[parameter].update((key, torch.empty_like(parameter)) for key in of_elements)
         options = _options_of(manifest, number, held.keys(), len(optimizer.param_groups))
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
 

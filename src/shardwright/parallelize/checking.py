@@ -94,6 +94,36 @@ def check_microbatches(model: nn.Module, layout: Layout) -> None:
         )
 
 
+def check_renormed(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanError for tables that change their own rows, where what rests is not what they change.
+
+    >>> from shardwright.strategy import Job
+    >>> table = nn.Embedding(9, 3, max_norm=1.0)
+    >>> check_renormed(table, Plan.of(Job(table, nn.Identity()), Layout.parse("bf16")))
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the rows that the table '' rescales would never reach what the optimizer steps
+      given:   Embedding with max_norm=1.0 under bf16, which steps another copy of it
+      allowed: with max_norm layouts in fp32 without zero, such as single
+      fix:     leave out max_norm, or bf16, fp16 and zero
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
+            continue
+        name = names[id(module.weight)]
+        apart = plan.masters[name] != plan.dtypes[name] or plan.rest[name].parameter != plan.compute[name]
+        if apart or name in plan.offloaded:
+            raise PlanError(
+                explain(
+                    f"the rows that the table '{path}' rescales would never reach what the optimizer steps",
+                    given=f"{type(module).__name__} with max_norm={module.max_norm} under {plan.layout}, which steps "
+                    "another copy of it",
+                    allowed="with max_norm layouts in fp32 without zero, such as single",
+                    fix="leave out max_norm, or bf16, fp16 and zero",
+                )
+            )
+
+
 def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
     """Raises PlanError for a batch so small that a microbatch would have nothing to take statistics of its own from."""
     number, first = plan.layout.num_microbatches, dict.fromkeys(plan.mesh.axes, 0)  # of a balanced cut, the largest

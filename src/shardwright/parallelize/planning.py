@@ -23,7 +23,7 @@ from shardwright.models.visits import Visit, Visits, observe
 from shardwright.models.without_samples import stand_no_samples
 from shardwright.parallelize.advice import advised
 from shardwright.parallelize.auto import num_shares, samples_of, settle
-from shardwright.parallelize.checking import check_microbatches
+from shardwright.parallelize.checking import check_microbatches, check_renormed
 from shardwright.parallelize.rehearsal import crossings, values_crossing
 from shardwright.parallelize.sequences import cut_tokens, num_tokens_of
 from shardwright.pipeline import Samples, samples
@@ -69,7 +69,7 @@ def make_plan(
 ) -> tuple[Plan, tuple[Strategy, ...]]:
     """Every strategy of the layout refines the plan in turn.
 
-    Raises: LayoutError: what cannot be laid out; no message has been sent by then.
+    Raises: LayoutError, PlanError: what cannot be laid out; no message has been sent by then.
 
     >>> plan, strategies = make_plan(Job(nn.Linear(2, 2), nn.Identity()), Layout.parse("dp2"))
     >>> plan.inputs, plan.mesh.size
@@ -87,6 +87,7 @@ def make_plan(
             plan = strategy.place(whole, plan)
         except GridError as error:
             raise advised(error, whole, layout) from None
+    check_renormed(whole.model, plan)
     if plan.stages is not None:
         again = with_opened(whole.model, again, plan.stages.opened)
     if keeps_on(layout) is not None:

@@ -2,7 +2,7 @@
 
 The whole is one buffer, and the parameters are views of it: gathering fills it in place, and nothing is copied to join
 or to cut. While it is not there, or is out of date, a parameter has its own shape and one NaN for all its elements: who
-computes with it by mistake sees it.
+computes with it by mistake sees it. Integers, which nothing trains, have no NaN: there it is a zero.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Flat:
         whole = masters.to(dtype)
         self._storage = storage
         self._is_part = keeps and whole is masters and storage is None
-        self._dropped = whole.new_full((), float("nan"))
+        has_nan = whole.dtype.is_floating_point or whole.dtype.is_complex
+        self._dropped = whole.new_full((), float("nan")) if has_nan else whole.new_zeros(())
         self.slice = self._at_rest(masters[slice(*self.range)])
         self.ranges = self._ranges()
         self.resting = {
