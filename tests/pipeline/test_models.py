@@ -735,6 +735,21 @@ def test_a_split_backward_under_autocast():
     torch.testing.assert_close(found, launch(work, 1, "mb2", ranks="threads")[0])
 
 
+def test_steps_may_be_under_autocast_and_then_not():
+    model = nn.Sequential(nn.Linear(W, W), nn.Linear(W, W))
+
+    def work(world, line):
+        run = parallelize(model, line, world)
+        (batch,) = run.shard(pairs(1))
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = run.step(batch)
+        return torch.stack([narrow, run.step(batch)])
+
+    (alone,) = launch(work, 1, "mb2", ranks="threads")
+    for found in launch(work, 2, "pp2/zb-h1 mb2", ranks="threads"):
+        torch.testing.assert_close(found, alone)
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_torchs_encoder_is_cut_between_its_layers(batch_first):
     layer = nn.TransformerEncoderLayer(W, 2, 8, batch_first=batch_first, dropout=0.0)

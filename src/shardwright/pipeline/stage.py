@@ -275,7 +275,9 @@ class Stage:
         leaves, spec = tree_flatten(microbatch.inputs)
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
         place = (number, count, microbatch.num_global, microbatch.num_tokens)
-        return (str(spec), shapes, place, self.model.training, torch.is_grad_enabled())
+        kind = self.mail.axis.device.type
+        cast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+        return (str(spec), shapes, place, self.model.training, torch.is_grad_enabled(), cast)
 
     def _route_for(self, schedule: Schedule, code: Code) -> Route:
         """Found once for a schedule; evaluations make their own, so the last few are kept."""
