@@ -355,6 +355,9 @@ def never_silently(world) -> None:
     index = full((2,), 99, placement=where, sbp=sbp.broadcast, dtype=torch.int64)
     with pytest.raises(IndexError, match="out of range"):
         nn.functional.embedding(index, ones(7, 3, placement=where, sbp=sbp.split(0)))
+    with pytest.raises(IndexError, match="class of one_hot"):
+        nn.functional.one_hot(index, 99)
+    assert nn.functional.one_hot(index, 100).full_tensor().sum() == 2
     mesh = init_device_mesh("cpu", (4,))
     for lies in (Partial("avg"), Partial("max")):
         with pytest.raises(LayoutError, match="no sbp"):

@@ -36,6 +36,7 @@ def stepped(world) -> None:
         lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True, amsgrad=True),
         lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True, nesterov=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
         lambda p: torch.optim.Adamax(p, foreach=True),
         lambda p: torch.optim.RMSprop(p, foreach=True, centered=True),
     ):

@@ -37,8 +37,8 @@ class GlobalTensor(DTensor):
     Made by :func:`from_local`, :func:`randn` and their like, or by :func:`to_global`.
     """
 
-    _number: Tensor | None = None
-    """The plain tensor of one element that this one stands for in an operator, the same on every rank."""
+    _plain: Tensor | None = None
+    """The plain tensor that this one stands for in an operator, the same on every rank."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

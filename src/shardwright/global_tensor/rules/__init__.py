@@ -174,8 +174,7 @@ def _as_global(func: Any, leaf: Any, place: Placement) -> Any:
         )
     local = leaf.detach() if here().rank in place else leaf.new_empty((0,) * max(leaf.ndim, 1))
     made = wrap(local, tuple(leaf.shape), Where(place, (broadcast,) * place.ndim))
-    if not leaf.ndim:
-        made._number = leaf  # a rule may ask whether it is zero or infinite
+    made._plain = leaf  # a rule may ask whether it is zero or infinite
     return made
 
 

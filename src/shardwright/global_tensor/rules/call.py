@@ -259,8 +259,8 @@ def check_dtypes(call: Call) -> None:
 def number_of(given: Any) -> Any:
     """The number that an argument is: a plain one, or one in a plain tensor, the same on every rank; else None."""
     if isinstance(given, Tensor):
-        held = given._number if isinstance(given, GlobalTensor) else None
-        return None if held is None else held.item()
+        held = given._plain if isinstance(given, GlobalTensor) else None
+        return None if held is None or held.ndim else held.item()
     return given
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from shardwright.comm.here import here
 from shardwright.errors import explain
 from shardwright.global_tensor.lying import Where, boxes
+from shardwright.global_tensor.rules import pointwise
 from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide
 
 
@@ -56,6 +57,28 @@ def _embedding_backward(call: Call) -> Decision:
     if not call.arg("scale_grad_by_freq"):
         ways += [((dim, dim), ("P",)) for dim in range(num)]
     return decide(call, ways)
+
+
+def _equal(call: Call) -> Decision:
+    """``one_hot`` compares its classes with 0, 1, 2 and so on: there a class that equals none of them is wrong."""
+    decision, numbers = pointwise.rule(call), call.tensors[-1]._plain
+    if numbers is not None and numbers.ndim and call.shapes[0][-1:] == (1,):
+        decision.run = _classes
+    return decision
+
+
+def _classes(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    index, num = args[0], call.shapes[1][0]
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < num:
+        raise IndexError(
+            explain(
+                "a class of one_hot is out of range",
+                given=f"{int(index.min())} to {int(index.max())}",
+                allowed=f"0 to {num - 1}",
+                fix="give classes that there are, or more of them with num_classes",
+            )
+        )
+    return call.func(*args, **kwargs)
 
 
 # ---- along one dim
@@ -131,6 +154,7 @@ def _index_put(call: Call) -> Decision:
 
 
 RULES: dict[str, Any] = {
+    "eq": _equal,
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
     "index_select": _index_select,

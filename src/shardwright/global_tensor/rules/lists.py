@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from shardwright.comm.here import here
 from shardwright.errors import PlanError, explain
 from shardwright.global_tensor import sbp as words
-from shardwright.global_tensor.aliases import is_apart, note_writes
+from shardwright.global_tensor.aliases import is_apart, is_shared, note_writes
+from shardwright.global_tensor.tensor import GlobalTensor
 
 _FOREACH = "_foreach_"
 _FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
@@ -82,6 +83,8 @@ def _fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     lists = {name: list(value) for name, value in given.items() if isinstance(value, (list, tuple))}
     rest = {name: value for name, value in given.items() if name not in lists}
     for parameter, *others in zip(lists["self"], *(_states(lists)), strict=True):
+        for state in others:
+            _lay_out(state, parameter)
         _check(func, parameter, others, rest)
     note_writes([*lists["self"], *(each for states in _states(lists) for each in states)])
     lists["grads"] = [
@@ -97,6 +100,14 @@ def _fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return
     local = {name: [_local(each[i]) for i in mine] if each else [] for name, each in lists.items()}
     func(**local, **rest)
+
+
+def _lay_out(state: Any, parameter: Any) -> None:
+    """State that the optimizer has just made like its gradient comes to lie as its parameter does."""
+    ours = isinstance(state, GlobalTensor) and state.placement == parameter.placement
+    if ours and state.sbp != parameter.sbp and not is_shared(state):
+        there = state.detach().to_global(sbp=parameter.sbp)
+        state._local_tensor, state._spec = there._local_tensor, there._spec
 
 
 def _states(lists: dict[str, list[Any]]) -> list[list[Any]]:

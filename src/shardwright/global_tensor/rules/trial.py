@@ -42,9 +42,9 @@ def _run(call: Call, whole_number: int) -> None:
     def plain(x: Any) -> Any:
         if not isinstance(x, DTensor):
             return x
-        number: Tensor | None = getattr(x, "_number", None)
-        if number is not None:
-            return number.clone()
+        same: Tensor | None = getattr(x, "_plain", None)
+        if same is not None:
+            return same.clone()
         value = whole_number if not x.dtype.is_floating_point else 1
         return torch.full(x.shape, value, dtype=x.dtype, device=x._local_tensor.device)
 
