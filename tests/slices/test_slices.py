@@ -471,3 +471,22 @@ def test_an_optimizer_over_what_does_not_rest_is_refused(line):
         run.optimizer(torch.optim.AdamW, iter([run.parameters["linear1.bias"]]), lr=0.1)
 
     launch(work, 2, ranks="threads")
+
+
+class ReadsTwo(nn.Module):
+    """One product of two layers' weights, which lie in units of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x @ (self.layers[0].weight @ self.layers[3].weight)
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3/bucket:0/ahead:0", "pp2 mb2 dp2/zero3/bucket:0"])
+def test_one_expression_may_read_parameters_of_several_units(line):
+    verdict = verify(ReadsTwo(), line, [(torch.randn(4, 6), torch.randint(6, (4,)))] * 2)
+    assert verdict.equal, str(verdict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -27,24 +28,24 @@ from shardwright.strategy import Applied, Plan
 class _Watched(dict[str, Any]):
     """A module's parameters: whoever reads one by its name makes its unit whole first.
 
-    So does who reads all of them while an action ``is_running``; they may be kept in a list, and stay until it ends.
+    Read by other code than its forward, which runs ``num_running`` times just now, it is lent: one expression may read
+    several. So does who reads all of them while an action runs; they may be kept in a list, and stay until it ends.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, Any], need: Mapping[str, Callable[[bool], None]], is_running: Callable[[], bool]
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, Any], homes: Mapping[str, Block], window: Window) -> None:
         super().__init__(parameters)
-        self.need, self.is_running = need, is_running
+        self.homes, self.window = homes, window
+        self.num_running = 0
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.need:
-            self.need[name](False)
+        if name in self.homes:
+            self.window.need(self.homes[name], lend=not self.num_running)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        if name in self.need:
-            self.need[name](False)
-        return super().get(name, default)
+        if name not in self:
+            return default
+        return self[name]
 
     def items(self) -> Any:
         self._need_all()
@@ -55,9 +56,23 @@ class _Watched(dict[str, Any]):
         return super().values()
 
     def _need_all(self) -> None:
-        if self.is_running():
-            for need in self.need.values():
-                need(True)
+        if self.window.is_running:
+            for block in self.homes.values():
+                self.window.need(block, keep=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watched:
+        return _Watched({name: deepcopy(each, memo) for name, each in super().items()}, self.homes, self.window)
+
+    def enter(self) -> None:
+        """Its module's forward begins."""
+        self.num_running += 1
+        self.window.take_back()
+        for block in dict.fromkeys(self.homes.values()):
+            self.window.need(block)
+
+    def leave(self) -> None:
+        """Its module's forward is over."""
+        self.num_running -= 1
 
 
 class SlicedState:
@@ -152,13 +167,10 @@ class SlicedState:
             if name in homes:
                 by_module.setdefault(module, {})[own] = homes[name]
         for module, own_homes in by_module.items():
-            need = {own: partial(self.window.need, block) for own, block in own_homes.items()}
-            module._parameters = _Watched(module._parameters, need, lambda: self.window.is_running)
-            for block in dict.fromkeys(own_homes.values()):
-                module.register_forward_pre_hook(self._needs(block), prepend=True)
-
-    def _needs(self, block: Block) -> Callable[..., None]:
-        return lambda *_: self.window.need(block)
+            watched = _Watched(module._parameters, own_homes, self.window)
+            module._parameters = watched
+            module.register_forward_pre_hook(_calling(watched.enter), prepend=True)
+            module.register_forward_hook(_calling(watched.leave), always_call=True)
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
@@ -279,6 +291,11 @@ def _chunks(plan: Plan, units: Iterable[str], coord: Coord) -> Mapping[str, Sequ
     """The chunks that use each unit; what none uses belongs to the first that is here."""
     mine = (0,) if plan.schedule is None else plan.schedule.chunks_of(coord["pp"])
     return {unit: chunks_with(plan, unit, coord) or mine[:1] for unit in units}
+
+
+def _calling(what: Callable[[], None]) -> Callable[..., None]:
+    """A hook; a copy of the module has the same one, and not a copy of what it calls."""
+    return lambda *_: what()
 
 
 def _wholes(flats: Iterable[Flat]) -> Iterator[Tensor]:

@@ -37,7 +37,7 @@ class Block:
     """The sequences of one unit: gathered and dropped together.
 
     ``stays`` says that other units' modules use it too: then it stays whole until the action ends. ``is_kept`` says
-    so for this action alone.
+    so for this action alone, ``is_lent`` until a module is called: somebody else than its modules has read it.
     """
 
     name: str
@@ -46,6 +46,12 @@ class Block:
     is_whole: bool = False
     is_coming: bool = False
     is_kept: bool = False
+    is_lent: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it stays though others are asked for."""
+        return self.stays or self.is_kept or self.is_lent
 
     @property
     def is_there(self) -> bool:
@@ -133,8 +139,11 @@ class Window:
                 self._advance()  # each is gathered once, whether or not its backward needed it
         self.end()
 
-    def need(self, block: Block, keep: bool = False) -> None:
-        """Returns when the unit is whole; the next ones are on their way. It stays until the action ends with ``keep``.
+    def need(self, block: Block, *, keep: bool = False, lend: bool = False) -> None:
+        """Returns when the unit is whole; the next ones are on their way.
+
+        It stays until the action ends with ``keep``, and with ``lend`` until a module is called, whose caller has
+        nothing in hand any more but what modules gave.
 
         Raises: PlanError: it has been updated beside a backward that still needs it as it was.
         """
@@ -148,6 +157,7 @@ class Window:
                 )
             )
         block.is_kept |= keep
+        block.is_lent |= lend
         if block is self._current:
             return
         self._touched.append(block)
@@ -167,6 +177,11 @@ class Window:
             return
         while self._place <= place:
             self._advance()
+
+    def take_back(self) -> None:
+        """A module is called: nobody has what was lent in hand any more."""
+        for block in self.blocks:
+            block.is_lent = False
 
     def changed(self) -> None:
         """The slices have changed: what is whole is out of date."""
@@ -205,11 +220,11 @@ class Window:
 
     def _drop_all_but(self, kept: Sequence[Block]) -> None:
         for block in self.blocks if self.drops else ():
-            if block not in kept and not block.stays and not block.is_kept:
+            if block not in kept and not block.is_held:
                 block.drop()
 
     def _count(self) -> None:
-        there = sum(block.is_there and not (block.stays or block.is_kept) for block in self.blocks)
+        there = sum(block.is_there and not block.is_held for block in self.blocks)
         assert not self.drops or there <= self.ahead + 1, f"{there} units are whole, {self.ahead + 1} were promised"
         self.most = max(self.most, there)
 
@@ -221,7 +236,7 @@ class Window:
         if not self.drops:
             self._start_until(len(self._path))
         for block in self.blocks:
-            block.is_kept = False
+            block.is_kept = block.is_lent = False
             if self.drops:
                 block.drop()
             elif block.is_coming:
