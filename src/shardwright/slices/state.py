@@ -25,7 +25,7 @@ from shardwright.strategy import Applied, Plan
 
 
 class _Watched(dict[str, Any]):
-    """A module's parameters: whoever reads one by its name makes its unit whole first.
+    """A module's parameters: whoever reads one as an attribute makes its unit whole first.
 
     So does who reads all of them while an action ``is_running``; they may be kept in a list, and stay until it ends.
     """
@@ -40,11 +40,6 @@ class _Watched(dict[str, Any]):
         if name in self.need:
             self.need[name](False)
         return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        if name in self.need:
-            self.need[name](False)
-        return super().get(name, default)
 
     def items(self) -> Any:
         self._need_all()
