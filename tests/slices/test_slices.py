@@ -371,7 +371,7 @@ def test_who_reads_all_parameters_in_a_forward_has_them_to_its_end():
             known = dict(self.named_parameters())
             hidden = torch.tanh(nn.functional.linear(x, known["up.weight"], known["up.bias"]))
             decay = sum(p.square().sum() for p in self.parameters())
-            return nn.functional.linear(hidden, known["down.weight"], self.down._parameters.get("bias")) * (1 + decay)
+            return nn.functional.linear(hidden, known["down.weight"], self.down.bias) * (1 + decay)
 
     assert verify(Listed(), "dp2/zero3/bucket:0/ahead:0", [numbers()] * 2).equal
 

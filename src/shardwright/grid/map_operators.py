@@ -47,7 +47,7 @@ def compute(
         return halo_enlarge(x, forward, axis, sizes, factor=step.resize.factor, margin=step.resize.margin)
     if step.kind == "mean":
         return mean_of_rows(x, forward, axis, sum(sizes))
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
     return shared_group_norm(x, step.num_groups or x.shape[1], weight, bias, eps=module.eps, axes=[axis])
 
 

@@ -175,7 +175,7 @@ class _Forward:
         module, buffers = self.module, self.module._buffers
         module._check_input_dim(input)
         wide = torch.promote_types(input.dtype, torch.float32)  # as statistics are, whatever the layers compute in
-        affine = (module._parameters.get(name) for name in ("weight", "bias"))
+        affine = (module._parameters[name] for name in ("weight", "bias"))
         w_C, b_C = (None if parameter is None else parameter.to(wide) for parameter in affine)
         mean_C, var_C = buffers.get("running_mean"), buffers.get("running_var")
         if not uses_batch(module):

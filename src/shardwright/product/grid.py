@@ -333,6 +333,6 @@ def _weight_gradient(dys: Sequence[Tensor], panels: Sequence[Tensor]) -> Tensor:
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """The module's weight, read past what watches over those who read it."""
-    weight = dict.get(module._parameters, name)
+    weight = module._parameters.get(name)
     assert weight is not None
     return weight

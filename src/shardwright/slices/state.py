@@ -26,10 +26,11 @@ from shardwright.strategy import Applied, Plan
 
 
 class _Watched(dict[str, Any]):
-    """A module's parameters: whoever reads one by its name makes its unit whole first.
+    """A module's parameters: whoever reads one as an attribute makes its unit whole first.
 
     Read by other code than its forward, which runs ``num_running`` times just now, it is lent: one expression may read
     several. So does who reads all of them while an action runs; they may be kept in a list, and stay until it ends.
+    ``get`` reads them as they are, for code that has asked for the unit.
     """
 
     def __init__(self, parameters: Mapping[str, Any], homes: Mapping[str, Block], window: Window) -> None:
@@ -41,11 +42,6 @@ class _Watched(dict[str, Any]):
         if name in self.homes:
             self.window.need(self.homes[name], lend=not self.num_running)
         return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            return default
-        return self[name]
 
     def items(self) -> Any:
         self._need_all()
