@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 MOVES = {"cpu": Tensor.cpu, "cuda": Tensor.cuda, "to": Tensor.to}
 """Methods of a tensor that move it; ``to`` may change its dtype as well, and then does that alone."""
@@ -57,6 +58,7 @@ class StaysOn(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
+        self._on_meta: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -71,5 +73,13 @@ class StaysOn(TorchFunctionMode):
     def _together(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         kinds = {leaf.device.type for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)}
         if len(kinds) > 1 and self._device.type in kinds:
-            args, named = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, named))
+            args, named = tree_map_only(Tensor, self._moved, (args, named))
         return func(*args, **named)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device; on meta one that is used again is one again, as it would be where it lies."""
+        if self._device.type != "meta" or tensor.is_meta or tensor.requires_grad:
+            return tensor.to(self._device)
+        if tensor not in self._on_meta:
+            self._on_meta[tensor] = tensor.to(self._device)
+        return self._on_meta[tensor]
