@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
