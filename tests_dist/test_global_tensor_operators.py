@@ -10,7 +10,7 @@ from tests_dist.rarer_operators import EVERY
 from shardwright.global_tensor import from_local, placement, rules, sbp
 
 MOST = 3
-"""Layouts of each placement, drawn by seed. The committed run of ``benchmarks/global_tensors/operators.py`` took 12;
+"""Layouts of each placement, drawn by seed. The committed run of ``benchmarks/global_tensors/operators.py`` took 20;
 without ``--most`` it takes up to 400, which is all of most operators."""
 
 
