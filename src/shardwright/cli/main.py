@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -250,8 +251,6 @@ def show(
 
     Of more than 4,096 ranks it lists those that differ, and says how many are like each.
     """
-    import shutil
-
     from shardwright.draws import without_values
     from shardwright.layout import Layout as LayoutLine
     from shardwright.parallelize import job_for
@@ -271,7 +270,7 @@ def show(
     description = describe(job, layout, inputs=inputs)
     if png is not None:
         draw_layout(description, png)
-    drawn = [] if (predicted := timeline_of(description)) is None else [predicted]
+    drawn = [each for each in (timeline_of(description),) if each is not None]
     accounting = memory or memory_png is not None
     opt.check_pipeline(drawn, layout, wanted=timeline is not None or (measured and not accounting))
     width = shutil.get_terminal_size((100, 40)).columns
@@ -279,8 +278,7 @@ def show(
     if accounting:
         from shardwright.cli.memory import ledger_of
 
-        on = where if measured else None
-        found, ledger = ledger_of(whole, job, model_config, on, memory_png, width)
+        found, ledger = ledger_of(whole, job, model_config, where if measured else None, memory_png, width)
         description, text = {**description, "memory": found}, f"{text}\n{ledger}"
     if measured and drawn:
         seen = measure(whole, where, job.seconds)
@@ -288,7 +286,7 @@ def show(
         text += "\n\n" + timeline_text(drawn, width)
         description = {**description, "measured": timeline_data(seen)}
     if timeline is not None:
-        write_timelines(timeline, drawn, title=str(layout))
+        write_timelines(timeline, drawn, title=whole.layout)
     emit(description, text, as_json=as_json)
 
 

@@ -36,6 +36,16 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
+def first_unlike(lines: Sequence[str], others: Sequence[str]) -> tuple[int, str, str]:
+    """The first place at which two lists differ, counted from 1, and what each has there.
+
+    >>> first_unlike(["a", "b"], ["a"])
+    (2, 'b', 'nothing')
+    """
+    pairs = enumerate(zip_longest(lines, others, fillvalue="nothing"), 1)
+    return next((place, first, second) for place, (first, second) in pairs if first != second)
+
+
 def difference(axis: Axis, lines: Sequence[str]) -> str | None:
     """The first lines that differ, and whose they are; None if all members have the same.
 
@@ -51,7 +61,5 @@ def difference(axis: Axis, lines: Sequence[str]) -> str | None:
         return None
     every = gather_json(axis, list(lines))
     other = next(member for member, theirs in enumerate(every) if theirs != every[0])
-    first, second = next(
-        pair for pair in zip_longest(every[0], every[other], fillvalue="nothing") if pair[0] != pair[1]
-    )
+    _, first, second = first_unlike(every[0], every[other])
     return f"rank {axis.ranks[0]} has '{first:.200}', rank {axis.ranks[other]} '{second:.200}'"

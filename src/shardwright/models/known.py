@@ -29,6 +29,8 @@ LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 def asking_nothing(model: nn.Module) -> Iterator[None]:
     """Lets torch's transformers run without values: they look whether a mask is causal, to be faster if it is.
 
+    It is their own code that runs, and no loop in its place: what they make once for all layers counts once.
+
     >>> import torch
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False).to("meta")
     >>> x, mask = torch.empty(3, 1, 4, device="meta"), torch.empty(3, 3, device="meta")

@@ -165,8 +165,7 @@ def trace(
     """
     graph = fx.Graph()
     tracer = Tracer(graph)
-    memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-    apart = copied(module, memo)
+    apart = copied(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
     running: list[str] = []
     gives = partial(_class_given, module)
     patched = set[nn.Module]()
@@ -175,9 +174,8 @@ def trace(
             continue  # its first name is its name
         patched.add(child)
         if opens:
-            known = shows_weights and type(child) in KNOWN_LOOPS
-            forward = loop_of(child) if known else standing_in(child, gives)
-            child.forward = partial(_enter, running, path, forward)
+            is_loop = shows_weights and type(child) in KNOWN_LOOPS
+            child.forward = partial(_enter, running, path, loop_of(child) if is_loop else standing_in(child, gives))
             continue
         child.forward = partial(_call, tracer, running, path)
         for name in HOOKS:

@@ -7,12 +7,11 @@ their code would compute with other units' values, and nothing but this comparis
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 
 import torch
 
 from shardwright.comm import Axis
-from shardwright.comm.values import digest, gather_json
+from shardwright.comm.values import digest, first_unlike, gather_json
 from shardwright.errors import PlanError, explain
 
 _LEAST = torch.iinfo(torch.int64).min
@@ -46,8 +45,7 @@ def compare(made: Sequence[str], everyone: Axis, groups: Sequence[Sequence[int]]
             return
         every = dict(zip(everyone.ranks, gather_json(everyone, mine), strict=True))
         rank, other = next((g[0], rank) for g in groups for rank in g if every[rank] != every[g[0]])
-        calls = zip_longest(every[rank], every[other], fillvalue="none")
-        place, (first, second) = next((n, pair) for n, pair in enumerate(calls, 1) if pair[0] != pair[1])
+        place, first, second = first_unlike(every[rank], every[other])
         raise PlanError(
             explain(
                 "ranks use the model's units in different orders, so each gathers what the others do not",
