@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.comm import Link
+from shardwright.comm.backends.message_blocks import Link
 
 LINKS = {"none": None, "10 Gbit/s": (50e-6, 1.25e9), "1 Gbit/s": (100e-6, 0.125e9)}
 """Latency in seconds, and bytes per second."""

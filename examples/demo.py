@@ -24,7 +24,7 @@ def run(*arguments: str) -> None:
 
 def draw(out: Path, half: int) -> None:
     """One curve, two layouts: the picture of the README."""
-    from shardwright.report import draw_losses
+    from shardwright.report.pictures import draw_losses
     from shardwright.train.progress import read_metrics
 
     rows = read_metrics(out)

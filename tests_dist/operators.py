@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwright.errors import LayoutError, PlanError
 from shardwright.global_tensor import GlobalTensor, placement, sbp
-from shardwright.global_tensor.lying import Where, boxes, terms
+from shardwright.global_tensor.geometry import GlobalLayout, boxes, terms
 from shardwright.global_tensor.tensor import wrap
 
 GRIDS = ([3, 1], [0, 2, 3], [2, 0, 1, 3], [[0, 1], [2, 3]])
@@ -41,7 +41,7 @@ def whole_of(given: object, seed: int) -> Tensor:
     return torch.randn(given, generator=generator, dtype=torch.float64)
 
 
-def lying(world, whole: Tensor, where: Where) -> GlobalTensor:
+def lying(world, whole: Tensor, where: GlobalLayout) -> GlobalTensor:
     """The whole, lying so; terms of a sum are of either sign, and far from what they add up to."""
     held = boxes(tuple(whole.shape), where).get(world.rank)
     if held is None:
@@ -95,7 +95,7 @@ def differences(world, operator: Operator, wholes: Sequence[Tensor], where, form
     """What differs from the same on one device: each output, and each input's gradient."""
     plain = [whole.clone().requires_grad_(whole.dtype.is_floating_point) for whole in wholes]
     parts = [
-        lying(world, whole, Where(where, form)).requires_grad_(whole.dtype.is_floating_point)
+        lying(world, whole, GlobalLayout(where, form)).requires_grad_(whole.dtype.is_floating_point)
         for whole, form in zip(wholes, forms, strict=True)
     ]
     expected, found = outputs(operator.function(*plain)), outputs(operator.function(*parts))
@@ -113,7 +113,7 @@ def differences(world, operator: Operator, wholes: Sequence[Tensor], where, form
         [expected[n] for n in backward], [plain[n] for n in inputs], weights, allow_unused=True
     )
     replicated = (sbp.broadcast,) * where.ndim
-    given = [lying(world, weight, Where(where, replicated)) for weight in weights]
+    given = [lying(world, weight, GlobalLayout(where, replicated)) for weight in weights]
     gradients = torch.autograd.grad([found[n] for n in backward], [parts[n] for n in inputs], given, allow_unused=True)
     for number, a, b in zip(inputs, wanted, gradients, strict=True):
         if a is not None:

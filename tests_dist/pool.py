@@ -20,7 +20,8 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from shardwright.comm import World, launch
+from shardwright.comm.launch import launch
+from shardwright.comm.world import World
 
 START_S, TASK_S, GRACE_S = 60.0, 30.0, 5.0
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.scenarios import SCENARIOS, held_by, same, uneven
-from shardwright.comm import launch, transport
+from shardwright.comm.backends import process_groups as transport
+from shardwright.comm.launch import launch
 from shardwright.errors import CommunicationError
 
 LINKS = ("auto", "sockets")

@@ -6,8 +6,9 @@ import pytest
 
 from contract.cases import CASES, CONVNET, GPT2, LLAMA_ONE_KV, MLP, STRATEGIES, lays_out, line_of, pairs, spelling
 from shardwright.layout import Layout
-from shardwright.parallelize import StepTraffic, make_plan, parallelize
-from shardwright.strategy import Job
+from shardwright.parallelize import parallelize
+from shardwright.parallelize.planning import StepTraffic, make_plan
+from shardwright.plan.plan import Job
 from shardwright.verify import verify
 
 

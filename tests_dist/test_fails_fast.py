@@ -16,8 +16,8 @@ import torch
 from tests_dist.command import left_in, semaphores_of, temporary_folder
 
 from shardwright import CrossEntropy, Layout, launch, parallelize
-from shardwright.comm import processes
-from shardwright.comm.exchange import folder_for_sockets
+from shardwright.comm.backends import processes
+from shardwright.comm.backends.message_blocks import folder_for_sockets
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
 
 

@@ -9,18 +9,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import LayoutError
-from shardwright.global_tensor import (
-    from_local,
-    full,
-    load,
-    module_to_global,
-    ones,
-    placement,
-    randn,
-    save,
-    sbp,
-    zeros,
-)
+from shardwright.global_tensor import from_local, full, load, module_to_global, ones, placement, randn, save, sbp, zeros
 
 # ---- optimizers
 

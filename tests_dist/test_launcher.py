@@ -25,8 +25,8 @@ from tests_dist.command import (
     within,
 )
 
-from shardwright.checkpoint import steps_in
-from shardwright.comm import launch
+from shardwright.checkpoint.manifest import steps_in
+from shardwright.comm.launch import launch
 from shardwright.train.progress import read_metrics
 
 
@@ -150,7 +150,7 @@ def test_signals_are_handled_as_before_once_the_ranks_have_ended():
 
 
 def test_where_no_folder_is_short_enough_the_message_says_so(monkeypatch, tmp_path):
-    from shardwright.comm import exchange
+    from shardwright.comm.backends import message_blocks as exchange
     from shardwright.errors import PlanError
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("a-long-name-" * 10)))

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.ledger import measure_memory, predict_memory
+from shardwright.ledger.account import measure_memory, predict_memory
 from shardwright.models import GPT, CrossEntropy, GPTConfig
-from shardwright.strategy import Job
+from shardwright.plan.plan import Job
 
 LINES = ["dp2", "dp4", "tp2", "tp2/sp", "tp2x2/2d", "pp2 mb4", "dp2/zero3/bucket:0", "dp4/zero2/bucket:0 bf16"]
 WORDS = ["", "recompute:full", "recompute:selective"]

@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from shardwright.comm import Link, launch
+from shardwright.comm.backends.message_blocks import Link
+from shardwright.comm.launch import launch
 from shardwright.errors import PlanError
 
 LINK = Link(latency_s=0.02, bytes_per_s=1e8)

@@ -47,7 +47,7 @@ def ways_of(call, size, axes):
 
 def measure(world, rounds):
     from shardwright.comm.axis import Axis
-    from shardwright.comm.transport import ProcessChannel
+    from shardwright.comm.backends.process_groups import ProcessChannel
 
     shared = world.everyone()
     channel = ProcessChannel(world.transport, shared.ranks, "sockets")

@@ -24,7 +24,7 @@ def measure(world, rounds, times):
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     from shardwright.global_tensor import placement
-    from shardwright.global_tensor.lying import Where, local_shape
+    from shardwright.global_tensor.geometry import GlobalLayout, local_shape
     from shardwright.global_tensor.tensor import wrap
 
     letters = {"B": Replicate(), "P": Partial(), "S(0)": Shard(0), "S(1)": Shard(1)}
@@ -33,10 +33,10 @@ def measure(world, rounds, times):
     for label, shape in SHAPES.items():
         for pair in PAIRS:
             before, after = (letters[each] for each in pair.split("->"))
-            local = torch.ones(local_shape(shape, Where(where, (before,)), world.rank))
+            local = torch.ones(local_shape(shape, GlobalLayout(where, (before,)), world.rank))
             stride = (shape[1], 1)
             theirs = DTensor.from_local(local, mesh, [before], run_check=False, shape=torch.Size(shape), stride=stride)
-            ours = wrap(local, shape, Where(where, (before,)))
+            ours = wrap(local, shape, GlobalLayout(where, (before,)))
             ways = {
                 "dtensor": lambda x=theirs, to=after: x.redistribute(mesh, [to]),
                 "ours": lambda x=ours, to=after: x.to_global(where, (to,)),

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.comm import World
+from shardwright.comm.world import World
 from shardwright.global_tensor import GlobalTensor, Placement, placement, sbp, to_global
-from shardwright.global_tensor.lying import Where
+from shardwright.global_tensor.geometry import GlobalLayout
 from shardwright.global_tensor.tensor import wrap
 
 GRIDS = {1: ((1,), (1, 1)), 2: ((2,), (1, 2), (2, 1)), 3: ((3,), (1, 3), (3, 1)), 4: ((4,), (1, 4), (4, 1), (2, 2))}
@@ -129,7 +129,7 @@ def _given(local: Tensor | None, whole: Tensor, where: Placement, form: Form) ->
     """``from_local`` for parts whose shapes are known, so that a transfer is all that is sent."""
     if local is None:
         local = whole.new_empty((0,) * whole.ndim)
-    return wrap(local.clone(), whole.shape, Where(where, form))
+    return wrap(local.clone(), whole.shape, GlobalLayout(where, form))
 
 
 def _judge(world: World, number: int, y, whole: Tensor, sums: list, wrong: list[str]) -> None:

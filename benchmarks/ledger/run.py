@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import shardwright as sw
-from shardwright.ledger import measure_memory, predict_memory
+from shardwright.ledger.account import measure_memory, predict_memory
 from shardwright.models import GPT, CrossEntropy, GPTConfig
-from shardwright.strategy import Job
+from shardwright.plan.plan import Job
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import machine, write

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 import shardwright as sw
-from shardwright.ledger import measure_memory
+from shardwright.ledger.account import measure_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import machine, write

@@ -19,8 +19,8 @@ from torch import nn
 from torch.autograd import Function
 
 import shardwright as sw
-from shardwright.pipeline.schedules import SCHEDULES, build
-from shardwright.pipeline.simulate import Times, simulate
+from shardwright.strategies.pipeline.schedules import SCHEDULES, build
+from shardwright.strategies.pipeline.simulate import Times, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import machine, write

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.pipeline.schedules import SCHEDULES, build
-from shardwright.pipeline.simulate import Memory, Times, simulate
+from shardwright.strategies.pipeline.schedules import SCHEDULES, build
+from shardwright.strategies.pipeline.simulate import Memory, Times, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import machine, write

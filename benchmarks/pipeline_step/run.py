@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import shardwright as sw
-from shardwright.pipeline.schedules import SCHEDULES
+from shardwright.strategies.pipeline.schedules import SCHEDULES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import in_turn, machine, ratio_rows, write

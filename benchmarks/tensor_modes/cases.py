@@ -9,8 +9,8 @@ import shardwright as sw
 from shardwright.errors import LayoutError
 from shardwright.models.gpt import GPT, GPTConfig
 from shardwright.models.mlp import MLPConfig, build_mlp
-from shardwright.parallelize import make_plan
-from shardwright.strategy import Job
+from shardwright.parallelize.planning import make_plan
+from shardwright.plan.plan import Job
 
 CHOSEN = ("tp4", "tp4/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d")
 REGATHER = tuple(f"{line}/regather" for line in CHOSEN)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import shardwright as sw
-from shardwright.comm import ring_factor
+from shardwright.comm.recorder import ring_factor
 from shardwright.models.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

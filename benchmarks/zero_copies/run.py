@@ -26,8 +26,12 @@ from benchmarks.zero_step.run import SIZES, batch_of, plain
 
 COPIES = ("copy_", "cat", "clone", "_foreach_copy_", "split_with_sizes_copy", "_chunk_cat", "chunk_cat",
           "all_gather_copy_in", "_to_copy")  # fmt: skip
-AROUND = ("shardwright.slices.", "torch.distributed.fsdp.")
-INSIDE = ("shardwright.comm.exchange", "shardwright.comm.shared", "shardwright.comm.sums")
+AROUND = ("shardwright.strategies.zero.zero.", "torch.distributed.fsdp.")
+INSIDE = (
+    "shardwright.comm.backends.message_blocks",
+    "shardwright.comm.backends.shared_memory",
+    "shardwright.comm.backends.shared_sums",
+)
 """Whose copies are counted: made around a call to bring its tensors together or apart, and by our transport itself."""
 
 

@@ -3,14 +3,19 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwright.checkpoint import load, save
-from shardwright.comm import Axis, World, launch, run_on_threads
-from shardwright.draws import without_values
+from shardwright.analysis.costs import time_layers
+from shardwright.checkpoint.loading import load
+from shardwright.checkpoint.saving import save
+from shardwright.comm.axis import Axis
+from shardwright.comm.launch import launch, run_on_threads
+from shardwright.comm.world import World
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
-from shardwright.parallelize import Run, layer_alone, parallelize
-from shardwright.pipeline.costs import time_layers
+from shardwright.parallelize import parallelize
+from shardwright.parallelize.layer_alone import layer_alone
+from shardwright.parallelize.run import Run
+from shardwright.rng import without_values
 from shardwright.verify import Verdict, verify
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The errors a person can meet, and the checks that raise them: given, allowed, fix."""
+"""The errors a user can meet. Each says what is wrong, what was given, what is allowed and how to fix it."""
 
 from __future__ import annotations
 
@@ -6,39 +6,8 @@ import difflib
 from collections.abc import Iterable
 
 
-class LayoutError(ValueError):
-    """A layout that cannot be: a wrong line, or sizes that do not fit the model or the ranks."""
-
-
-class GridError(LayoutError):
-    """A grid that a model's layers do not fit; ``path`` is the layer that is too small, where there is one.
-
-    ``what``, ``given`` and ``allowed`` are the text's, so that whoever knows the whole layout can say what fits.
-    """
-
-    def __init__(self, what: str, *, given: str, allowed: str, fix: str, path: str | None = None) -> None:
-        super().__init__(explain(what, given=given, allowed=allowed, fix=fix))
-        self.what, self.given, self.allowed, self.fix, self.path = what, given, allowed, fix, path
-
-
-class PlanError(ValueError):
-    """A model, loss or optimizer that cannot run as asked."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, or one that is missing, broken or foreign."""
-
-
-class CommunicationError(RuntimeError):
-    """Ranks that disagree on a call, wait for each other for ever, or have lost one of them."""
-
-
-class RankFailedError(RuntimeError):
-    """One rank raised or died, and ended the run; the message starts with that rank's own traceback."""
-
-
 def explain(what: str, *, given: object, allowed: object, fix: object) -> str:
-    """The text every error has: what is wrong, what was given, what is allowed, how to fix it.
+    """The text of every error: what is wrong, what was given, what is allowed, how to fix it.
 
     >>> print(explain("no such axis", given="xp", allowed="pp, dp, cp, tp", fix="write pp"))
     no such axis
@@ -47,6 +16,53 @@ def explain(what: str, *, given: object, allowed: object, fix: object) -> str:
       fix:     write pp
     """
     return f"{what}\n  given:   {given}\n  allowed: {allowed}\n  fix:     {fix}"
+
+
+class _ExplainedError(Exception):
+    """An error made from four parts, or from one text that holds them already (as unpickling makes it)."""
+
+    def __init__(self, what: str, *, given: object = None, allowed: object = None, fix: object = None) -> None:
+        self.what, self.given, self.allowed, self.fix = what, given, allowed, fix
+        super().__init__(what if fix is None else explain(what, given=given, allowed=allowed, fix=fix))
+
+
+class LayoutError(_ExplainedError, ValueError):
+    """A layout that cannot be run: a wrong line, or sizes that do not fit the model or the ranks.
+
+    >>> raise LayoutError("no such axis", given="xp", allowed="pp, dp, cp, tp", fix="write pp")
+    Traceback (most recent call last):
+    shardwright.errors.LayoutError: no such axis
+      given:   xp
+      allowed: pp, dp, cp, tp
+      fix:     write pp
+    """
+
+
+class GridError(LayoutError):
+    """A grid that a model's layers do not fit; ``path`` names the layer that is too small, if there is one.
+
+    The caller that knows the whole layout catches this error and adds the grids that do fit.
+    """
+
+    def __init__(self, what: str, *, path: str | None = None, **parts: object) -> None:
+        super().__init__(what, **parts)
+        self.path = path
+
+
+class PlanError(_ExplainedError, ValueError):
+    """A model, loss or optimizer that cannot run as asked."""
+
+
+class CheckpointError(_ExplainedError, ValueError):
+    """A checkpoint that cannot be written, or one that is missing, broken or foreign."""
+
+
+class CommunicationError(_ExplainedError, RuntimeError):
+    """Ranks that disagree on a call, wait for each other for ever, or have lost one of them."""
+
+
+class RankFailedError(_ExplainedError, RuntimeError):
+    """One rank raised or died, and ended the run; the message starts with that rank's own traceback."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -70,7 +86,7 @@ def check_at_least(name: str, value: int, least: int, *, fix: str) -> None:
       fix:     start at 4 * pp
     """
     if value < least:
-        raise LayoutError(explain(f"'{name}' is too small", given=value, allowed=f"{least} or more", fix=fix))
+        raise LayoutError(f"'{name}' is too small", given=value, allowed=f"{least} or more", fix=fix)
 
 
 def check_cut(name: str, dim: int, size: int, axis: str, parts: int) -> None:
@@ -86,10 +102,8 @@ def check_cut(name: str, dim: int, size: int, axis: str, parts: int) -> None:
     if size < parts:  # an uneven cut is fine; an empty slice is not
         empty = parts - size
         raise LayoutError(
-            explain(
-                f"cannot cut '{name}' dim {dim} over axis '{axis}'",
-                given=f"size {size}, {axis}={parts}: {empty} rank{'s' * (empty > 1)} would hold nothing",
-                allowed=f"{axis} from 1 to {size}",
-                fix=f"set {axis}={size}, or move the other ranks to 'dp'",
-            )
+            f"cannot cut '{name}' dim {dim} over axis '{axis}'",
+            given=f"size {size}, {axis}={parts}: {empty} rank{'s' * (empty > 1)} would hold nothing",
+            allowed=f"{axis} from 1 to {size}",
+            fix=f"set {axis}={size}, or move the other ranks to 'dp'",
         )

@@ -19,9 +19,9 @@ from difflib import get_close_matches
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
-from shardwright.errors import LayoutError, explain, nearest
+from shardwright.errors import LayoutError, nearest
+from shardwright.grid_shapes import NUM_SIDES, default_shape
 from shardwright.mesh import Mesh
-from shardwright.shapes import NUM_SIDES, default_shape
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """What the operators compute in."""
@@ -60,7 +60,7 @@ def _error(what: str, given: object, allowed: str, fix: str) -> LayoutError:
     shown = "a huge number"
     with suppress(ValueError):  # an integer may have more digits than Python prints
         shown = f"{given!r:.100}"
-    return LayoutError(explain(what, given=shown, allowed=allowed, fix=fix))
+    return LayoutError(what, given=shown, allowed=allowed, fix=fix)
 
 
 def _check_among(name: str, value: object, known: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from shardwright.errors import LayoutError, explain, nearest
+from shardwright.errors import LayoutError, nearest
 
 COPIES = ("replica", "dp")
 """The axes that cut samples alone: their ranks hold copies of the model, or slices of one."""
@@ -66,17 +66,10 @@ class Mesh:
         for axis, size in sizes.items():
             if axis not in AXES:
                 raise LayoutError(
-                    explain(
-                        "no such axis",
-                        given=axis,
-                        allowed=", ".join(AXES),
-                        fix=f"write {nearest(axis, AXES)}",
-                    )
+                    "no such axis", given=axis, allowed=", ".join(AXES), fix=f"write {nearest(axis, AXES)}"
                 )
             if size < 1:
-                raise LayoutError(
-                    explain(f"axis '{axis}' is empty", given=size, allowed="1 or more", fix=f"leave out {axis}")
-                )
+                raise LayoutError(f"axis '{axis}' is empty", given=size, allowed="1 or more", fix=f"leave out {axis}")
         object.__setattr__(self, "sizes", tuple((axis, sizes[axis]) for axis in AXES if axis in sizes))
 
     @property

@@ -33,32 +33,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.boxes import Lies, cut
-from shardwright.comm import World, launch
-from shardwright.comm.launch import Ranks
-from shardwright.draws import Draws, key_dropout
-from shardwright.errors import PlanError, explain
+from shardwright.analysis.device_moves import IgnoresDeviceMoves
+from shardwright.analysis.module_calls import call_model
+from shardwright.comm.launch import Ranks, launch
+from shardwright.comm.world import World
+from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
-from shardwright.models.devices import StaysOn
 from shardwright.models.losses import CrossEntropy, mean_of, sum_and_count
-from shardwright.models.visits import call_model
-from shardwright.parallelize import (
-    Run,
-    check_loss,
-    check_model,
-    check_trains,
-    job_for,
-    make_plan,
-    parallelize,
-    place_parameters,
-    tokens_of,
-    twin,
-)
-from shardwright.parallelize.planning import num_rows
-from shardwright.pipeline import Microbatch
-from shardwright.pipeline.samples import local_samples, microbatch_samples
-from shardwright.strategy import Plan, computed_in
+from shardwright.parallelize import parallelize
+from shardwright.parallelize.auto import tokens_of
+from shardwright.parallelize.checks import check_loss, check_model, check_trains
+from shardwright.parallelize.initialization import place_parameters
+from shardwright.parallelize.planning import job_for, make_plan, num_rows, structural_copy
+from shardwright.parallelize.run import Run
+from shardwright.plan.batch_shard import local_samples, microbatch_samples
+from shardwright.plan.plan import Plan, compute_dtype
+from shardwright.rng import RngTracker, key_dropout
+from shardwright.runtime.executor import Microbatch
+from shardwright.sharding.box import cut
+from shardwright.sharding.tensor_layout import TensorLayout
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The largest error that counts as equal."""
@@ -152,7 +146,7 @@ def verify(
     loss = CrossEntropy() if loss is None else loss
     check_model(model)
     check_loss(loss)
-    plain = twin(model, partial(_cast, dtype))
+    plain = structural_copy(model, partial(_cast, dtype))
     batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
     job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), dict(roles))
     job = job._replace(seconds=dict(seconds))
@@ -173,13 +167,9 @@ def verify(
 
 def _check_given(dtype: torch.dtype, batches: Sequence[Batch]) -> None:
     if dtype not in TOLERANCE:
-        raise PlanError(
-            explain("verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="float64")
-        )
+        raise PlanError("verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="float64")
     if not batches:
-        raise PlanError(
-            explain("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
-        )
+        raise PlanError("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
 
 
 @dataclass
@@ -195,7 +185,7 @@ class _Outcome:
 
 def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan) -> _Outcome:
     """The same steps by plain torch, in one process."""
-    model, draws = twin(plain), Draws(seed)
+    model, draws = structural_copy(plain), RngTracker(seed)
     place_parameters(model, {}, {}, seed, torch.device("cpu"))
     on_several = len({p.device for p in plain.parameters()}) > 1
     for parameter in model.parameters():  # a plain model with values of its own keeps them
@@ -208,7 +198,7 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
         draws.step, sums = step, []
         optimizer.zero_grad()
         for draws.samples, (some, theirs) in _at_once(plan, (inputs, targets)):
-            with StaysOn(torch.device("cpu")) if on_several else nullcontext():
+            with IgnoresDeviceMoves(torch.device("cpu")) if on_several else nullcontext():
                 sums.append(sum_and_count(loss(call_model(model, some), theirs)))
         loss_sum = torch.stack([each for each, _ in sums]).sum()
         mean, _ = mean_of(loss_sum, sum(float(count) for _, count in sums))
@@ -313,7 +303,7 @@ def _largest(named: Named) -> float:
 
 def _buffer_errors(plan: Plan, expected: _Outcome, found: Mapping[int, Named]) -> dict[str, float]:
     """The error of each buffer: of those that the steps left alone, and of counts, 0 or infinite."""
-    lies = {name: plan.buffers.get(name, Lies.whole(tuple(b.shape))) for name, b in expected.buffers.items()}
+    lies = {name: plan.buffers.get(name, TensorLayout.whole(tuple(b.shape))) for name, b in expected.buffers.items()}
     numbers = {name: buffer for name, buffer in expected.buffers.items() if name in expected.changed}
     errors = _errors(lies, plan.mesh, numbers, found)
     for name, whole in expected.buffers.items():
@@ -331,7 +321,7 @@ def _buffer_errors(plan: Plan, expected: _Outcome, found: Mapping[int, Named]) -
 
 
 def _errors(
-    lies: Mapping[str, Lies], mesh: Mesh, expected: Named, found: Mapping[int, Named], least: float = FLOOR
+    lies: Mapping[str, TensorLayout], mesh: Mesh, expected: Named, found: Mapping[int, Named], least: float = FLOOR
 ) -> dict[str, float]:
     """The error of each tensor, over all ranks, in the model's order."""
     floor = least * _largest(expected)
@@ -355,7 +345,7 @@ def _errors(
 
 
 def _compare(plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: torch.dtype, steps: int) -> Verdict:
-    narrow = computed_in(dtype, plan.layout)
+    narrow = compute_dtype(dtype, plan.layout)
     tolerance = TOLERANCE[dtype] if narrow == dtype else ROUNDINGS * torch.finfo(narrow).eps
     mesh, rest = plan.mesh, plan.rest
     by_rank = _by_rank(found, mesh.size)

@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.checkpoint import find, load, save, saving
-from shardwright.comm import launch
-from shardwright.draws import without_values
+from shardwright.checkpoint import saving
+from shardwright.checkpoint.loading import load
+from shardwright.checkpoint.manifest import find
+from shardwright.checkpoint.saving import save
+from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError
 from shardwright.parallelize import parallelize
+from shardwright.rng import without_values
 
 torch.set_num_threads(1)
 KILLED, REFUSED = 9, 7

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.boxes import Lies, read
-from shardwright.checkpoint import load, save
-from shardwright.comm import launch
+from shardwright.checkpoint.loading import load
+from shardwright.checkpoint.saving import save
+from shardwright.comm.launch import launch
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy, GPTConfig
 from shardwright.models.gpt import GPT
-from shardwright.parallelize import make_plan, parallelize
-from shardwright.strategy import Job
+from shardwright.parallelize import parallelize
+from shardwright.parallelize.planning import make_plan
+from shardwright.plan.plan import Job
+from shardwright.sharding.box import read
+from shardwright.sharding.tensor_layout import TensorLayout
 
 SMALL = {"num_layers": 2, "num_heads": 3, "num_kv_heads": 1, "width": 12, "hidden": 7, "vocabulary": 19}
 
@@ -107,7 +110,7 @@ def whole(line: str, ranks: list[Held]) -> dict[str, Tensor]:
         for name, local in each.tensors.items():
             owner = name.removeprefix("optimizer/").rpartition("/")[0] if name.startswith("optimizer/") else name
             rest = plan.rest[owner]
-            lies: Lies = rest.parameter if owner == name else rest.optimizer
+            lies: TensorLayout = rest.parameter if owner == name else rest.optimizer
             into = found.setdefault(name, torch.full(lies.shape, float("nan"), dtype=local.dtype))
             for piece in lies.pieces(coord):
                 values, there = read(local, piece, piece.whole), into[piece.whole.slices]

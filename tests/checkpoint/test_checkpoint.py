@@ -18,10 +18,11 @@ from torch import nn
 
 import shardwright.checkpoint
 from checkpoint.runs import go, gpt, held, loaded, saved, start, whole
-from shardwright.checkpoint import find, load, read, read_whole, save, steps_in
 from shardwright.checkpoint import manifest as manifests
-from shardwright.checkpoint.manifest import FORMAT, MANIFEST, VERSION
-from shardwright.comm import launch
+from shardwright.checkpoint.loading import load, read_whole
+from shardwright.checkpoint.manifest import FORMAT, MANIFEST, VERSION, find, read, steps_in
+from shardwright.checkpoint.saving import save
+from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize

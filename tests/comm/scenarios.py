@@ -11,9 +11,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from shardwright.comm import (
-    Axis,
-    World,
+from shardwright.comm.autograd import (
     cut_to_cut,
     cut_to_shared,
     cut_to_whole,
@@ -22,6 +20,8 @@ from shardwright.comm import (
     sum_gradient,
     whole_to_cut,
 )
+from shardwright.comm.axis import Axis
+from shardwright.comm.world import World
 from shardwright.mesh import Mesh
 
 DTYPES = (torch.float64, torch.float32, torch.int64)

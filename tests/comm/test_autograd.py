@@ -13,16 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.comm import (
+from shardwright.comm.autograd import (
     cut_to_cut,
     cut_to_shared,
     cut_to_whole,
-    launch,
     partial_to_cut,
     partial_to_whole,
     sum_gradient,
     whole_to_cut,
 )
+from shardwright.comm.launch import launch
 
 
 def drawn(seed, shape):

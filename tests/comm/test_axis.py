@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comm.scenarios import SCENARIOS
-from shardwright.comm import World, launch, run_on_threads
+from shardwright.comm.launch import launch, run_on_threads
+from shardwright.comm.world import World
 from shardwright.errors import CommunicationError
 from shardwright.mesh import Mesh
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.comm import launch, run_on_threads
+from shardwright.comm.launch import launch, run_on_threads
 from shardwright.errors import CommunicationError
 from shardwright.mesh import Mesh
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.comm import Record, launch, ring_factor, total_bytes
+from shardwright.comm.launch import launch
+from shardwright.comm.recorder import Record, ring_factor, total_bytes
 
 
 def recorded(num_ranks, work):

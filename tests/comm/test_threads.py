@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from shardwright.comm import launch, run_on_threads
+from shardwright.comm.launch import launch, run_on_threads
 from shardwright.errors import CommunicationError, LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh

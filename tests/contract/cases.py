@@ -16,21 +16,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwright.comm import launch
+from shardwright.comm.launch import launch
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout, Option
-from shardwright.models import (
-    AttentionConfig,
-    ConvNetConfig,
-    CrossEntropy,
-    GPTConfig,
-    MLPConfig,
-    entry_of,
-)
-from shardwright.parallelize import StepTraffic, job_for, make_plan, parallelize, tokens_of
+from shardwright.models import AttentionConfig, ConvNetConfig, CrossEntropy, GPTConfig, MLPConfig, entry_of
+from shardwright.parallelize import parallelize
+from shardwright.parallelize.auto import tokens_of
+from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
 from shardwright.parallelize.sequences import is_sequence
+from shardwright.plan.plan import Job, Plan
 from shardwright.strategies import STRATEGIES, choose
-from shardwright.strategy import Job, Plan
 from shardwright.verify import Verdict, verify
 
 SIZES = (1, 2, 3, 4, 8)

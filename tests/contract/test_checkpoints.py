@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from contract.cases import CASES, PAIR_CASES, STRATEGIES, lays_out, line_of, pairs, spelling, whole_size
-from shardwright.checkpoint import find, load, read, read_whole, save
-from shardwright.comm import launch
+from shardwright.checkpoint.loading import load, read_whole
+from shardwright.checkpoint.manifest import find, read
+from shardwright.checkpoint.saving import save
+from shardwright.comm.launch import launch
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
 

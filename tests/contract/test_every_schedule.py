@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from contract.cases import CHECKS, DEEP, GPT2, check_equal, line_of
-from shardwright.pipeline.schedules import SCHEDULES
 from shardwright.strategies import STRATEGIES
+from shardwright.strategies.pipeline.schedules import SCHEDULES
 
 NAMES = (*SCHEDULES, "auto")
 WRITTEN = {name: f"{name}:v2" if name == "interleaved" else name for name in NAMES}

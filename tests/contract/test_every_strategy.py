@@ -27,9 +27,9 @@ from contract.cases import (
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.models import Attention, CrossEntropy, MeanSquaredError, MLPConfig, build_mlp
-from shardwright.parallelize import make_plan
+from shardwright.parallelize.planning import make_plan
+from shardwright.plan.plan import Job
 from shardwright.strategies import STRATEGIES
-from shardwright.strategy import Job
 from shardwright.verify import verify
 
 

@@ -14,9 +14,10 @@ from shardwright import verify
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
-from shardwright.parallelize import make_plan
-from shardwright.report import describe, show_text
-from shardwright.strategy import Job
+from shardwright.parallelize.planning import make_plan
+from shardwright.plan.plan import Job
+from shardwright.report.description import describe
+from shardwright.report.show import show_text
 
 SAMPLES, TOKENS, WIDTH, CLASSES = 5, 6, 12, 7
 

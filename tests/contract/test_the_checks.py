@@ -24,8 +24,8 @@ from contract.cases import (
     two_steps,
 )
 from shardwright.errors import CommunicationError, LayoutError, explain
+from shardwright.plan.traffic import Traffic
 from shardwright.strategies import STRATEGIES
-from shardwright.strategy import Traffic
 
 DATA, TENSOR = STRATEGIES["data_parallel"], STRATEGIES["tensor_1d"]
 

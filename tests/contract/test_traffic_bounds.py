@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from contract.cases import ASIDE
-from shardwright.comm import launch, ring_factor
+from shardwright.comm.launch import launch
+from shardwright.comm.recorder import ring_factor
 from shardwright.layout import Layout
 from shardwright.models import MeanSquaredError
-from shardwright.parallelize import StepTraffic, make_plan, parallelize
-from shardwright.strategy import Job
+from shardwright.parallelize import parallelize
+from shardwright.parallelize.planning import StepTraffic, make_plan
+from shardwright.plan.plan import Job
 
 WIDTH, HIDDEN = 72, 144
 

@@ -9,8 +9,8 @@ from shardwright import verify, without_values
 from shardwright.errors import PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy
-from shardwright.parallelize import make_plan
-from shardwright.strategy import Job
+from shardwright.parallelize.planning import make_plan
+from shardwright.plan.plan import Job
 
 BATCH = (torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3, 4]))
 TOKENS = (torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[2, 3, 4], [5, 6, 7]]))

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.ledger import KINDS, Tracker, measure_memory, predict_memory
+from shardwright.ledger.account import measure_memory, predict_memory
+from shardwright.ledger.tracking import KINDS, Tracker
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError
-from shardwright.parallelize import make_plan
-from shardwright.strategy import Job
+from shardwright.parallelize.planning import make_plan
+from shardwright.plan.plan import Job
 
 OVER, UNDER = 0.02, 0.01
 

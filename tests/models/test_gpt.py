@@ -6,9 +6,9 @@ import torch
 import torch.fx
 from torch import nn
 
+from shardwright.analysis.structure import trace
 from shardwright.errors import PlanError
 from shardwright.models.gpt import GPT, MLP, GatedMLP, GPTConfig, generate
-from shardwright.models.structure import trace
 
 STYLES = ("gpt2", "llama")
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwright.comm import launch
+from shardwright.comm.launch import launch
 from shardwright.errors import PlanError
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.parallelize import parallelize

@@ -4,10 +4,10 @@ import types
 import pytest
 import torch
 
-from shardwright.draws import without_values
 from shardwright.errors import PlanError
 from shardwright.models import MODELS, GPTConfig, build, configure, entry_of, read_config
 from shardwright.models.settings import parse_value
+from shardwright.rng import without_values
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from contract.cases import ASIDE, CONVNET, GPT2, LLAMA_GROUPED, MLP
-from shardwright import grid, launch, parallelize, verify
-from shardwright.comm import ring_factor
+from shardwright import launch, parallelize, verify
+from shardwright.comm.recorder import ring_factor
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
-from shardwright.parallelize import job_for, make_plan, tokens_of
-from shardwright.parallelize.auto import candidates
-from shardwright.strategy import Job
+from shardwright.parallelize.auto import candidates, tokens_of
+from shardwright.parallelize.planning import job_for, make_plan
+from shardwright.plan.plan import Job
+from shardwright.strategies.tensor_parallel.place import sent
 
 MODELS = {"mlp": MLP, "convnet": CONVNET, "gpt": GPT2, "llama": LLAMA_GROUPED}
 
@@ -81,7 +82,7 @@ def test_without_an_example_linear_layers_decide():
     job = Job(MLP.model, MLP.loss, num_tokens=1)
     auto = Layout.parse("tp4/auto")
     plans = [make_plan(job, replace(auto, factors=(each,)))[0] for each in candidates(auto.factor("tp"))]
-    assert grid.sent(make_plan(job, auto)[0]) == min(grid.sent(plan) for plan in plans)
+    assert sent(make_plan(job, auto)[0]) == min(sent(plan) for plan in plans)
 
 
 @pytest.mark.parametrize("line", ["tp2x2/2d/auto", "tp4/sp/auto", "tp4/auto:7"])

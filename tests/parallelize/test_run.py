@@ -10,17 +10,19 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
-from shardwright.boxes import cut
-from shardwright.comm import launch
-from shardwright.draws import Draws, key_dropout
+from shardwright.analysis.module_calls import call_model
+from shardwright.comm.launch import launch
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MLPConfig, build_mlp
-from shardwright.models.visits import call_model
-from shardwright.parallelize import make_plan, parallelize, place_parameters, twin
-from shardwright.parallelize.elementwise import is_elementwise
-from shardwright.parallelize.planning import local_samples, microbatch_samples
-from shardwright.strategy import Job
+from shardwright.parallelize import parallelize
+from shardwright.parallelize.initialization import place_parameters
+from shardwright.parallelize.optimizer_check import is_elementwise
+from shardwright.parallelize.planning import local_samples, make_plan, structural_copy
+from shardwright.plan.batch_shard import microbatch_samples
+from shardwright.plan.plan import Job
+from shardwright.rng import RngTracker, key_dropout
+from shardwright.sharding.box import cut
 
 ONE_KV_HEAD = GPTConfig(
     style="llama", vocabulary=19, num_layers=2, num_heads=3, num_kv_heads=1, width=12, hidden=7, dropout=0.1
@@ -47,7 +49,7 @@ def on_ranks(model, line, work, **options):
 
 def one_device(model, batch, loss=None, seed=0):
     """The model with the gradients of one step's mean, by plain torch."""
-    model, draws, loss = twin(model), Draws(seed), loss or CrossEntropy()
+    model, draws, loss = structural_copy(model), RngTracker(seed), loss or CrossEntropy()
     place_parameters(model, {}, {}, seed, torch.device("cpu"))
     key_dropout(model, draws)
     draws.samples = range(len(batch[1]))
@@ -254,7 +256,7 @@ def test_such_an_optimizer_may_be_used_where_every_rank_holds_whole_tensors():
         return run.plan, {name: p.detach() for name, p in run.model.named_parameters()}
 
     model = gpt()
-    found = on_ranks(twin(gpt()), "dp2", work)
+    found = on_ranks(structural_copy(gpt()), "dp2", work)
     whole, _ = one_device(model, batch)
     torch.optim.Adafactor(whole.parameters(), lr=0.1).step()
     for rank, (plan, parameters) in enumerate(found):

@@ -10,8 +10,8 @@ from torch import nn
 
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy
+from shardwright.plan.plan import Job
 from shardwright.report.memory import draw_memory, memory_data, memory_text, predicted_accounts
-from shardwright.strategy import Job
 
 MODEL = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
 BATCH = (torch.ones(8, 16), torch.zeros(8, dtype=torch.int64))

@@ -11,8 +11,10 @@ import pytest
 from torch import nn
 
 from shardwright.layout import Layout
-from shardwright.report import describe, draw_loss, write_page
-from shardwright.strategy import Job
+from shardwright.plan.plan import Job
+from shardwright.report.description import describe
+from shardwright.report.page import write_page
+from shardwright.report.pictures import draw_loss
 
 RUN = {
     "layout": "dp2 tp2", "model": "mlp", "settings": {"widths": [8, 16]}, "data": "stdlib", "batch": 8, "seq": 16,

@@ -11,9 +11,18 @@ import torch
 from torch import nn
 
 from shardwright.layout import Layout
-from shardwright.report import describe, draw_layout, draw_loss, draw_losses, draw_speed
-from shardwright.report.pictures import COLOURS, layout_figure, losses_figure, speed_figure
-from shardwright.strategy import Job
+from shardwright.plan.plan import Job
+from shardwright.report.description import describe
+from shardwright.report.pictures import (
+    COLOURS,
+    draw_layout,
+    draw_loss,
+    draw_losses,
+    draw_speed,
+    layout_figure,
+    losses_figure,
+    speed_figure,
+)
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -13,15 +13,17 @@ from hypothesis import given
 from hypothesis.strategies import integers, sampled_from
 from torch import nn
 
-from shardwright.boxes import Lies
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.models import MODELS
 from shardwright.parallelize.planning import StepTraffic, local_samples, make_plan
-from shardwright.report import describe, description, show_text
+from shardwright.plan.plan import Job, Plan, StateLayout
+from shardwright.report import description
+from shardwright.report.description import describe
 from shardwright.report.outline import layer_rows, num_grids, rank_grids, rank_groups, shortened
 from shardwright.report.pictures import layout_figure
-from shardwright.strategy import Job, Plan, Rest
+from shardwright.report.show import show_text
+from shardwright.sharding.tensor_layout import TensorLayout
 
 CASES = [
     ("single", "mlp", {}),
@@ -137,7 +139,7 @@ def test_state_that_rests_in_flat_slices_is_counted_where_it_rests(monkeypatch):
         plan, strategies = make_plan(job, layout)
         rest = {}
         for name, whole in plan.compute.items():
-            rest[name] = Rest(whole, whole, Lies.whole(whole.shape).flat("dp", 4))
+            rest[name] = StateLayout(whole, whole, TensorLayout.whole(whole.shape).flat("dp", 4))
         return replace(plan, rest=rest), strategies
 
     monkeypatch.setattr(description, "make_plan", sliced)

@@ -16,11 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.pipeline.actions import Action
-from shardwright.pipeline.timeline import Span, Timeline
+from shardwright.plan.schedule import Action
 from shardwright.report.timeline_outline import NOTHING, percent
-from shardwright.report.timeline_picture import shade, timelines_figure
-from shardwright.report.timelines import draw_timelines, timeline_text, write_timeline_page, write_trace
+from shardwright.report.timeline_page import write_timeline_page
+from shardwright.report.timeline_picture import draw_timelines, shade, timelines_figure
+from shardwright.report.timeline_text import timeline_text
+from shardwright.report.timeline_trace import write_trace
+from shardwright.runtime.timeline import Span, Timeline
 
 NASTY = "<script>alert('\"&')</script> $\\frac{ \x1b[31m\n\u65e5\u672c \U0001f642"
 ROW = re.compile(r"^stage (\d+) *\|(.*)\|(.*)$", re.MULTILINE)

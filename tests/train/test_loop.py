@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.checkpoint import steps_in
-from shardwright.comm import launch
+from shardwright.checkpoint.manifest import steps_in
+from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
 from shardwright.train import loop

@@ -10,14 +10,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from shardwright.boxes import Lies, Piece, plan_transfer, write
 from shardwright.checkpoint.manifest import Manifest, check_files, find
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.checkpoint.saving import LOSS_SCALE, buffer_lies, kept_buffers, named_in
 from shardwright.comm.values import gather_json
-from shardwright.errors import CheckpointError, explain
+from shardwright.errors import CheckpointError
 from shardwright.mesh import Coord
-from shardwright.parallelize import Run
+from shardwright.parallelize.run import Run
+from shardwright.sharding.box import Piece, write
+from shardwright.sharding.tensor_layout import TensorLayout
+from shardwright.sharding.transfer import plan_transfer
 
 
 def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = None) -> Mapping[str, Any]:
@@ -62,7 +64,7 @@ def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
     """One whole tensor of a checkpoint."""
     dtype, shape, _ = manifest.tensors[name]
     local = torch.empty(shape, dtype=getattr(torch, dtype))
-    return _read(folder, manifest, name, Lies.whole(shape), {}, local)
+    return _read(folder, manifest, name, TensorLayout.whole(shape), {}, local)
 
 
 def _check_everywhere(run: Run, folder: Path, manifest: Manifest, names: set[str]) -> None:
@@ -79,9 +81,9 @@ def _check_everywhere(run: Run, folder: Path, manifest: Manifest, names: set[str
 
 def _wanted(
     run: Run, optimizer: torch.optim.Optimizer | None, manifest: Manifest
-) -> tuple[list[tuple[str, Lies, Tensor]], list[tuple[Tensor, str, Tensor]]]:
+) -> tuple[list[tuple[str, TensorLayout, Tensor]], list[tuple[Tensor, str, Tensor]]]:
     """Every tensor that this rank fills: its global name, where it lies, and the tensor; whose state they are."""
-    found: list[tuple[str, Lies, Tensor]] = []
+    found: list[tuple[str, TensorLayout, Tensor]] = []
     states: list[tuple[Tensor, str, Tensor]] = []
     keys: dict[str, list[str]] = {}
     for name in manifest.tensors:
@@ -123,16 +125,14 @@ def _check_names(folder: Path, manifest: Manifest, run: Run) -> None:
             wrong.append(f"{name} {list(manifest.tensors[name][1])} instead of {list(wanted[name])}")
     if wrong:
         raise CheckpointError(
-            explain(
-                f"'{folder}' is a checkpoint of another model",
-                given=f"{len(wrong)} tensors differ, first {', '.join(wrong[:3])}",
-                allowed="the names and shapes of this model",
-                fix="give the --model and --set that the run was started with",
-            )
+            f"'{folder}' is a checkpoint of another model",
+            given=f"{len(wrong)} tensors differ, first {', '.join(wrong[:3])}",
+            allowed="the names and shapes of this model",
+            fix="give the --model and --set that the run was started with",
         )
 
 
-def _read(folder: Path, manifest: Manifest, name: str, lies: Lies, coord: Coord, like: Tensor) -> Tensor:
+def _read(folder: Path, manifest: Manifest, name: str, lies: TensorLayout, coord: Coord, like: Tensor) -> Tensor:
     stored = manifest.tensors[name][2]
     sources = {i: (Piece(s.box, (0,) * len(s.box.start)),) for i, s in enumerate(stored)}
     here = len(stored)
@@ -149,12 +149,10 @@ def _read(folder: Path, manifest: Manifest, name: str, lies: Lies, coord: Coord,
 def _check_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
     if manifest.optimizer != type(optimizer).__name__:
         raise CheckpointError(
-            explain(
-                "the checkpoint has the state of another optimizer",
-                given=f"{manifest.optimizer or 'none'}, asked for {type(optimizer).__name__}",
-                allowed=manifest.optimizer or "loading without an optimizer",
-                fix=f"use {manifest.optimizer}" if manifest.optimizer else "leave out the optimizer",
-            )
+            "the checkpoint has the state of another optimizer",
+            given=f"{manifest.optimizer or 'none'}, asked for {type(optimizer).__name__}",
+            allowed=manifest.optimizer or "loading without an optimizer",
+            fix=f"use {manifest.optimizer}" if manifest.optimizer else "leave out the optimizer",
         )
 
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from shardwright.boxes import Box
-from shardwright.errors import CheckpointError, explain
+from shardwright.errors import CheckpointError
+from shardwright.sharding.box import Box
 
 FORMAT = "shardwright-checkpoint"
 VERSION = 1
@@ -84,12 +84,10 @@ class Manifest:
                 raise _foreign(path, f"a manifest of format {found.get('format')!r}")
             if found["version"] > VERSION:
                 raise CheckpointError(
-                    explain(
-                        f"'{path}' was written by a newer shardwright",
-                        given=f"version {found['version']}",
-                        allowed=f"versions up to {VERSION}",
-                        fix="upgrade shardwright",
-                    )
+                    f"'{path}' was written by a newer shardwright",
+                    given=f"version {found['version']}",
+                    allowed=f"versions up to {VERSION}",
+                    fix="upgrade shardwright",
                 )
             tensors = {
                 name: (
@@ -110,12 +108,10 @@ class Manifest:
             if isinstance(failure, CheckpointError):
                 raise
             raise CheckpointError(
-                explain(
-                    f"the manifest of '{path}' is broken",
-                    given=f"{MANIFEST}: {failure}",
-                    allowed="the file as it was written",
-                    fix="remove it to go on from the step before it, or copy it again",
-                )
+                f"the manifest of '{path}' is broken",
+                given=f"{MANIFEST}: {failure}",
+                allowed="the file as it was written",
+                fix="remove it to go on from the step before it, or copy it again",
             ) from failure
 
 
@@ -138,12 +134,10 @@ def find(path: Path) -> Path:
         return found[-1]
     if not path.exists():
         raise CheckpointError(
-            explain(
-                f"there is no checkpoint at '{path}'",
-                given="a path that does not exist",
-                allowed="a checkpoint, or the folder of a run that saved one",
-                fix="look for folders named step-*, or start without --resume",
-            )
+            f"there is no checkpoint at '{path}'",
+            given="a path that does not exist",
+            allowed="a checkpoint, or the folder of a run that saved one",
+            fix="look for folders named step-*, or start without --resume",
         )
     raise _foreign(path, "no manifest in it")
 
@@ -177,21 +171,17 @@ def checksum(file: Path) -> str:
 
 def _broken(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        explain(
-            f"the checkpoint '{path}' is broken",
-            given=what,
-            allowed="the files as they were written",
-            fix="remove it to go on from the step before it, or copy it again",
-        )
+        f"the checkpoint '{path}' is broken",
+        given=what,
+        allowed="the files as they were written",
+        fix="remove it to go on from the step before it, or copy it again",
     )
 
 
 def _foreign(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        explain(
-            f"'{path}' is not a checkpoint of shardwright",
-            given=what,
-            allowed=f"a folder with {MANIFEST}, or with folders step-* that have one",
-            fix="give the --out folder of a run, or one of its steps",
-        )
+        f"'{path}' is not a checkpoint of shardwright",
+        given=what,
+        allowed=f"a folder with {MANIFEST}, or with folders step-* that have one",
+        fix="give the --out folder of a run, or one of its steps",
     )

@@ -16,14 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shardwright.boxes import Box, Lies, Piece
-from shardwright.boxes import read as read_box
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, Stored, checksum, steps_in
-from shardwright.comm import Axis
+from shardwright.comm.axis import Axis
 from shardwright.comm.values import gather_json
-from shardwright.errors import CheckpointError, explain
-from shardwright.parallelize import Run
-from shardwright.units import format_bytes
+from shardwright.errors import CheckpointError
+from shardwright.formatting import format_bytes
+from shardwright.parallelize.run import Run
+from shardwright.sharding.box import Box, Piece
+from shardwright.sharding.box import read as read_box
+from shardwright.sharding.tensor_layout import TensorLayout
 
 LOSS_SCALE = "(loss scale)"
 """The name under which a manifest's scalars keep it: no parameter has such a one."""
@@ -109,12 +110,10 @@ def check_extra(extra: Mapping[str, Any] | None) -> None:
         json.dumps(extra)
     except (TypeError, ValueError, RecursionError) as failure:
         raise CheckpointError(
-            explain(
-                "'extra' cannot be kept as JSON",
-                given=str(failure),
-                allowed="dicts with text as keys, lists, text, numbers, booleans and None",
-                fix="save numbers and text: tensor.tolist(), str(path)",
-            )
+            "'extra' cannot be kept as JSON",
+            given=str(failure),
+            allowed="dicts with text as keys, lists, text, numbers, booleans and None",
+            fix="save numbers and text: tensor.tolist(), str(path)",
         ) from failure
 
 
@@ -176,7 +175,7 @@ def _outermost(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
     return tuple(piece for piece in pieces if piece.whole.size or piece.whole == Box((), ()))
 
 
-def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Lies, Tensor]]:
+def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, TensorLayout, Tensor]]:
     """Every tensor that is trained, and the optimizer's: its global name, where it lies, and this rank's part."""
     for name, parameter in run.parameters.items():
         yield name, run.plan.rest[name].parameter, parameter
@@ -203,15 +202,15 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in found.items() if first[id(buffer)] == name}
 
 
-def _buffers(run: Run, names: Iterable[str]) -> Iterator[tuple[str, Lies, Tensor]]:
+def _buffers(run: Run, names: Iterable[str]) -> Iterator[tuple[str, TensorLayout, Tensor]]:
     for name in names:
         buffer = run.model.get_buffer(name)
         yield name, buffer_lies(run, name, buffer), buffer
 
 
-def buffer_lies(run: Run, name: str, buffer: Tensor) -> Lies:
+def buffer_lies(run: Run, name: str, buffer: Tensor) -> TensorLayout:
     """Where a buffer lies: whole on every rank, but for those that the plan cuts."""
-    return run.plan.buffers.get(name, Lies.whole(tuple(buffer.shape)))
+    return run.plan.buffers.get(name, TensorLayout.whole(tuple(buffer.shape)))
 
 
 def is_cut_like(value: Any, parameter: Tensor) -> bool:
@@ -326,12 +325,10 @@ def together(everyone: Axis, do: Callable[[], Any], partial: Path) -> list[Any]:
             shutil.rmtree(partial, ignore_errors=True)
         rank, text = failed[0]
         raise CheckpointError(
-            explain(
-                "the checkpoint could not be written; the last complete one is untouched",
-                given=f"rank {rank}: {text}",
-                allowed="a folder that can be written, with room for the whole state",
-                fix=f"free space at '{partial.parent}', or save to another folder",
-            )
+            "the checkpoint could not be written; the last complete one is untouched",
+            given=f"rank {rank}: {text}",
+            allowed="a folder that can be written, with room for the whole state",
+            fix=f"free space at '{partial.parent}', or save to another folder",
         )
     return [value for _, value in answers]
 

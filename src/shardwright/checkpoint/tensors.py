@@ -12,13 +12,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwright.boxes import Piece, plan_transfer, write
 from shardwright.checkpoint.manifest import Manifest, Stored, check_files, checksum, find
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.checkpoint.saving import Entries, check_extra, flush, joined_tensors, packed, publish, together
-from shardwright.comm.here import everyone_here, here
+from shardwright.comm.current_world import everyone_here, here
 from shardwright.comm.values import gather_json
-from shardwright.errors import CheckpointError, explain
+from shardwright.errors import CheckpointError
+from shardwright.sharding.box import Piece, write
+from shardwright.sharding.transfer import plan_transfer
 
 if TYPE_CHECKING:
     from shardwright.global_tensor import GlobalTensor
@@ -62,32 +63,30 @@ def save_tensors(
 def _check_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
     """Raises CheckpointError for what is not global; PlanError for stale views; LayoutError for different names."""
     from shardwright.global_tensor.agreement import check_everywhere
-    from shardwright.global_tensor.aliases import check_fresh
-    from shardwright.global_tensor.tensor import GlobalTensor, where_of
+    from shardwright.global_tensor.tensor import GlobalTensor, global_layout_of
+    from shardwright.global_tensor.view_tracking import check_fresh
 
     for name, tensor in tensors.items():
         if not isinstance(tensor, GlobalTensor):
             raise CheckpointError(
-                explain(
-                    f"'{name}' is no global tensor",
-                    given=type(tensor).__name__,
-                    allowed="global tensors by name",
-                    fix=f"write to_global({name}, placement, sbp) for it",
-                )
+                f"'{name}' is no global tensor",
+                given=type(tensor).__name__,
+                allowed="global tensors by name",
+                fix=f"write to_global({name}, placement, sbp) for it",
             )
-    said = [(name, tuple(x.shape), x.dtype, where_of(x)) for name, x in tensors.items()]
+    said = [(name, tuple(x.shape), x.dtype, global_layout_of(x)) for name, x in tensors.items()]
     check_everywhere("the tensors of a checkpoint", said)
     check_fresh("save or load", tensors.values())
 
 
 def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dict[str, Tensor]]:
-    from shardwright.global_tensor.lying import boxes
-    from shardwright.global_tensor.tensor import moved, where_of, without_sums
+    from shardwright.global_tensor.geometry import boxes
+    from shardwright.global_tensor.tensor import global_layout_of, moved, without_sums
 
     entries: Entries = {}
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        given = where_of(tensor)
+        given = global_layout_of(tensor)
         where = given._replace(sbp=without_sums(given.sbp))
         local, rank = moved(tensor, where), here().rank
         held, seen = boxes(tuple(tensor.shape), where), set()
@@ -108,7 +107,7 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
 
     Raises: CheckpointError, on every rank: missing, broken or foreign; or without one of the tensors.
     """
-    from shardwright.global_tensor.aliases import is_apart, note_writes
+    from shardwright.global_tensor.view_tracking import is_apart, note_writes
 
     _check_tensors(tensors)
     folder = find(Path(path))
@@ -117,31 +116,25 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
         if name not in manifest.tensors or manifest.tensors[name][1] != tuple(tensor.shape):
             held = {each: list(shape) for each, (_, shape, _) in manifest.tensors.items()}
             raise CheckpointError(
-                explain(
-                    f"'{folder}' has no '{name}' of this shape",
-                    given=f"'{name}' of shape {list(tensor.shape)}",
-                    allowed=", ".join(f"'{each}' {shape}" for each, shape in list(held.items())[:9]),
-                    fix="give the tensors that were saved, by their names",
-                )
+                f"'{folder}' has no '{name}' of this shape",
+                given=f"'{name}' of shape {list(tensor.shape)}",
+                allowed=", ".join(f"'{each}' {shape}" for each, shape in list(held.items())[:9]),
+                fix="give the tensors that were saved, by their names",
             )
         stored = getattr(torch, manifest.tensors[name][0])
         if stored != tensor.dtype and not (stored.is_floating_point and tensor.dtype.is_floating_point):
             raise CheckpointError(
-                explain(
-                    f"'{name}' was saved as another kind of number",
-                    given=f"{tensor.dtype}, saved as {stored}",
-                    allowed=f"{stored}; floating-point numbers are rounded to each other",
-                    fix=f"give a tensor of {stored}",
-                )
+                f"'{name}' was saved as another kind of number",
+                given=f"{tensor.dtype}, saved as {stored}",
+                allowed=f"{stored}; floating-point numbers are rounded to each other",
+                fix=f"give a tensor of {stored}",
             )
     for name in (name for name, tensor in tensors.items() if is_apart(tensor)):
         raise CheckpointError(
-            explain(
-                f"'{name}' is a view that was gathered: its base would not see what is loaded",
-                given=f"a view of shape {list(tensors[name].shape)}",
-                allowed="tensors of their own",
-                fix="give the tensor that it is a view of, or a .clone()",
-            )
+            f"'{name}' is a view that was gathered: its base would not see what is loaded",
+            given=f"a view of shape {list(tensors[name].shape)}",
+            allowed="tensors of their own",
+            fix="give the tensor that it is a view of, or a .clone()",
         )
     _check_everywhere(folder, manifest, tensors)
     with torch.no_grad():
@@ -163,10 +156,10 @@ def _check_everywhere(folder: Path, manifest: Manifest, tensors: Mapping[str, Gl
 
 
 def _fill(folder: Path, manifest: Manifest, name: str, tensor: GlobalTensor) -> None:
-    from shardwright.global_tensor.lying import boxes, terms, whole_piece
-    from shardwright.global_tensor.tensor import where_of
+    from shardwright.global_tensor.geometry import boxes, terms, whole_piece
+    from shardwright.global_tensor.tensor import global_layout_of
 
-    where, local = where_of(tensor), tensor._local_tensor
+    where, local = global_layout_of(tensor), tensor._local_tensor
     box = boxes(tuple(tensor.shape), where).get(here().rank)
     if box is None or 0 in box.shape:
         return

@@ -80,7 +80,7 @@ def train(
 
     A step whose loss or gradients are not finite ends the run with exit code 1, and is not saved.
     """
-    from shardwright.checkpoint import steps_in
+    from shardwright.checkpoint.manifest import steps_in
     from shardwright.train.config import read_run
     from shardwright.train.loop import CHECKPOINTS
     from shardwright.train.loop import train as run_training
@@ -133,7 +133,7 @@ def _is_first_rank() -> bool:
 
 
 def _summary_text(summary: dict[str, Any], out: Path) -> str:
-    from shardwright.units import format_bytes, format_count
+    from shardwright.formatting import format_bytes, format_count
 
     loss = "no steps" if summary["first_loss"] is None else f"{summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
     speed = ""
@@ -153,10 +153,12 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
     """The page of a run, with its pictures."""
     import json
 
-    from shardwright.draws import without_values
     from shardwright.layout import Layout as LayoutLine
-    from shardwright.parallelize import job_for
-    from shardwright.report import describe, draw_layout, draw_loss, write_page
+    from shardwright.parallelize.planning import job_for
+    from shardwright.report.description import describe
+    from shardwright.report.page import write_page
+    from shardwright.report.pictures import draw_layout, draw_loss
+    from shardwright.rng import without_values
     from shardwright.train.data import open_data
     from shardwright.train.loop import inputs_of
     from shardwright.train.progress import read_metrics
@@ -195,15 +197,15 @@ def verify(
     """Proves a layout equal to one device: the loss, every gradient, the parameters after some steps."""
     import torch
 
-    from shardwright.draws import without_values
-    from shardwright.errors import PlanError, explain
+    from shardwright.errors import PlanError
+    from shardwright.rng import without_values
     from shardwright.train.data import Order, global_batch, open_data
     from shardwright.train.measuring import layer_seconds
     from shardwright.verify import verify as compare
 
     where = opt.ranks_of(ranks)
     if dtype not in ("float64", "float32"):
-        raise PlanError(explain("verify compares in float64 or float32", given=dtype, allowed="both", fix="float64"))
+        raise PlanError("verify compares in float64 or float32", given=dtype, allowed="both", fix="float64")
     whole = _config(shared, {"seq": 64}, steps=steps)
     opt.check_alone(whole)
     with without_values():
@@ -251,12 +253,14 @@ def show(
 
     Of more than 4,096 ranks it lists those that differ, and says how many are like each.
     """
-    from shardwright.draws import without_values
     from shardwright.layout import Layout as LayoutLine
-    from shardwright.parallelize import job_for
-    from shardwright.report import describe, draw_layout, show_text
-    from shardwright.report.description import timeline_data, timeline_of
-    from shardwright.report.timelines import timeline_text, write_timelines
+    from shardwright.parallelize.planning import job_for
+    from shardwright.report.description import describe, timeline_data, timeline_of
+    from shardwright.report.pictures import draw_layout
+    from shardwright.report.show import show_text
+    from shardwright.report.timeline_text import timeline_text
+    from shardwright.report.timelines import write_timelines
+    from shardwright.rng import without_values
     from shardwright.train.measuring import layer_seconds, measure
 
     where = opt.ranks_of(ranks)
@@ -330,8 +334,8 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")], as_json: Json = False
 ) -> None:
     """What a checkpoint holds: step, layout, tensors, files."""
-    from shardwright.checkpoint import find, read
-    from shardwright.units import format_bytes
+    from shardwright.checkpoint.manifest import find, read
+    from shardwright.formatting import format_bytes
 
     folder = find(_inside(path))
     manifest = read(folder)
@@ -362,8 +366,9 @@ def export(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from shardwright.checkpoint import check_files, find, read, read_whole
-    from shardwright.errors import PlanError, explain
+    from shardwright.checkpoint.loading import read_whole
+    from shardwright.checkpoint.manifest import check_files, find, read
+    from shardwright.errors import PlanError
 
     folder = find(_inside(path))
     manifest = read(folder)
@@ -374,9 +379,7 @@ def export(
         save_file({name: read_whole(folder, manifest, name) for name in names}, str(to))
     except (OSError, SafetensorError) as failure:
         raise PlanError(
-            explain(
-                f"cannot write '{to}'", given=failure, allowed="a file that can be written", fix="give another path"
-            )
+            f"cannot write '{to}'", given=failure, allowed="a file that can be written", fix="give another path"
         ) from failure
     emit(
         {"file": str(to), "tensors": len(names)}, f"{to}: {len(names)} tensors of step {manifest.step}", as_json=as_json

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.comm.launch import Ranks
-from shardwright.errors import PlanError, explain
+from shardwright.errors import PlanError
 from shardwright.layout import Layout
+from shardwright.plan.plan import Job
 from shardwright.report.memory import draw_memory, memory_data, memory_text, predicted_accounts
-from shardwright.strategy import Job
 from shardwright.train.config import TrainConfig
 from shardwright.train.measuring import measure_accounts
 
@@ -24,12 +24,10 @@ def ledger_of(
     batch, layout = config.example_batch(model_config), Layout.parse(config.layout)
     if batch is None:
         raise PlanError(
-            explain(
-                "nobody knows what a batch of this model looks like, so no step can be rehearsed",
-                given=f"--memory with --model {config.model}",
-                allowed="the models mlp, attention, convnet and gpt",
-                fix="call shardwright.ledger.predict_memory(job, layout, rank, batch) with a batch of your own",
-            )
+            "nobody knows what a batch of this model looks like, so no step can be rehearsed",
+            given=f"--memory with --model {config.model}",
+            allowed="the models mlp, attention, convnet and gpt",
+            fix="call shardwright.ledger.predict_memory(job, layout, rank, batch) with a batch of your own",
         )
     predicted = predicted_accounts(job, layout, batch)
     measured = dict(enumerate(measure_accounts(config, ranks, job.seconds))) if ranks is not None else None

@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from shardwright.errors import (
-    CheckpointError,
-    CommunicationError,
-    LayoutError,
-    PlanError,
-    RankFailedError,
-    explain,
-)
-from shardwright.units import json_text
+from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError, RankFailedError
+from shardwright.formatting import json_text
 
 if TYPE_CHECKING:
     from shardwright.comm.launch import Ranks
@@ -84,12 +77,10 @@ def _pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dict[str
         name, equals, given = pair.partition("=")
         if not equals or not name:
             raise PlanError(
-                explain(
-                    f"{flag} takes {key}={value}",
-                    given=pair,
-                    allowed=f"{key}={value}",
-                    fix=f"write {flag} {name or key}={value.upper()}",
-                )
+                f"{flag} takes {key}={value}",
+                given=pair,
+                allowed=f"{key}={value}",
+                fix=f"write {flag} {name or key}={value.upper()}",
             )
         found[name] = given
     return found
@@ -100,7 +91,7 @@ def ranks_of(given: str) -> Ranks:
     if given in ("threads", "processes"):
         return cast("Ranks", given)
     raise PlanError(
-        explain("ranks run as threads or processes", given=given, allowed="threads, processes", fix="--ranks threads")
+        "ranks run as threads or processes", given=given, allowed="threads, processes", fix="--ranks threads"
     )
 
 
@@ -109,21 +100,17 @@ def check_alone(config: Any) -> None:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.measured_costs and size > 1:
         raise PlanError(
-            explain(
-                "layers are timed in one process, and several would each find other times",
-                given=f"--measured-costs in a world of {size} processes",
-                allowed="one process, or train, whose first rank measures for all",
-                fix="start it without torchrun, or leave out --measured-costs",
-            )
+            "layers are timed in one process, and several would each find other times",
+            given=f"--measured-costs in a world of {size} processes",
+            allowed="one process, or train, whose first rank measures for all",
+            fix="start it without torchrun, or leave out --measured-costs",
         )
 
 
 def check_pipeline(drawn: object, layout: object, *, wanted: bool) -> None:
     """Raises PlanError where a timeline is wanted and there is none."""
     if wanted and not drawn:
-        raise PlanError(
-            explain("there is no pipeline to draw", given=layout, allowed="a layout with pp", fix="write pp2 mb4")
-        )
+        raise PlanError("there is no pipeline to draw", given=layout, allowed="a layout with pp", fix="write pp2 mb4")
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardwright.comm.axis import Axis
-from shardwright.errors import PlanError, explain
+from shardwright.errors import PlanError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,12 +41,10 @@ def once(backward: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **named: P.kwargs) -> R:
         if torch.is_grad_enabled():  # in a backward: create_graph
             raise PlanError(
-                explain(
-                    "a gradient's own gradient does not go through layers that ranks share",
-                    given="a backward with create_graph=True",
-                    allowed="gradients of the first order",
-                    fix="leave out create_graph, or leave whole what it goes through: dp4, or roles={'name': 'copied'}",
-                )
+                "a gradient's own gradient does not go through layers that ranks share",
+                given="a backward with create_graph=True",
+                allowed="gradients of the first order",
+                fix="leave out create_graph, or leave whole what it goes through: dp4, or roles={'name': 'copied'}",
             )
         return backward(*args, **named)
 
@@ -151,7 +149,7 @@ def partial_to_whole(x: Tensor, axis: Axis) -> Tensor:
 
     Traffic: forward, one all-reduce of ``x``; backward, none.
 
-    >>> from shardwright.comm import run_on_threads
+    >>> from shardwright.comm.launch import run_on_threads
     >>> from shardwright.mesh import Mesh
     >>> run_on_threads(Mesh(tp=2), lambda axes: partial_to_whole(torch.ones(1) * 3, axes["tp"]).item())
     [6.0, 6.0]

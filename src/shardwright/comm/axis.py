@@ -21,12 +21,12 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from shardwright.errors import CommunicationError, explain
+from shardwright.errors import CommunicationError
 
 Result = TypeVar("Result")
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One call as every member of the group must make it; ``source`` and ``details`` are for messages."""
 
     kind: str
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     details: str = ""
 
-    def agrees(self, other: Call) -> bool:
+    def agrees(self, other: CollectiveCall) -> bool:
         """Whether two ranks that make these calls mean the same one."""
         return (self.kind, self.axis, self.shape, self.dtype, self.details) == (
             (other.kind, other.axis, other.shape, other.dtype, other.details)
@@ -74,34 +74,36 @@ class Channel(Protocol):
     Tensors are contiguous and detached.
     """
 
-    def all_reduce(self, call: Call, tensors: list[Tensor], op: str) -> Pending[None]:
+    def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
         """Overwrites each of ``tensors``, of one dtype, with the sum or maximum over the group: one message."""
         ...
 
-    def all_gather(self, call: Call, parts: list[Tensor], index: int) -> Pending[None]:
+    def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
         """Fills ``parts[i]`` with member i's; ``parts[index]`` holds this member's."""
         ...
 
-    def reduce_scatter(self, call: Call, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]) -> Pending[Tensor]:
+    def reduce_scatter(
+        self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
+    ) -> Pending[Tensor]:
         """Fills ``out``, of one dim, with the sum over members of part ``index`` of their ``tensors``, end to end.
 
         Part i has ``sizes[i]`` elements, wherever tensors begin and end.
         """
         ...
 
-    def all_to_all(self, call: Call, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
+    def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
         """Fills ``outs[i]`` with what member i holds in ``parts[index]``."""
         ...
 
-    def broadcast(self, call: Call, tensor: Tensor, source: int) -> Pending[Tensor]:
+    def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
         """Overwrites ``tensor`` with member ``source``'s."""
         ...
 
-    def send(self, call: Call, tensor: Tensor, to: int) -> Pending[None]:
+    def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
         """Gives ``tensor`` to member ``to``; never waits for the receiver to ask."""
         ...
 
-    def receive(self, call: Call, tensor: Tensor, source: int) -> Pending[Tensor]:
+    def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
         """Fills ``tensor`` with the next message from member ``source``."""
         ...
 
@@ -118,7 +120,7 @@ class Axis:
     :class:`Pending` whose ``wait`` does. Members are counted 0 to ``size - 1`` along the axis; sizes along the
     cut dim may differ. An axis of one member sends nothing and records nothing, nor does a call about no elements.
 
-    >>> from shardwright.comm import run_on_threads
+    >>> from shardwright.comm.launch import run_on_threads
     >>> from shardwright.mesh import Mesh
     >>> run_on_threads(Mesh(tp=3), lambda axes: axes["tp"].all_reduce(torch.ones(2)).tolist())
     [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
@@ -145,12 +147,10 @@ class Axis:
         indices = tuple(indices)
         if self.index not in indices or len(set(indices)) != len(indices):
             raise CommunicationError(
-                explain(
-                    f"cannot take a subset of axis '{self.name}'",
-                    given=f"members {list(indices)}, asked for by member {self.index}",
-                    allowed=f"different members, from 0 to {self.size - 1}, with {self.index} among them",
-                    fix="let only the members of the subset ask for it",
-                )
+                f"cannot take a subset of axis '{self.name}'",
+                given=f"members {list(indices)}, asked for by member {self.index}",
+                allowed=f"different members, from 0 to {self.size - 1}, with {self.index} among them",
+                fix="let only the members of the subset ask for it",
             )
         if indices == tuple(range(self.size)):
             return self
@@ -168,7 +168,7 @@ class Axis:
         if self.size == 1 or tensor.numel() == 0:
             return done(tensor)
         if op not in ("sum", "max"):
-            raise CommunicationError(explain("no such reduction", given=op, allowed="sum, max", fix="use sum"))
+            raise CommunicationError("no such reduction", given=op, allowed="sum, max", fix="use sum")
         whole = tensor.detach()
         message = whole.contiguous()
         pending = self.channel.all_reduce(self._call("all_reduce", whole, op), [message], op)
@@ -188,7 +188,7 @@ class Axis:
         if self.size == 1 or not given:
             return done(None)
         shape = (sum(tensor.numel() for tensor in given),)
-        call = Call("all_reduce", self.name, self.source, shape, given[0].dtype, "sum")
+        call = CollectiveCall("all_reduce", self.name, self.source, shape, given[0].dtype, "sum")
         return self.channel.all_reduce(call, given, "sum")
 
     def all_gather(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -265,12 +265,10 @@ class Axis:
         whole = tensor.detach().movedim(dim, 0).contiguous()
         if sizes is None and whole.shape[0] % self.size:
             raise CommunicationError(
-                explain(
-                    f"reduce_scatter over axis '{self.name}' cannot cut dim {dim} evenly",
-                    given=f"size {whole.shape[0]}, {self.size} members",
-                    allowed="any sizes, when they are given",
-                    fix="pass sizes, one for each member",
-                )
+                f"reduce_scatter over axis '{self.name}' cannot cut dim {dim} evenly",
+                given=f"size {whole.shape[0]}, {self.size} members",
+                allowed="any sizes, when they are given",
+                fix="pass sizes, one for each member",
             )
         sizes = sizes or [whole.shape[0] // self.size] * self.size
         out = whole.new_empty((sizes[self.index], *whole.shape[1:]))
@@ -292,15 +290,13 @@ class Axis:
             return done(given)
         if len(given) != self.size or len(shapes) != self.size:
             raise CommunicationError(
-                explain(
-                    f"all_to_all over axis '{self.name}' needs a part for each member",
-                    given=f"{len(given)} parts, {len(shapes)} shapes",
-                    allowed=f"{self.size} of each",
-                    fix="pass an empty tensor for a member that gets nothing",
-                )
+                f"all_to_all over axis '{self.name}' needs a part for each member",
+                given=f"{len(given)} parts, {len(shapes)} shapes",
+                allowed=f"{self.size} of each",
+                fix="pass an empty tensor for a member that gets nothing",
             )
         outs = [given[0].new_empty(tuple(shape)) for shape in shapes]
-        call = Call("all_to_all", self.name, self.source, (), given[0].dtype)
+        call = CollectiveCall("all_to_all", self.name, self.source, (), given[0].dtype)
         return self.channel.all_to_all(call, outs, given)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -321,7 +317,7 @@ class Axis:
     def barrier(self) -> None:
         """Returns once every member has called it."""
         if self.size > 1:
-            call = Call("barrier", self.name, self.source, (1,), torch.uint8)
+            call = CollectiveCall("barrier", self.name, self.source, (1,), torch.uint8)
             self.channel.all_reduce(call, [torch.zeros(1, dtype=torch.uint8, device=self.device)], "max").wait()
 
     # --- messages ------------------------------------------------------------------------------------------
@@ -355,21 +351,19 @@ class Axis:
 
     # --- inside --------------------------------------------------------------------------------------------
 
-    def _call_about(self, kind: str, sizes: Sequence[int], dtype: torch.dtype) -> Call:
-        return Call(kind, self.name, self.source, (sum(sizes),), dtype, f"in parts {list(sizes)}")
+    def _call_about(self, kind: str, sizes: Sequence[int], dtype: torch.dtype) -> CollectiveCall:
+        return CollectiveCall(kind, self.name, self.source, (sum(sizes),), dtype, f"in parts {list(sizes)}")
 
-    def _call(self, kind: str, tensor: Tensor, details: str) -> Call:
-        return Call(kind, self.name, self.source, tuple(tensor.shape), tensor.dtype, details)
+    def _call(self, kind: str, tensor: Tensor, details: str) -> CollectiveCall:
+        return CollectiveCall(kind, self.name, self.source, tuple(tensor.shape), tensor.dtype, details)
 
     def _sizes(self, kind: str, sizes: Sequence[int] | None, mine: int) -> Sequence[int]:
         sizes = sizes or [mine] * self.size
         if len(sizes) != self.size or sizes[self.index] != mine:
             raise CommunicationError(
-                explain(
-                    f"{kind} over axis '{self.name}' was given sizes that are not the members'",
-                    given=f"sizes {list(sizes)}, member {self.index} of {self.size} holds {mine}",
-                    allowed="one size for each member, the caller's own at its index",
-                    fix="compute the sizes from the same cut on every rank",
-                )
+                f"{kind} over axis '{self.name}' was given sizes that are not the members'",
+                given=f"sizes {list(sizes)}, member {self.index} of {self.size} holds {mine}",
+                allowed="one size for each member, the caller's own at its index",
+                fix="compute the sizes from the same cut on every rank",
             )
         return sizes

@@ -11,10 +11,10 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from shardwright.comm.axis import Axis
+from shardwright.comm.backends.threads import Hub, StoppedError, ThreadTransport
 from shardwright.comm.recorder import Recorder
-from shardwright.comm.threads import Hub, StoppedError, ThreadTransport
 from shardwright.comm.world import World
-from shardwright.errors import CommunicationError, LayoutError, RankFailedError, explain
+from shardwright.errors import CommunicationError, LayoutError, RankFailedError
 from shardwright.mesh import Mesh
 
 T = TypeVar("T")
@@ -43,9 +43,9 @@ def launch(
     ``ranks="threads"`` runs them in this process; ``"processes"`` starts them on this machine through torch's
     elastic launcher, or joins the world when this process is already one rank of it (``torchrun``), and then
     returns this rank's result alone. ``options`` go to
-    :func:`~shardwright.comm.processes.run_processes`: ``debug``, ``timeout_s``, ``device``, ``bind_cores`` for cores of
-    each rank's own, and ``link``, a :class:`~shardwright.comm.Link` whose latency and bandwidth are emulated: to see on
-    one machine what overlap gains. Threads have none of these.
+    :func:`~shardwright.comm.backends.processes.run_processes`: ``debug``, ``timeout_s``, ``device``,
+    ``bind_cores`` for cores of each rank's own, and ``link``, a :class:`~shardwright.comm.backends.message_blocks.Link`
+    whose latency and bandwidth are emulated: to see on one machine what overlap gains. Threads have none of these.
 
     Raises: RankFailedError: a rank raised or died; its own traceback comes first. LayoutError: the world that
         ``torchrun`` started has another number of ranks.
@@ -56,18 +56,16 @@ def launch(
     num_ranks = ranks_or_layout if isinstance(ranks_or_layout, int) else ranks_or_layout.num_ranks
     if ranks == "threads":
         return run_threads(work, num_ranks, *args)
-    from shardwright.comm import processes  # what needs torch.distributed loads only when it is used
+    from shardwright.comm.backends import processes  # what needs torch.distributed loads only when it is used
 
     if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         size = int(os.environ["WORLD_SIZE"])
         if size != num_ranks:
             raise LayoutError(
-                explain(
-                    "the layout does not fit the ranks that were started",
-                    given=f"a layout for {num_ranks} ranks, a world of {size}",
-                    allowed=f"layouts whose sizes multiply to {size}",
-                    fix=f"start {num_ranks} ranks, or change the layout",
-                )
+                "the layout does not fit the ranks that were started",
+                given=f"a layout for {num_ranks} ranks, a world of {size}",
+                allowed=f"layouts whose sizes multiply to {size}",
+                fix=f"start {num_ranks} ranks, or change the layout",
             )
         return [processes.run_here(work, args, **options)]
     return processes.run_processes(work, num_ranks, args, **options)

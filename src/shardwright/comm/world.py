@@ -31,7 +31,7 @@ class Transport(Protocol):
 class World:
     """One rank's handle on all of them: its number, its device, its record of calls.
 
-    >>> from shardwright.comm import launch
+    >>> from shardwright.comm.launch import launch
     >>> launch(lambda world: (world.rank, world.size), 3, ranks="threads")
     [(0, 3), (1, 3), (2, 3)]
     """

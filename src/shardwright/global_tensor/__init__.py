@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwright.global_tensor import sbp
+from shardwright.global_tensor.boxing_plan import BoxingPlan, plan_to_global
 from shardwright.global_tensor.creation import arange, empty, full, ones, rand, randn, zeros
-from shardwright.global_tensor.module import module_to_global
-from shardwright.global_tensor.parts import from_local
+from shardwright.global_tensor.from_local import from_local
+from shardwright.global_tensor.module_to_global import module_to_global
 from shardwright.global_tensor.placement import Placement, placement
-from shardwright.global_tensor.routes import Route, plan_to_global
 from shardwright.global_tensor.tensor import GlobalTensor, to_global
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     load: Callable[..., Any]
 
 __all__ = [
+    "BoxingPlan",
     "GlobalTensor",
     "Placement",
-    "Route",
     "arange",
     "empty",
     "from_local",

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright.comm.here import everyone_here, here
+from shardwright.comm.current_world import everyone_here, here
 from shardwright.comm.values import difference, gather_json
-from shardwright.errors import LayoutError, explain
-from shardwright.global_tensor.lying import Where, local_shape
+from shardwright.errors import LayoutError
+from shardwright.global_tensor.geometry import GlobalLayout, local_shape
 
 
 def check_alike(what: str, told: Sequence[object]) -> None:
@@ -26,7 +26,7 @@ def check_everywhere(what: str, said: Iterable[object]) -> None:
         raise _disagreement(what, found)
 
 
-def check_source(x: DTensor, where: Where) -> None:
+def check_source(x: DTensor, where: GlobalLayout) -> None:
     """Raises LayoutError for a DTensor that lies in a way which no sbp says: on every rank, wherever it does.
 
     Traffic: one short message to each rank.
@@ -35,33 +35,27 @@ def check_source(x: DTensor, where: Where) -> None:
         plain = type(one) in (Shard, Replicate) or (one.is_partial() and getattr(one, "reduce_op", "sum") == "sum")
         if not plain:
             raise LayoutError(
-                explain(
-                    "a DTensor lies in a way that is no sbp",
-                    given=repr(one),
-                    allowed="Shard(dim), Replicate() and Partial('sum')",
-                    fix="redistribute it to Replicate() first",
-                )
+                "a DTensor lies in a way that is no sbp",
+                given=repr(one),
+                allowed="Shard(dim), Replicate() and Partial('sum')",
+                fix="redistribute it to Replicate() first",
             )
     held, expected = list(x._local_tensor.shape), list(local_shape(tuple(x.shape), where, here().rank))
     is_wrong = here().rank in where.placement and held != expected
     for rank, (given, allowed) in enumerate(gather_json(everyone_here(), [held, expected] if is_wrong else [0, 0])):
         if given != allowed:
             raise LayoutError(
-                explain(
-                    "a DTensor is not cut as torch.chunk cuts",
-                    given=f"{given} of {list(x.shape)} on rank {rank}",
-                    allowed=f"{allowed} there",
-                    fix="redistribute it to Replicate() first",
-                )
+                "a DTensor is not cut as torch.chunk cuts",
+                given=f"{given} of {list(x.shape)} on rank {rank}",
+                allowed=f"{allowed} there",
+                fix="redistribute it to Replicate() first",
             )
 
 
 def _disagreement(what: str, given: str) -> LayoutError:
     return LayoutError(
-        explain(
-            f"ranks disagree on {what}",
-            given=given,
-            allowed="the same on every rank, members or not",
-            fix="compute it without looking at the rank",
-        )
+        f"ranks disagree on {what}",
+        given=given,
+        allowed="the same on every rank, members or not",
+        fix="compute it without looking at the rank",
     )

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.comm.here import everyone_here, here
-from shardwright.errors import LayoutError, explain
+from shardwright.comm.current_world import everyone_here, here
+from shardwright.errors import LayoutError
 from shardwright.global_tensor import sbp as words
-from shardwright.global_tensor.lying import Where, boxes, local_shape, terms
+from shardwright.global_tensor.geometry import GlobalLayout, boxes, local_shape, terms
 from shardwright.global_tensor.placement import Placement, check_placement
 from shardwright.global_tensor.tensor import GlobalTensor, Sbps, wrap
 
@@ -22,7 +22,8 @@ def full(
 ) -> GlobalTensor:  # fmt: skip
     """A tensor of one value. Of a sum in parts, the first member holds it and the others hold zeros.
 
-    >>> from shardwright.global_tensor import placement, sbp
+    >>> from shardwright.global_tensor import sbp
+    >>> from shardwright.global_tensor.placement import placement
     >>> full((2,), 7, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0)).tolist()
     [7, 7]
     """
@@ -34,7 +35,8 @@ def zeros(
 ) -> GlobalTensor:
     """A tensor of zeros.
 
-    >>> from shardwright.global_tensor import placement, sbp
+    >>> from shardwright.global_tensor import sbp
+    >>> from shardwright.global_tensor.placement import placement
     >>> zeros(2, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0)).tolist()
     [0.0, 0.0]
     """
@@ -46,7 +48,8 @@ def ones(
 ) -> GlobalTensor:
     """A tensor of ones.
 
-    >>> from shardwright.global_tensor import placement, sbp
+    >>> from shardwright.global_tensor import sbp
+    >>> from shardwright.global_tensor.placement import placement
     >>> ones(2, placement=placement("cpu", ranks=[0]), sbp=sbp.partial_sum).tolist()
     [1.0, 1.0]
     """
@@ -58,7 +61,8 @@ def empty(
 ) -> GlobalTensor:
     """A tensor of whatever was there; copies of it are equal only once something is written.
 
-    >>> from shardwright.global_tensor import placement, sbp
+    >>> from shardwright.global_tensor import sbp
+    >>> from shardwright.global_tensor.placement import placement
     >>> empty(2, 3, placement=placement("cpu", ranks=[0]), sbp=sbp.broadcast).shape
     torch.Size([2, 3])
     """
@@ -70,7 +74,8 @@ def arange(
 ) -> GlobalTensor:
     """``torch.arange(*bounds)``; each rank computes its own slice.
 
-    >>> from shardwright.global_tensor import placement, sbp
+    >>> from shardwright.global_tensor import sbp
+    >>> from shardwright.global_tensor.placement import placement
     >>> arange(1, 7, 2, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0)).tolist()
     [1, 3, 5]
     """
@@ -86,7 +91,8 @@ def randn(
 
     Without ``seed`` one is drawn from torch's default generator, and the first rank's counts.
 
-    >>> from shardwright.global_tensor import placement, sbp
+    >>> from shardwright.global_tensor import sbp
+    >>> from shardwright.global_tensor.placement import placement
     >>> everywhere = dict(placement=placement("cpu", ranks=[0]), seed=3)
     >>> a, b = randn(4, sbp=sbp.split(0), **everywhere), randn(4, sbp=sbp.partial_sum, **everywhere)
     >>> torch.equal(a.full_tensor(), b.full_tensor())
@@ -101,7 +107,8 @@ def rand(
 ) -> GlobalTensor:  # fmt: skip
     """Random numbers from 0 to 1, in all else as :func:`randn`.
 
-    >>> from shardwright.global_tensor import placement, sbp
+    >>> from shardwright.global_tensor import sbp
+    >>> from shardwright.global_tensor.placement import placement
     >>> x = rand(9, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0))
     >>> 0 <= x.min().item() <= x.max().item() < 1
     True
@@ -137,11 +144,11 @@ def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
     return size
 
 
-def _checked(shape: Sequence[int], placement: Placement, sbp: Sbps) -> Where:
+def _checked(shape: Sequence[int], placement: Placement, sbp: Sbps) -> GlobalLayout:
     check_placement(placement)
     if any(not isinstance(size, int) or size < 0 for size in shape):
-        raise LayoutError(explain("no such shape", given=shape, allowed="sizes from 0 on", fix="give whole numbers"))
-    return Where(placement, words.checked(sbp, placement, len(shape)))
+        raise LayoutError("no such shape", given=shape, allowed="sizes from 0 on", fix="give whole numbers")
+    return GlobalLayout(placement, words.checked(sbp, placement, len(shape)))
 
 
 def _made(

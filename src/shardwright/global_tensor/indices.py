@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shardwright.comm.here import here
+from shardwright.comm.current_world import here
 from shardwright.errors import explain
-from shardwright.global_tensor.lying import Where
+from shardwright.global_tensor.geometry import GlobalLayout
 from shardwright.global_tensor.sbp import broadcast
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ def with_lists(x: GlobalTensor, index: Any) -> Any:
 
     Raises: IndexError: a list that the dim does not fit. On every rank: a member that raised alone would be waited for.
 
-    >>> from shardwright.global_tensor import arange, placement, sbp
+    >>> from shardwright.global_tensor import sbp
+    >>> from shardwright.global_tensor.creation import arange
+    >>> from shardwright.global_tensor.placement import placement
     >>> x = arange(5, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0))
     >>> x[[0, -1]].tolist(), x[[True, False, False, True, False]].tolist()
     ([0, 4], [0, 3])
@@ -71,7 +73,7 @@ def _tensors(x: GlobalTensor, table: Tensor, dim: int) -> list[Tensor]:
         tables = (table,)
         if sizes and table.numel() and not -sizes[0] <= int(table.min()) <= int(table.max()) < sizes[0]:
             raise _misfit(f"{int(table.min())} to {int(table.max())}", f"{-sizes[0]} to {sizes[0] - 1} in dim {dim}")
-    where, device = Where(x.placement, (broadcast,) * x.placement.ndim), x._local_tensor.device
+    where, device = GlobalLayout(x.placement, (broadcast,) * x.placement.ndim), x._local_tensor.device
     member = here().rank in x.placement
     return [
         wrap(each.to(device) if member else each.new_empty((0,) * each.ndim, device=device), each.shape, where)

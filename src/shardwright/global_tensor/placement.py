@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.comm.here import here
-from shardwright.errors import LayoutError, explain
+from shardwright.comm.current_world import here
+from shardwright.errors import LayoutError
 
 Coord = tuple[int, ...]
 
@@ -180,4 +180,4 @@ def _is_usable(type: str) -> bool:
 
 
 def _wrong(what: str, given: object, allowed: object, fix: object) -> LayoutError:
-    return LayoutError(explain(what, given=given, allowed=allowed, fix=fix))
+    return LayoutError(what, given=given, allowed=allowed, fix=fix)

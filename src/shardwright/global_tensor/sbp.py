@@ -16,7 +16,7 @@ from typing import SupportsIndex, TypeGuard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import placement_types as types
 
-from shardwright.errors import LayoutError, explain
+from shardwright.errors import LayoutError
 from shardwright.global_tensor.placement import Placement
 
 Sbp = types.Placement
@@ -33,7 +33,7 @@ def split(dim: int) -> Shard:
     '(split(0), broadcast)'
     """
     if isinstance(dim, bool) or not isinstance(dim, SupportsIndex):
-        raise LayoutError(explain("not a dim", given=f"split({dim!r})", allowed="whole numbers", fix="write split(0)"))
+        raise LayoutError("not a dim", given=f"split({dim!r})", allowed="whole numbers", fix="write split(0)")
     return Shard(index(dim))
 
 
@@ -63,12 +63,10 @@ def checked(sbp: Sbp | Sequence[Sbp], where: Placement, num_dims: int) -> tuple[
     given = (sbp,) if isinstance(sbp, Sbp) or not isinstance(sbp, Sequence) else tuple(sbp)
     if len(given) != where.ndim:
         raise LayoutError(
-            explain(
-                "one sbp is needed for each axis of the placement",
-                given=f"{len(given)} for {where}, which has {where.ndim}: {sbp!r}",
-                allowed=f"{where.ndim}",
-                fix=f"write ({', '.join(['broadcast'] * where.ndim)},) and change what shall be cut",
-            )
+            "one sbp is needed for each axis of the placement",
+            given=f"{len(given)} for {where}, which has {where.ndim}: {sbp!r}",
+            allowed=f"{where.ndim}",
+            fix=f"write ({', '.join(['broadcast'] * where.ndim)},) and change what shall be cut",
         )
     return tuple(_checked(one, num_dims) for one in given)
 
@@ -88,12 +86,10 @@ def checked_gradient(
     if any(one != mine and (is_split(one) or is_split(mine)) for one, mine in zip(found, lies, strict=True)):
         whole = text([one if is_split(one) else broadcast for one in lies])
         raise LayoutError(
-            explain(
-                "the gradient of a rank's own part has another shape than the part",
-                given=f"{text(found)}, for a part of {text(lies)}",
-                allowed=f"{whole}; partial_sum for broadcast",
-                fix=f"leave it out, or write {whole}; x.to_global(grad_sbp=...) takes any",
-            )
+            "the gradient of a rank's own part has another shape than the part",
+            given=f"{text(found)}, for a part of {text(lies)}",
+            allowed=f"{whole}; partial_sum for broadcast",
+            fix=f"leave it out, or write {whole}; x.to_global(grad_sbp=...) takes any",
         )
     return found
 
@@ -102,21 +98,17 @@ def _checked(one: object, num_dims: int) -> Sbp:
     if is_split(one):
         if not -num_dims <= one.dim < num_dims:
             raise LayoutError(
-                explain(
-                    "cannot cut a dim that the tensor does not have",
-                    given=f"split({one.dim}), a tensor of {num_dims} dims",
-                    allowed=f"dims from {-num_dims} to {num_dims - 1}" if num_dims else "broadcast, partial_sum",
-                    fix=f"write split({num_dims - 1})" if num_dims else "write broadcast",
-                )
+                "cannot cut a dim that the tensor does not have",
+                given=f"split({one.dim}), a tensor of {num_dims} dims",
+                allowed=f"dims from {-num_dims} to {num_dims - 1}" if num_dims else "broadcast, partial_sum",
+                fix=f"write split({num_dims - 1})" if num_dims else "write broadcast",
             )
         return Shard(one.dim % num_dims)
     if type(one) is Replicate or (type(one) is Partial and one.reduce_op == "sum"):
         return one
     raise LayoutError(
-        explain(
-            "no such sbp",
-            given=repr(one),
-            allowed="split(dim), broadcast, partial_sum; torch's Shard, Replicate, Partial()",
-            fix="write sbp.broadcast",
-        )
+        "no such sbp",
+        given=repr(one),
+        allowed="split(dim), broadcast, partial_sum; torch's Shard, Replicate, Partial()",
+        fix="write sbp.broadcast",
     )

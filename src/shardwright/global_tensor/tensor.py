@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from shardwright.comm import once
-from shardwright.comm.here import here
-from shardwright.errors import LayoutError, PlanError, explain
+from shardwright.comm.autograd import once
+from shardwright.comm.current_world import here
+from shardwright.errors import LayoutError, PlanError
 from shardwright.global_tensor import sbp as words
 from shardwright.global_tensor.agreement import check_source
-from shardwright.global_tensor.aliases import check_fresh, is_stale
+from shardwright.global_tensor.boxing import move
+from shardwright.global_tensor.boxing_plan import route
+from shardwright.global_tensor.geometry import GlobalLayout, is_partial, local_shape
 from shardwright.global_tensor.indices import with_lists
-from shardwright.global_tensor.lying import Where, is_partial, local_shape
-from shardwright.global_tensor.moving import move
 from shardwright.global_tensor.placement import Placement, check_placement, mesh_of, placement_of
-from shardwright.global_tensor.routes import route
 from shardwright.global_tensor.sbp import Sbp, broadcast, is_split
+from shardwright.global_tensor.view_tracking import check_fresh, is_stale
 
 Sbps = Sbp | Sequence[Sbp]
 
@@ -102,16 +102,14 @@ class GlobalTensor(DTensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        mine = (where_of(self), self.shape, self.dtype)
-        if not isinstance(new, GlobalTensor) or (where_of(new), new.shape, new.dtype) != mine:
-            given = str(where_of(new)) if isinstance(new, DTensor) else "a plain tensor"
+        mine = (global_layout_of(self), self.shape, self.dtype)
+        if not isinstance(new, GlobalTensor) or (global_layout_of(new), new.shape, new.dtype) != mine:
+            given = str(global_layout_of(new)) if isinstance(new, DTensor) else "a plain tensor"
             raise LayoutError(
-                explain(
-                    "'.data' of a global tensor is given what does not lie as it does",
-                    given=f"{given}, {new.dtype} {list(new.shape)}",
-                    allowed=f"a global tensor on {where_of(self)}, {self.dtype} {list(self.shape)}",
-                    fix="write x.to_local().copy_(part) for each member's part, or make a new tensor",
-                )
+                "'.data' of a global tensor is given what does not lie as it does",
+                given=f"{given}, {new.dtype} {list(new.shape)}",
+                allowed=f"a global tensor on {global_layout_of(self)}, {self.dtype} {list(self.shape)}",
+                fix="write x.to_local().copy_(part) for each member's part, or make a new tensor",
             )
         self._local_tensor = new._local_tensor
 
@@ -120,7 +118,7 @@ class GlobalTensor(DTensor):
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf and not self._backward_hooks:
             self.register_hook(  # type: ignore[no-untyped-call]
-                partial(_own_gradient, tuple(self.shape), where_of(self))
+                partial(_own_gradient, tuple(self.shape), global_layout_of(self))
             )
         return self
 
@@ -172,35 +170,29 @@ class GlobalTensor(DTensor):
     def share_memory_(self) -> GlobalTensor:
         """Refused."""
         raise PlanError(
-            explain(
-                "a global tensor is not shared between processes: each rank holds a part of it",
-                given=str(where_of(self)),
-                allowed="to_local().share_memory_(), for the part alone",
-                fix="give the part to the other process",
-            )
+            "a global tensor is not shared between processes: each rank holds a part of it",
+            given=str(global_layout_of(self)),
+            allowed="to_local().share_memory_(), for the part alone",
+            fix="give the part to the other process",
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PlanError(
-            explain(
-                "a global tensor is not pickled: each rank holds a part of it",
-                given=str(where_of(self)),
-                allowed="shardwright.global_tensor.save and load",
-                fix="save({'name': tensor}, folder)",
-            )
+            "a global tensor is not pickled: each rank holds a part of it",
+            given=str(global_layout_of(self)),
+            allowed="shardwright.global_tensor.save and load",
+            fix="save({'name': tensor}, folder)",
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
         if not self.is_leaf:
             raise PlanError(
-                explain(
-                    "a result of operators is not deep-copied: the copy would have no gradient to pass on",
-                    given=f"{list(self.shape)} on {where_of(self)}",
-                    allowed="leaves: parameters, and tensors that nothing computed",
-                    fix="write copy.deepcopy(x.detach()), or x.clone() to keep the gradient",
-                )
+                "a result of operators is not deep-copied: the copy would have no gradient to pass on",
+                given=f"{list(self.shape)} on {global_layout_of(self)}",
+                allowed="leaves: parameters, and tensors that nothing computed",
+                fix="write copy.deepcopy(x.detach()), or x.clone() to keep the gradient",
             )
-        copy = wrap(self.to_local().detach().clone(), tuple(self.shape), where_of(self), self.stride())
+        copy = wrap(self.to_local().detach().clone(), tuple(self.shape), global_layout_of(self), self.stride())
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, self.requires_grad)  # type: ignore[assignment]
         else:
@@ -214,12 +206,10 @@ class GlobalTensor(DTensor):
         """The whole on this rank, for code that needs the numbers: the same on every rank."""
         if set(self.placement.ranks) != set(range(here().size)):
             raise LayoutError(
-                explain(
-                    f"'{verb}' needs the numbers on every rank, and some hold none",
-                    given=f"{self.placement}, a world of {here().size}",
-                    allowed="tensors whose placement is the whole world",
-                    fix=f"use x.to_global({everywhere(self.placement.type)}, sbp.broadcast), or x.to_local()",
-                )
+                f"'{verb}' needs the numbers on every rank, and some hold none",
+                given=f"{self.placement}, a world of {here().size}",
+                allowed="tensors whose placement is the whole world",
+                fix=f"use x.to_global({everywhere(self.placement.type)}, sbp.broadcast), or x.to_local()",
             )
         whole: GlobalTensor = self.detach()  # type: ignore[assignment]
         return whole.full_tensor()
@@ -235,12 +225,12 @@ def everywhere(type: str) -> Placement:
     return Placement(type, tuple(range(size)), (size,))
 
 
-def where_of(tensor: DTensor) -> Where:
+def global_layout_of(tensor: DTensor) -> GlobalLayout:
     """Where a tensor lies and how."""
-    return Where(placement_of(tensor._spec.mesh), tuple(tensor._spec.placements))
+    return GlobalLayout(placement_of(tensor._spec.mesh), tuple(tensor._spec.placements))
 
 
-def wrap(local: Tensor, shape: Sequence[int], where: Where, stride: Sequence[int] | None = None) -> GlobalTensor:
+def wrap(local: Tensor, shape: Sequence[int], where: GlobalLayout, stride: Sequence[int] | None = None) -> GlobalTensor:
     """A global tensor of ``shape`` around this rank's local tensor; nothing is checked but the local shape."""
     shape = tuple(shape)
     expected = local_shape(shape, where, here().rank)
@@ -252,7 +242,7 @@ def wrap(local: Tensor, shape: Sequence[int], where: Where, stride: Sequence[int
 
 
 @lru_cache(maxsize=4096)
-def _spec(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, where: Where) -> DTensorSpec:
+def _spec(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, where: GlobalLayout) -> DTensorSpec:
     """Torch's own description of the layout; nothing changes one once it is made."""
     meta = TensorMeta(torch.Size(shape), stride, dtype)
     return DTensorSpec(mesh_of(where.placement), where.sbp, tensor_meta=meta)
@@ -280,34 +270,30 @@ def to_global(
     calls it for those.
     """
     if not isinstance(x, DTensor):
-        from shardwright.global_tensor.parts import from_local
+        from shardwright.global_tensor.from_local import from_local
 
         if placement is None or sbp is None:
             raise LayoutError(
-                explain(
-                    "a plain tensor does not say where it lies",
-                    given=f"placement={placement}, sbp={sbp}",
-                    allowed="both",
-                    fix="write to_global(x, placement('cpu', ranks=[0]), sbp.broadcast)",
-                )
+                "a plain tensor does not say where it lies",
+                given=f"placement={placement}, sbp={sbp}",
+                allowed="both",
+                fix="write to_global(x, placement('cpu', ranks=[0]), sbp.broadcast)",
             )
         return from_local(x, placement, sbp, grad_sbp=grad_sbp)
-    here_ = where_of(x)
+    here_ = global_layout_of(x)
     where = here_.placement if placement is None else placement
     check_placement(where)
     if sbp is None and where.ndim != here_.placement.ndim:
         raise LayoutError(
-            explain(
-                "a placement with other axes needs an sbp",
-                given=f"{here_.placement} to {where}, sbp=None",
-                allowed=f"{where.ndim} of split(dim), broadcast, partial_sum",
-                fix=f"write sbp=({', '.join(['sbp.broadcast'] * where.ndim)},)",
-            )
+            "a placement with other axes needs an sbp",
+            given=f"{here_.placement} to {where}, sbp=None",
+            allowed=f"{where.ndim} of split(dim), broadcast, partial_sum",
+            fix=f"write sbp=({', '.join(['sbp.broadcast'] * where.ndim)},)",
         )
     if not isinstance(x, GlobalTensor):
         check_source(x, here_)
     check_fresh("to_global", [x])
-    there = Where(where, words.checked(here_.sbp if sbp is None else sbp, where, x.ndim))
+    there = GlobalLayout(where, words.checked(here_.sbp if sbp is None else sbp, where, x.ndim))
     is_leaf_of_terms = x.is_leaf and x.requires_grad and is_partial(here_)  # its gradient is one of terms, too
     if there == here_ and grad_sbp is None and isinstance(x, GlobalTensor) and not is_leaf_of_terms:
         return x
@@ -325,9 +311,9 @@ def without_sums(sbp: Sequence[Sbp]) -> tuple[Sbp, ...]:
     return tuple(broadcast if one.is_partial() else one for one in sbp)
 
 
-def moved(x: DTensor, where: Where) -> Tensor:
+def moved(x: DTensor, where: GlobalLayout) -> Tensor:
     """The local tensor of ``x`` once it lies there; outside of autograd."""
-    return move(x._local_tensor, tuple(x.shape), where_of(x), where)
+    return move(x._local_tensor, tuple(x.shape), global_layout_of(x), where)
 
 
 def check_gradient(grad: Tensor, where: Placement) -> None:
@@ -335,29 +321,27 @@ def check_gradient(grad: Tensor, where: Placement) -> None:
     if not isinstance(grad, GlobalTensor) or grad.placement != where:
         given = str(grad.placement) if isinstance(grad, GlobalTensor) else "a plain tensor"
         raise LayoutError(
-            explain(
-                "a global tensor is given a gradient that does not lie where it does",
-                given=f"{given}, for a tensor on {where}",
-                allowed="a global tensor on the same placement",
-                fix="write y.backward(torch.ones_like(y)), or to_global(grad, placement, sbp) for it",
-            )
+            "a global tensor is given a gradient that does not lie where it does",
+            given=f"{given}, for a tensor on {where}",
+            allowed="a global tensor on the same placement",
+            fix="write y.backward(torch.ones_like(y)), or to_global(grad, placement, sbp) for it",
         )
 
 
-def _own_gradient(shape: tuple[int, ...], where: Where, grad: GlobalTensor) -> GlobalTensor:
+def _own_gradient(shape: tuple[int, ...], where: GlobalLayout, grad: GlobalTensor) -> GlobalTensor:
     """A leaf's gradient, cut where the leaf is and the gradient is whole, if that moves nothing."""
     check_gradient(grad, where.placement)
     back = [mine if is_split(mine) and one == broadcast else one for mine, one in zip(where.sbp, grad.sbp, strict=True)]
-    there = Where(where.placement, tuple(back))
-    if there.sbp == grad.sbp or route(shape, where_of(grad), there).moved_elements:
+    there = GlobalLayout(where.placement, tuple(back))
+    if there.sbp == grad.sbp or route(shape, global_layout_of(grad), there).moved_elements:
         return grad
     return grad.to_global(sbp=there.sbp)
 
 
 class _ToGlobal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, there: Where, back: tuple[Sbp, ...]) -> GlobalTensor:
-        ctx.back, ctx.there = Where(placement_of(x._spec.mesh), back), there.placement
+    def forward(ctx: Any, x: DTensor, there: GlobalLayout, back: tuple[Sbp, ...]) -> GlobalTensor:
+        ctx.back, ctx.there = GlobalLayout(placement_of(x._spec.mesh), back), there.placement
         ctx.set_materialize_grads(False)
         local = moved(x, there)
         local = local.clone() if local is x._local_tensor else local.view_as(local)
@@ -374,7 +358,7 @@ class _ToGlobal(torch.autograd.Function):
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: GlobalTensor, grad_sbp: tuple[Sbp, ...] | None) -> Tensor:
-        ctx.shape, ctx.where = tuple(x.shape), Where(x.placement, grad_sbp or without_sums(x.sbp))
+        ctx.shape, ctx.where = tuple(x.shape), GlobalLayout(x.placement, grad_sbp or without_sums(x.sbp))
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod

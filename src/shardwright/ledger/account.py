@@ -16,17 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.comm.ghosts import ghost_world
+from shardwright.analysis.meta_device import on_meta
+from shardwright.comm.backends.fake import fake_world
 from shardwright.layout import Layout
-from shardwright.ledger.attention import AttendsAsHere
+from shardwright.ledger.attention import NativeAttentionOnMeta
 from shardwright.ledger.tracking import Account, Tracker
-from shardwright.models.on_meta import on_meta
-from shardwright.parallelize import Run, hollow, parallelize
-from shardwright.parallelize.planning import narrow_model, num_rows
+from shardwright.parallelize import parallelize
+from shardwright.parallelize.planning import narrow_model, num_rows, without_storage
 from shardwright.parallelize.rehearsal import values_crossing
-from shardwright.pipeline import Action, Events, Microbatch
+from shardwright.parallelize.run import Run
+from shardwright.plan.plan import Job
+from shardwright.plan.schedule import Action
+from shardwright.runtime.executor import Events, Microbatch
 from shardwright.strategies import choose
-from shardwright.strategy import Job
 
 Optimizer = torch.optim.Optimizer
 
@@ -81,10 +83,10 @@ def predict_memory(
     """
     meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    world = ghost_world(rank, layout.num_ranks)
+    world = fake_world(rank, layout.num_ranks)
     run = parallelize(
-        hollow(job.model), layout, world, loss=hollow(job.loss), num_tokens=job.num_tokens, roles=job.roles,
-        example=meta[0], seconds=job.seconds,
+        without_storage(job.model), layout, world, loss=without_storage(job.loss), num_tokens=job.num_tokens,
+        roles=job.roles, example=meta[0], seconds=job.seconds,
     )  # fmt: skip
     (mine,) = run.shard([meta])
     if run.plan.stages is not None:
@@ -94,7 +96,7 @@ def predict_memory(
     if options.pop("fused", False):  # there is no such kernel on meta; one parameter after the other takes as little
         options["foreach"] = False
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
-    with AttendsAsHere(), on_meta(run.model):
+    with NativeAttentionOnMeta(), on_meta(run.model):
         run.step(mine)
         steps.step()
         return measure_memory(run, mine, steps)
@@ -102,7 +104,7 @@ def predict_memory(
 
 def _expect(run: Run, job: Job, mine: Microbatch, num_global: int) -> None:
     """Tells a stage what will come from the others, who are not there to tell."""
-    apart = job._replace(model=narrow_model(hollow(job.model), run.plan), loss=hollow(job.loss))
+    apart = job._replace(model=narrow_model(without_storage(job.model), run.plan), loss=without_storage(job.loss))
     inputs = [each.inputs for each in run.pieces(mine)]
     run.rehearse_with(
         mine, values_crossing(apart, run.plan, choose(run.plan.layout), inputs, num_global, run.coord, mine.num_tokens)

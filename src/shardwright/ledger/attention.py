@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardwright.draws import with_names
+from shardwright.rng import with_names
 
 
-class AttendsAsHere(TorchFunctionMode):
+class NativeAttentionOnMeta(TorchFunctionMode):
     """While it is on, attention without weights to drop keeps queries, keys, values, output and one number a query.
 
     >>> q = torch.empty(1, 2, 3, 4, device="meta", requires_grad=True)
-    >>> with AttendsAsHere():
+    >>> with NativeAttentionOnMeta():
     ...     y = functional.scaled_dot_product_attention(q, q, q)
     >>> type(y.grad_fn).__name__
     'ScaledDotProductFlashAttentionForCpuBackward0'

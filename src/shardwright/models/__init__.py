@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import LayoutError, PlanError, explain, nearest
+from shardwright.errors import LayoutError, PlanError, nearest
 from shardwright.models.attention import Attention, AttentionConfig, Rotary
 from shardwright.models.convnet import ConvNetConfig, build_convnet
 from shardwright.models.gpt import GPT, GPTConfig, generate
@@ -125,12 +125,10 @@ def find(name: str) -> ModelEntry:
     """
     if name not in MODELS:
         raise PlanError(
-            explain(
-                "no such model",
-                given=name,
-                allowed=f"{', '.join(MODELS)}, or package.module:factory",
-                fix=f"write {nearest(name, MODELS)}",
-            )
+            "no such model",
+            given=name,
+            allowed=f"{', '.join(MODELS)}, or package.module:factory",
+            fix=f"write {nearest(name, MODELS)}",
         )
     return MODELS[name]
 
@@ -186,12 +184,10 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
         raise _failed(name, failure) from failure
     if not isinstance(model, nn.Module):
         raise PlanError(
-            explain(
-                f"'{name}' makes no model",
-                given=type(model).__name__,
-                allowed="a function or class that returns a torch.nn.Module",
-                fix="return the module",
-            )
+            f"'{name}' makes no model",
+            given=type(model).__name__,
+            allowed="a function or class that returns a torch.nn.Module",
+            fix="return the module",
         )
     return model
 
@@ -206,12 +202,10 @@ def _failed(name: str, failure: Exception) -> PlanError:
     where = f"\n           {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
     said = str(failure).strip().splitlines()
     return PlanError(
-        explain(
-            f"'{name}' failed to build its model" + (" without values" if torch.empty(0).is_meta else ""),
-            given=f"{type(failure).__name__}: {said[0] if said else ''}{where}",
-            allowed=allowed,
-            fix=fix,
-        )
+        f"'{name}' failed to build its model" + (" without values" if torch.empty(0).is_meta else ""),
+        given=f"{type(failure).__name__}: {said[0] if said else ''}{where}",
+        allowed=allowed,
+        fix=fix,
     )
 
 
@@ -222,22 +216,18 @@ def _load(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except Exception as error:  # any Python code may run here
         raise PlanError(
-            explain(
-                f"cannot import '{module_name}'",
-                given=f"{name}: {type(error).__name__}: {error}",
-                allowed="package.module:factory, importable from where you are",
-                fix="install the package, or set PYTHONPATH to the folder that holds it",
-            )
+            f"cannot import '{module_name}'",
+            given=f"{name}: {type(error).__name__}: {error}",
+            allowed="package.module:factory, importable from where you are",
+            fix="install the package, or set PYTHONPATH to the folder that holds it",
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         known = sorted(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
         raise PlanError(
-            explain(
-                f"'{module_name}' has no factory '{attribute}'",
-                given=name,
-                allowed="a function or class of that module",
-                fix=f"write {module_name}:{nearest(attribute, known)}" if known else "define it there",
-            )
+            f"'{module_name}' has no factory '{attribute}'",
+            given=name,
+            allowed="a function or class of that module",
+            fix=f"write {module_name}:{nearest(attribute, known)}" if known else "define it there",
         )
     return factory  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.errors import PlanError, explain
+from shardwright.errors import PlanError
 from shardwright.models.settings import check_fraction, check_sizes
 
 
@@ -63,31 +63,25 @@ def check_heads(width: int, num_heads: int, num_kv_heads: int, head_dim: int, *,
     if num_heads % kv_heads:
         fits = max(heads for heads in range(1, kv_heads + 1) if num_heads % heads == 0)
         raise PlanError(
-            explain(
-                "the query heads do not share the key and value heads evenly",
-                given=f"num_heads={num_heads}, num_kv_heads={kv_heads}",
-                allowed=f"num_kv_heads that divides {num_heads}",
-                fix=f"set num_kv_heads={fits}",
-            )
+            "the query heads do not share the key and value heads evenly",
+            given=f"num_heads={num_heads}, num_kv_heads={kv_heads}",
+            allowed=f"num_kv_heads that divides {num_heads}",
+            fix=f"set num_kv_heads={fits}",
         )
     if not head_dim and width % num_heads:
         raise PlanError(
-            explain(
-                "the width is no whole number of heads",
-                given=f"width={width}, num_heads={num_heads}",
-                allowed="a width that num_heads divides, or a head_dim of your own",
-                fix=f"set width={-(-width // num_heads) * num_heads}",
-            )
+            "the width is no whole number of heads",
+            given=f"width={width}, num_heads={num_heads}",
+            allowed="a width that num_heads divides, or a head_dim of your own",
+            fix=f"set width={-(-width // num_heads) * num_heads}",
         )
     head_dim = head_dim or width // num_heads
     if rotary and head_dim % 2:
         raise PlanError(
-            explain(
-                "a rotation needs pairs of elements",
-                given=f"head_dim={head_dim}",
-                allowed="an even head_dim",
-                fix=f"set head_dim={head_dim + 1}",
-            )
+            "a rotation needs pairs of elements",
+            given=f"head_dim={head_dim}",
+            allowed="an even head_dim",
+            fix=f"set head_dim={head_dim + 1}",
         )
 
 

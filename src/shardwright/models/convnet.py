@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwright.errors import PlanError, explain
+from shardwright.errors import PlanError
 from shardwright.models.settings import check_sizes
 
 
@@ -37,21 +37,17 @@ class ConvNetConfig:
         for name, widths in (("channels", self.channels), ("hidden", self.hidden)):
             if not widths or min(widths) < 1:
                 raise PlanError(
-                    explain(
-                        f"'{name}' makes no layer",
-                        given=f"{name}={widths}",
-                        allowed="one width or more, each 1 or more",
-                        fix=f"set {name}=6,16",
-                    )
+                    f"'{name}' makes no layer",
+                    given=f"{name}={widths}",
+                    allowed="one width or more, each 1 or more",
+                    fix=f"set {name}=6,16",
                 )
         if self.last_size < 1:
             raise PlanError(
-                explain(
-                    "the picture is used up before the last convolution",
-                    given=f"image_size={self.image_size}, kernel={self.kernel}, channels={self.channels}",
-                    allowed="sizes that leave one pixel: each convolution takes kernel - 1, each pool halves",
-                    fix="set a larger image_size or a smaller kernel",
-                )
+                "the picture is used up before the last convolution",
+                given=f"image_size={self.image_size}, kernel={self.kernel}, channels={self.channels}",
+                allowed="sizes that leave one pixel: each convolution takes kernel - 1, each pool halves",
+                fix="set a larger image_size or a smaller kernel",
             )
 
     @property

@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import PlanError, explain
+from shardwright.errors import PlanError
 from shardwright.models.attention import Attention, check_heads
-from shardwright.models.evaluating import evaluating
+from shardwright.models.eval_mode import eval_mode
 from shardwright.models.settings import check_fraction, check_sizes
 
 _STD = 0.02  # of every weight that GPT-2 draws
@@ -50,7 +50,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if self.style not in ("gpt2", "llama"):
-            raise PlanError(explain("no such style", given=self.style, allowed="gpt2, llama", fix="set style=gpt2"))
+            raise PlanError("no such style", given=self.style, allowed="gpt2, llama", fix="set style=gpt2")
         check_sizes(self, 1, "vocabulary", "max_tokens", "num_layers", "num_heads", "width", "theta")
         check_sizes(self, 0, "num_kv_heads", "hidden")
         check_fraction("dropout", self.dropout)
@@ -181,12 +181,10 @@ class Positions(nn.Module):
         """Raises PlanError for a sequence that is longer than ``max_tokens``."""
         if num_tokens > self.max_tokens:
             raise PlanError(
-                explain(
-                    "the sequence is longer than the learned positions",
-                    given=f"{num_tokens} tokens",
-                    allowed=f"1 to {self.max_tokens}",
-                    fix=f"set max_tokens={num_tokens}, or use shorter sequences",
-                )
+                "the sequence is longer than the learned positions",
+                given=f"{num_tokens} tokens",
+                allowed=f"1 to {self.max_tokens}",
+                fix=f"set max_tokens={num_tokens}, or use shorter sequences",
             )
 
 
@@ -250,7 +248,7 @@ def generate(model: GPT, tokens_BT: Tensor, num_new: int, temperature: float, ge
     >>> generate(model, torch.zeros(2, 3, dtype=torch.int64), 4, 0.8, torch.Generator().manual_seed(0)).shape
     torch.Size([2, 7])
     """
-    with evaluating(model):
+    with eval_mode(model):
         for _ in range(num_new):
             logits_BV = model(tokens_BT[:, -model.config.max_tokens :])[:, -1]
             if temperature > 0:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.errors import PlanError, explain
+from shardwright.errors import PlanError
 from shardwright.models.settings import check_fraction
 
 
@@ -84,12 +84,10 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
         parts = result if isinstance(result, tuple) else (result,)
         each = (f"Tensor {tuple(p.shape)}" if isinstance(p, Tensor) and p.dim() else type(p).__name__ for p in parts)
         raise PlanError(
-            explain(
-                "a loss gives the sum over its targets and their count",
-                given=", ".join(each),
-                allowed="a pair (sum, count), the sum a tensor of one number",
-                fix="return loss.sum(), targets.numel(): the mean is taken once, over all ranks",
-            )
+            "a loss gives the sum over its targets and their count",
+            given=", ".join(each),
+            allowed="a pair (sum, count), the sum a tensor of one number",
+            fix="return loss.sum(), targets.numel(): the mean is taken once, over all ranks",
         )
     return result[0], torch.as_tensor(result[1], device=result[0].device)
 
@@ -116,12 +114,10 @@ def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape:
     """
     if shape != other_shape:
         raise PlanError(
-            explain(
-                f"{name} and {other_name} differ in shape",
-                given=f"{tuple(shape)} and {tuple(other_shape)}",
-                allowed="equal shapes",
-                fix=f"give {other_name} the shape {tuple(shape)}",
-            )
+            f"{name} and {other_name} differ in shape",
+            given=f"{tuple(shape)} and {tuple(other_shape)}",
+            allowed="equal shapes",
+            fix=f"give {other_name} the shape {tuple(shape)}",
         )
 
 
@@ -144,10 +140,8 @@ def check_tensors(output: object, targets: object) -> None:
         elif isinstance(value, tuple | list):
             given += f" of {', '.join(type(each).__name__ for each in value)}"
         raise PlanError(
-            explain(
-                f"the loss takes one tensor as {what}",
-                given=given,
-                allowed="a tensor",
-                fix="return it alone, or give a loss of your own: forward(output, targets) gives (sum, count)",
-            )
+            f"the loss takes one tensor as {what}",
+            given=given,
+            allowed="a tensor",
+            fix="return it alone, or give a loss of your own: forward(output, targets) gives (sum, count)",
         )

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from shardwright.errors import PlanError, explain
+from shardwright.errors import PlanError
 from shardwright.models.settings import check_fraction
 
 Activation = Literal["gelu", "relu", "silu", "tanh"]
@@ -37,12 +37,10 @@ class MLPConfig:
         if len(self.widths) < 2 or min(self.widths) < 1:
             width = max((1, *self.widths))
             raise PlanError(
-                explain(
-                    "these widths make no layer",
-                    given=f"widths={self.widths}",
-                    allowed="two widths or more, each 1 or more",
-                    fix=f"set widths={width},{width}",
-                )
+                "these widths make no layer",
+                given=f"widths={self.widths}",
+                allowed="two widths or more, each 1 or more",
+                fix=f"set widths={width},{width}",
             )
         check_fraction("dropout", self.dropout)
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shardwright.errors import PlanError, explain, nearest
+from shardwright.errors import PlanError, nearest
 
 Config = TypeVar("Config")
 
@@ -39,12 +39,7 @@ def check_sizes(config: object, least: int, *names: str) -> None:
         value = getattr(config, name)
         if value < least:
             raise PlanError(
-                explain(
-                    f"'{name}' is too small",
-                    given=value,
-                    allowed=f"{least} or more",
-                    fix=f"set {name}={least} or more",
-                )
+                f"'{name}' is too small", given=value, allowed=f"{least} or more", fix=f"set {name}={least} or more"
             )
 
 
@@ -60,12 +55,7 @@ def check_fraction(name: str, value: float) -> None:
     """
     if not 0 <= value < 1:
         raise PlanError(
-            explain(
-                f"'{name}' is no share of what there is",
-                given=value,
-                allowed="0 to below 1",
-                fix=f"set {name}=0.1",
-            )
+            f"'{name}' is no share of what there is", given=value, allowed="0 to below 1", fix=f"set {name}=0.1"
         )
 
 
@@ -109,12 +99,7 @@ def parse_value(name: str, value: object, hint: Any) -> Any:
     if get_origin(hint) is Literal:
         example = nearest(text or "", map(str, get_args(hint)))
     raise PlanError(
-        explain(
-            f"'{name}' does not have the right type",
-            given=repr(value),
-            allowed=allowed,
-            fix=f"write {name}={example}",
-        )
+        f"'{name}' does not have the right type", given=repr(value), allowed=allowed, fix=f"write {name}={example}"
     )
 
 
@@ -185,10 +170,8 @@ def check_known(owner: str, key: str, value: object, names: list[str]) -> None:
     """
     if key not in names:
         raise PlanError(
-            explain(
-                f"{owner} has no setting '{key}'",
-                given=f"{key}={value}",
-                allowed=", ".join(names) or "nothing",
-                fix=f"write {nearest(key, names)}" if names else f"leave out {key}",
-            )
+            f"{owner} has no setting '{key}'",
+            given=f"{key}={value}",
+            allowed=", ".join(names) or "nothing",
+            fix=f"write {nearest(key, names)}" if names else f"leave out {key}",
         )

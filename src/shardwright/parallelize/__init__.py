@@ -10,26 +10,32 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.comm import Axis, World
-from shardwright.draws import Draws, key_dropout
+from shardwright.analysis.batch_norms import batch_norms
+from shardwright.comm.axis import Axis
+from shardwright.comm.world import World
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
-from shardwright.models.without_samples import stand_no_samples
-from shardwright.parallelize.again import compute_again, keep_elsewhere
-from shardwright.parallelize.alone import LayerAlone, layer_alone
+from shardwright.operators.batch_norm import share_statistics
+from shardwright.operators.deferred_gradients import DeferredGradients
 from shardwright.parallelize.auto import samples_of, tokens_of
-from shardwright.parallelize.checking import check_loss, check_model, check_trains, check_world
-from shardwright.parallelize.gradients import GradientSync
-from shardwright.parallelize.initialise import place_parameters
-from shardwright.parallelize.planning import StepTraffic, hollow, job_for, make_plan, twin
+from shardwright.parallelize.checks import check_loss, check_model, check_trains, check_world
+from shardwright.parallelize.initialization import place_parameters
+from shardwright.parallelize.layer_alone import LayerAlone, layer_alone
+from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, structural_copy, without_storage
 from shardwright.parallelize.run import Run
 from shardwright.parallelize.same_start import check_same_start
-from shardwright.pipeline import Deferred, Executor, Samples
-from shardwright.pipeline.agreement import check_same, lines_of
-from shardwright.pipeline.written import Written
-from shardwright.product import batch_norms, share_statistics
-from shardwright.slices.masters import Masters, narrow_buffers
-from shardwright.strategy import NUM_TOKENS, Job, Plan, Strategy, apply_in_turn, sync_axes
+from shardwright.plan.batch_shard import Samples
+from shardwright.plan.plan import NUM_TOKENS, Job, Plan
+from shardwright.plan.traffic import sync_axes
+from shardwright.rng import RngTracker, key_dropout
+from shardwright.runtime.activation_checkpointing import checkpoint_activations, offload_activations
+from shardwright.runtime.buffer_writes import BufferWrites
+from shardwright.runtime.empty_batches import support_empty_batches
+from shardwright.runtime.executor import Executor
+from shardwright.runtime.gradient_sync import GradientSync
+from shardwright.runtime.mixed_precision import Masters, narrow_buffers
+from shardwright.strategies.pipeline.agreement import check_same, lines_of
+from shardwright.strategy import Strategy, apply_in_turn
 
 __all__ = [
     "LayerAlone",
@@ -38,15 +44,15 @@ __all__ = [
     "check_loss",
     "check_model",
     "check_trains",
-    "hollow",
     "job_for",
     "layer_alone",
     "make_plan",
     "parallelize",
     "place_parameters",
     "samples_of",
+    "structural_copy",
     "tokens_of",
-    "twin",
+    "without_storage",
 ]
 
 
@@ -96,9 +102,9 @@ def parallelize(
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
-    loss = twin(loss if loss is not None else CrossEntropy())
+    loss = structural_copy(loss if loss is not None else CrossEntropy())
     check_loss(loss)
-    job = job_for(twin(model), loss, layout, example, num_tokens, roles)._replace(
+    job = job_for(structural_copy(model), loss, layout, example, num_tokens, roles)._replace(
         seconds=seconds, offload_folder=None if offload_folder is None else Path(offload_folder)
     )
     plan, chosen = make_plan(job, layout, strategies)
@@ -117,15 +123,15 @@ def _run_of(
     """This rank's run: its part of every tensor, what each strategy adds, and the executor that fires their events."""
     coord = plan.mesh.coord(world.rank)
     samples = Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes)
-    draws = Draws(seed)
-    job = job._replace(samples=samples, draws=draws, deferred=Deferred())
+    draws = RngTracker(seed)
+    job = job._replace(samples=samples, draws=draws, deferred=DeferredGradients())
     job.loss.to(world.device)
     axes = {**_axes(plan, world), "world": everyone}
     rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
     key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
     if plan.layout.precision != "fp32":  # torch's own takes no weights that are narrower than the statistics
         share_statistics((norm for _, norm in batch_norms(job.model)), (), always=True)
-    stand_no_samples(job.model)
+    support_empty_batches(job.model)
     job, added = apply_in_turn(chosen, job, axes, plan)
     applied = list(added)
     resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}
@@ -141,11 +147,11 @@ def _run_of(
 
     summed = [one.summed for one in applied]
     sync = GradientSync(job.model, plan, coord, joined, resting, lambda unit: all(each(unit) for each in summed))
-    compute_again(job, plan)
-    keep_elsewhere(job, plan, applied, axes["world"])
+    checkpoint_activations(job, plan)
+    offload_activations(job, plan, applied, axes["world"])
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
-    written = None if plan.layout.own_statistics else Written(job.model)
+    written = None if plan.layout.own_statistics else BufferWrites(job.model)
     executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred, written)
     return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan)
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from shardwright.errors import GridError, LayoutError, explain
+from shardwright.errors import GridError, LayoutError
+from shardwright.grid_shapes import NUM_SIDES, shapes
 from shardwright.layout import Factor, Layout
-from shardwright.shapes import NUM_SIDES, shapes
+from shardwright.plan.plan import Job, Plan
 from shardwright.strategies import choose
-from shardwright.strategy import Job, Plan
 
 TRIED = 12
 """How many grids of as many ranks are tried, and how many numbers of fewer ranks."""
@@ -25,7 +25,7 @@ def advised(error: GridError, job: Job, layout: Layout) -> LayoutError:
     fewer = (each for number in _fewer(factor.size) for each in _ends(factor, number) if _fits(job, layout, each))
     lines = [str(each) for each in same or islice(fewer, 1)]
     fix = ", ".join(lines) + f", or dp{factor.size}" if lines else f"dp{factor.size}; no grid that was tried fits"
-    return LayoutError(explain(error.what, given=error.given, allowed=error.allowed, fix=f"write {fix}"))
+    return LayoutError(error.what, given=error.given, allowed=error.allowed, fix=f"write {fix}")
 
 
 def _fewer(num_ranks: int) -> list[int]:

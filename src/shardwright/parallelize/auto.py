@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from shardwright.errors import LayoutError, explain
+from shardwright.errors import LayoutError
 from shardwright.layout import Factor, Layout, Option
 from shardwright.parallelize.sequences import is_sequence
 
@@ -50,12 +50,10 @@ def settle(layout: Layout, price: Callable[[Layout], float]) -> Layout:
         return layout
     if auto.value is not None or len(factor.sizes) > 1 or factor.option("sp") is not None:
         raise LayoutError(
-            explain(
-                "'auto' chooses the mode and the grid itself",
-                given=str(layout),
-                allowed=f"tp{factor.size}/auto",
-                fix=f"write tp{factor.size}/auto",
-            )
+            "'auto' chooses the mode and the grid itself",
+            given=str(layout),
+            allowed=f"tp{factor.size}/auto",
+            fix=f"write tp{factor.size}/auto",
         )
     best: tuple[float, Layout] | None = None
     refusal: LayoutError | None = None

@@ -13,45 +13,47 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright import grid
-from shardwright.errors import GridError, LayoutError, explain
-from shardwright.grid.overrides import overrides_of
+from shardwright.analysis.batch_norms import ignore_batch_statistics
+from shardwright.analysis.copying import copied
+from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
+from shardwright.errors import GridError, LayoutError
 from shardwright.layout import Layout
 from shardwright.mesh import COPIES, Coord
-from shardwright.models.copies import copied
-from shardwright.models.visits import Visit, Visits, observe
-from shardwright.models.without_samples import stand_no_samples
 from shardwright.parallelize.advice import advised
 from shardwright.parallelize.auto import num_shares, samples_of, settle
-from shardwright.parallelize.checking import check_microbatches, check_renormed
+from shardwright.parallelize.checks import check_microbatches, check_renormed
 from shardwright.parallelize.rehearsal import crossings, values_crossing
 from shardwright.parallelize.sequences import cut_tokens, num_tokens_of
-from shardwright.pipeline import Samples, samples
-from shardwright.pipeline.cutting import stages_by_device
-from shardwright.pipeline.samples import microbatch_samples
-from shardwright.product import forget_batches
-from shardwright.slices.masters import narrow, narrow_buffers
+from shardwright.plan import batch_shard as samples
+from shardwright.plan.batch_shard import Samples, microbatch_samples
+from shardwright.plan.layer_overrides import overrides_of
+from shardwright.plan.plan import NUM_TOKENS, Job, Plan
+from shardwright.plan.recompute import activation_offload_target, called_modules, count_recomputation, recomputed_blocks
+from shardwright.plan.traffic import BoundaryTensor, StepCalls, Traffic
+from shardwright.runtime.empty_batches import support_empty_batches
+from shardwright.runtime.mixed_precision import narrow, narrow_buffers
 from shardwright.strategies import choose
-from shardwright.strategy import NUM_TOKENS, Batch, Crossing, Job, Plan, Strategy, Traffic
-from shardwright.strategy.recompute import blocks_again, keeps_on, run_twice, with_opened
+from shardwright.strategies.pipeline.cut import stages_by_device
+from shardwright.strategies.tensor_parallel.place import sent
+from shardwright.strategy import Strategy
 
 
-def hollow(model: nn.Module) -> nn.Module:
+def without_storage(model: nn.Module) -> nn.Module:
     """A copy of the model's structure on the meta device: modules are new, no values are copied.
 
-    >>> hollow(nn.Linear(2, 2)).weight.device.type
+    >>> without_storage(nn.Linear(2, 2)).weight.device.type
     'meta'
     """
     return _copied(model, lambda tensor: tensor.to("meta"))
 
 
-def twin(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tensor.detach) -> nn.Module:
+def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tensor.detach) -> nn.Module:
     """A copy of the model's structure that shares its values: changing its modules leaves the original alone.
 
     ``seen_as`` may give other values in place of a parameter's or buffer's own; what is shared stays shared.
 
     >>> model = nn.Linear(2, 2)
-    >>> other = twin(model)
+    >>> other = structural_copy(model)
     >>> other is model, other.weight.data_ptr() == model.weight.data_ptr()
     (False, True)
     """
@@ -77,10 +79,10 @@ def make_plan(
     """
     layout = settle(layout, partial(_sent, job))
     strategies = choose(layout) if strategies is None else tuple(strategies)
-    whole = job._replace(model=hollow(job.model))
+    whole = job._replace(model=without_storage(job.model))
     check_microbatches(whole.model, layout)
     overrides_of(whole)  # names that the model does not have are refused under any layout
-    again = blocks_again(whole.model, layout)
+    again = recomputed_blocks(whole.model, layout)
     plan = Plan.of(whole, layout)
     for strategy in strategies:
         try:
@@ -89,8 +91,8 @@ def make_plan(
             raise advised(error, whole, layout) from None
     check_renormed(whole.model, plan)
     if plan.stages is not None:
-        again = with_opened(whole.model, again, plan.stages.opened)
-    if keeps_on(layout) is not None:
+        again = called_modules(whole.model, again, plan.stages.opened)
+    if activation_offload_target(layout) is not None:
         return replace(plan, packed=again), strategies
     return replace(plan, again=again), strategies
 
@@ -103,7 +105,7 @@ def _sent(job: Job, layout: Layout) -> float:
     layout = replace(layout, factors=tuple(factor for factor in layout.factors if factor.axis != "pp"))
     plan, strategies = make_plan(job, layout)  # stages send little beside layers, and are cut but once
     if job.example is None:
-        return grid.sent(plan)
+        return sent(plan)
     inputs = tree_map_only(Tensor, lambda t: t.new_empty((len(t) * num_shares(layout), *t.shape[1:])), job.example)
     said = StepTraffic(job, plan, strategies, inputs).at(dict.fromkeys(plan.mesh.axes, 0))
     return sum(each.sent_bytes for traffic in said.values() for each in traffic)
@@ -166,12 +168,10 @@ def num_rows(tree: Any) -> int:
     tree_map_only(Tensor, lambda tensor: sizes.add(tensor.shape[0]), tree)
     if len(sizes) != 1:
         raise LayoutError(
-            explain(
-                "the tensors of a batch have different numbers of samples",
-                given=sorted(sizes),
-                allowed="one number in dim 0 of all",
-                fix="give every tensor of the batch the samples in dim 0",
-            )
+            "the tensors of a batch have different numbers of samples",
+            given=sorted(sizes),
+            allowed="one number in dim 0 of all",
+            fix="give every tensor of the batch the samples in dim 0",
         )
     return sizes.pop()
 
@@ -184,14 +184,14 @@ class StepTraffic:
 
     def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
         self.job, self.plan, self.strategies = job, plan, tuple(strategies)
-        self._whole = narrow_model(hollow(job.model), plan)
-        forget_batches(self._whole)
-        stand_no_samples(self._whole)
+        self._whole = narrow_model(without_storage(job.model), plan)
+        ignore_batch_statistics(self._whole)
+        support_empty_batches(self._whole)
         self._inputs = tree_map_only(Tensor, lambda tensor: narrow(tensor.to("meta"), plan), inputs)
         self._num_samples, self._num_tokens = num_rows(inputs), num_tokens_of(inputs) if plan.token_axes else 0
         self._trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
-        self._seen: dict[tuple[torch.Size, ...], Visits] = {}
-        self._crossed: dict[tuple[object, ...], tuple[Mapping[str, tuple[Crossing, ...]], ...]] = {}
+        self._seen: dict[tuple[torch.Size, ...], ModuleCalls] = {}
+        self._crossed: dict[tuple[object, ...], tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...]] = {}
 
     def at(self, coord: Coord) -> dict[str, tuple[Traffic, ...]]:
         """By strategy, the messages of the rank at ``coord``."""
@@ -203,26 +203,28 @@ class StepTraffic:
         visits = tuple(_on_stage(each, plan, coord) for each in everywhere)
         samples = in_hand(plan, coord, self._num_samples, self._num_tokens)
         crossing = self._crossing(mine, samples, coord)
-        batch = Batch(visits, next(self._whole.parameters()).element_size(), samples, crossing, everywhere)
+        batch = StepCalls(visits, next(self._whole.parameters()).element_size(), samples, crossing, everywhere)
         return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
 
-    def _visits(self, microbatch: Any) -> Visits:
+    def _visits(self, microbatch: Any) -> ModuleCalls:
         shapes = tuple(leaf.shape for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))
         if shapes not in self._seen:
-            self._seen[shapes] = run_twice(observe(self._whole, microbatch), self.plan.again, self._trained)
+            self._seen[shapes] = count_recomputation(
+                record_module_calls(self._whole, microbatch), self.plan.again, self._trained
+            )
         return self._seen[shapes]
 
     def _crossing(
         self, microbatches: Sequence[Any], samples: Sequence[Samples], coord: Coord
-    ) -> tuple[Mapping[str, tuple[Crossing, ...]], ...]:
+    ) -> tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...]:
         if self.plan.stages is None:
             return tuple({} for _ in microbatches)
         axes = [axis for axis in self.plan.mesh.axes if axis not in ("pp", *COPIES)]
         # stages share the values, and copies of the model compute alike on as many samples
         key = (*(coord[axis] for axis in axes), *(each.counts(axes) for each in samples))
         if key not in self._crossed:
-            apart = narrow_model(hollow(self.job.model), self.plan)  # it will be changed
-            job = self.job._replace(model=apart, loss=hollow(self.job.loss))
+            apart = narrow_model(without_storage(self.job.model), self.plan)  # it will be changed
+            job = self.job._replace(model=apart, loss=without_storage(self.job.loss))
             self._crossed[key] = crossings(
                 values_crossing(
                     job, self.plan, self.strategies, microbatches, self._num_samples, coord, self._num_tokens
@@ -239,12 +241,12 @@ def narrow_model(model: nn.Module, plan: Plan) -> nn.Module:
     return model
 
 
-def _on_stage(visits: Visits, plan: Plan, coord: Coord) -> Visits:
+def _on_stage(visits: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCalls:
     """The calls that this rank's chunks make, of all that the model makes; what several make is there several times."""
     if plan.stages is None or plan.schedule is None:
         return visits
     chunked, chunks = plan.stages.chunked, plan.schedule.chunks_of(coord["pp"])
-    found: dict[str, tuple[Visit, ...]] = {}
+    found: dict[str, tuple[ModuleCall, ...]] = {}
     for path, calls in visits.items():
         times = chunked.times(path, len(calls), chunks)
         found[path] = tuple(call for call, n in zip(calls, times, strict=True) for _ in range(n))

@@ -14,18 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwright.comm.ghosts import ghost_world
-from shardwright.draws import Draws
+from shardwright.analysis.arguments import bind
+from shardwright.analysis.call_graph import prepare, run
+from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.structure import owners
+from shardwright.comm.backends.fake import fake_world
 from shardwright.mesh import Coord
-from shardwright.models.on_meta import on_meta
-from shardwright.models.structure import owners
-from shardwright.pipeline import Deferred, Samples
-from shardwright.pipeline.arguments import bind
-from shardwright.pipeline.graph import prepare, run
-from shardwright.pipeline.stage import framed
-from shardwright.strategy import Crossing, Job, Plan, Strategy, apply_in_turn
+from shardwright.operators.deferred_gradients import DeferredGradients
+from shardwright.plan.batch_shard import Samples
+from shardwright.plan.plan import Job, Plan
+from shardwright.plan.traffic import BoundaryTensor
+from shardwright.rng import RngTracker
+from shardwright.strategies.pipeline.stage import framed
+from shardwright.strategy import Strategy, apply_in_turn
 
-Crossings = Mapping[str, tuple[Crossing, ...]]
+Crossings = Mapping[str, tuple[BoundaryTensor, ...]]
 
 
 def crossings(found: Sequence[Mapping[str, Any]]) -> tuple[Crossings, ...]:
@@ -56,12 +59,12 @@ def values_crossing(
         buffers={name: lies.on_all("pp") for name, lies in plan.buffers.items()},
     )
     assert plan.stages is not None, "placed"
-    world = ghost_world(plan.mesh.rank(coord), plan.mesh.size)
+    world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
     axes = world.axes(plan.mesh)
     _cut_parameters(job.model, plan, coord)
     samples = Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes)
     samples.cut_tokens(num_tokens)
-    job = job._replace(samples=samples, draws=Draws(), deferred=Deferred())
+    job = job._replace(samples=samples, draws=RngTracker(), deferred=DeferredGradients())
     job, _ = apply_in_turn([each for each in strategies if each.phase == "operators"], job, axes, plan)
     job.model.eval()
     chunked = plan.stages.chunked
@@ -94,8 +97,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _crossing(tensor: Tensor) -> Crossing:
-    return Crossing(tensor.numel() * tensor.element_size(), tensor.requires_grad)
+def _crossing(tensor: Tensor) -> BoundaryTensor:
+    return BoundaryTensor(tensor.numel() * tensor.element_size(), tensor.requires_grad)
 
 
 def _cut_parameters(model: nn.Module, plan: Plan, coord: Coord) -> None:

@@ -12,46 +12,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.boxes import read
-from shardwright.comm import Axis, World
+from shardwright.analysis.module_calls import call_model
+from shardwright.comm.axis import Axis
 from shardwright.comm.values import gather_json
-from shardwright.draws import Draws
-from shardwright.models.evaluating import evaluating
+from shardwright.comm.world import World
+from shardwright.models.eval_mode import eval_mode
 from shardwright.models.losses import mean_of
-from shardwright.models.visits import call_model
-from shardwright.parallelize.bridge import from_global_parameters, to_global_parameters
-from shardwright.parallelize.checking import check_frozen, check_full, check_own, check_trains
-from shardwright.parallelize.elementwise import check_elementwise
-from shardwright.parallelize.gradients import GradientSync
-from shardwright.parallelize.planning import (
-    local_samples,
-    num_rows,
-    numbers_per_sample,
-    on_device,
-    rows,
-)
-from shardwright.parallelize.precision import LossScale, finish_gradients
+from shardwright.parallelize.checks import check_frozen, check_full, check_own, check_trains
+from shardwright.parallelize.global_parameters import from_global_parameters, to_global_parameters
+from shardwright.parallelize.optimizer_check import check_elementwise
+from shardwright.parallelize.overlapped_update import updates_beside, updating
+from shardwright.parallelize.planning import local_samples, num_rows, numbers_per_sample, on_device, rows
 from shardwright.parallelize.sequences import check_long_enough, cut_tokens, join_tokens, num_tokens_of
-from shardwright.parallelize.updates import updates_beside, updating
-from shardwright.pipeline import (
-    Action,
-    Events,
-    Executor,
-    Last,
-    LossEnd,
-    Microbatch,
-    OutputEnd,
-    Schedule,
-    Span,
-    Timeline,
-    accumulate,
-)
-from shardwright.pipeline.mail import share_output
-from shardwright.pipeline.samples import microbatch_samples
-from shardwright.pipeline.schedules import forward_only, one_by_one
-from shardwright.pipeline.stage import Stage
-from shardwright.slices.masters import narrow
-from shardwright.strategy import OUTPUT, Applied, Job, Plan
+from shardwright.plan.batch_shard import microbatch_samples
+from shardwright.plan.plan import OUTPUT, Job, Plan
+from shardwright.plan.schedule import Action, Schedule, accumulate
+from shardwright.rng import RngTracker
+from shardwright.runtime.applied import Applied
+from shardwright.runtime.executor import Events, Executor, Microbatch, OutputHandler
+from shardwright.runtime.gradient_sync import GradientSync
+from shardwright.runtime.loss_scale import LossScale, finish_gradients
+from shardwright.runtime.mixed_precision import narrow
+from shardwright.runtime.outputs import CollectedOutput, LossOutput
+from shardwright.runtime.timeline import Span, Timeline
+from shardwright.sharding.box import read
+from shardwright.strategies.pipeline.p2p import share_output
+from shardwright.strategies.pipeline.schedules import forward_only, one_by_one
+from shardwright.strategies.pipeline.stage import Stage
 
 if TYPE_CHECKING:
     from shardwright.global_tensor import GlobalTensor, Placement
@@ -87,7 +74,7 @@ class Run:
         self.offload = next((each.offload for each in applied if each.offload is not None), None)
         self._applied = applied
         self.coord = plan.mesh.coord(world.rank)
-        self.draws: Draws = executor.draws
+        self.draws: RngTracker = executor.draws
         self.num_steps = 0
         self.loss_scale = LossScale() if plan.layout.precision == "fp16" else None
         self._stops_at_nan = stop_at_nan
@@ -151,7 +138,7 @@ class Run:
             parameter.grad = None
         self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        last = LossEnd(self.loss, scale=scale / expected, widen=self._widens)
+        last = LossOutput(self.loss, scale=scale / expected, widen=self._widens)
         beside = None if self._stops_at_nan or update is None else updates_beside(self.plan, self.offload)
         global_mean = partial(self._mean, last.sums)
         with torch.enable_grad(), updating(beside, update, self._executor, len(pieces), expected, global_mean) as known:
@@ -194,9 +181,9 @@ class Run:
         """
         apart = self.plan.schedule is not None or self.plan.layout.own_statistics
         shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches if apart else 1)
-        last = LossEnd(self.loss, widen=self._widens)
+        last = LossOutput(self.loss, widen=self._widens)
         self._begin(batch.num_tokens)
-        with evaluating(self.model):
+        with eval_mode(self.model):
             self._forward([self._cut(batch, samples) for samples in shares], last)
         return self._mean(last.sums)[0]
 
@@ -206,7 +193,7 @@ class Run:
         num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
         self._begin(num_tokens)
         mine = on_device(self._narrow(cut_tokens(self.plan, self.coord, inputs, num_tokens)), self.world.device)
-        with evaluating(self.model):
+        with eval_mode(self.model):
             in_stages = self.plan.schedule is not None
             output = self._predict_in_stages(mine, num_tokens) if in_stages else self._predict(mine)
         joined: list[str] = []
@@ -235,12 +222,12 @@ class Run:
         """The output of the last chunk, on every stage."""
         assert self.plan.schedule is not None, "there are stages"
         whole = Microbatch(inputs, None, range(num_rows(inputs)), None, num_tokens)
-        end = OutputEnd()
+        end = CollectedOutput()
         self._forward([whole], end)
         last = self.plan.schedule.stage_of[-1]
         return share_output(self.axes["pp"], end.outputs.get(0), last)
 
-    def _forward(self, pieces: Sequence[Microbatch], last: Last) -> None:
+    def _forward(self, pieces: Sequence[Microbatch], last: OutputHandler) -> None:
         """All microbatches forward, and no more."""
         schedule = self._schedule(len(pieces))
         same = schedule.num_microbatches == len(pieces)

@@ -7,10 +7,10 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm import World
 from shardwright.comm.axis import Axis
 from shardwright.comm.values import difference
-from shardwright.errors import PlanError, explain
+from shardwright.comm.world import World
+from shardwright.errors import PlanError
 
 _WIDTH, _ROWS = 512, 64
 """The numbers in a row, and the rows that are summed both ways while the processor still has them at hand."""
@@ -39,13 +39,11 @@ def check_same_start(everyone: Axis, world: World, model: nn.Module, seed: int) 
     if (found := difference(everyone, start + told)) is None:
         return
     raise PlanError(
-        explain(
-            "ranks were given different models, and would train copies that are none, or mix parts of several",
-            given=found,
-            allowed="the same parameters, buffers and seed on every rank",
-            fix="build the model under sw.without_values(), which starts alike anywhere, or once before launch(), or "
-            "load one checkpoint on every rank; where ranks are processes, torch.manual_seed(0) before building does",
-        )
+        "ranks were given different models, and would train copies that are none, or mix parts of several",
+        given=found,
+        allowed="the same parameters, buffers and seed on every rank",
+        fix="build the model under sw.without_values(), which starts alike anywhere, or once before launch(), or "
+        "load one checkpoint on every rank; where ranks are processes, torch.manual_seed(0) before building does",
     )
 
 

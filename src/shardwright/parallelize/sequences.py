@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from shardwright.comm import Axis
-from shardwright.errors import LayoutError, PlanError, explain
-from shardwright.grid.roles import rows_after
+from shardwright.comm.axis import Axis
+from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
-from shardwright.pipeline import Rows, Samples
-from shardwright.pipeline.samples import local_samples
-from shardwright.strategy import OUTPUT, Plan
+from shardwright.plan.batch_shard import Rows, Samples, local_samples
+from shardwright.plan.plan import OUTPUT, Plan
+from shardwright.strategies.tensor_parallel.roles import rows_after
 
 
 def is_sequence(tensor: Tensor) -> bool:
@@ -41,12 +40,10 @@ def num_tokens_of(inputs: Any, targets: Any = None) -> int:
     sizes = {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors}
     if len(sizes) != 1 or not all(map(is_sequence, taken)):
         raise LayoutError(
-            explain(
-                "the layout cuts sequences, and these are not",
-                given=", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors),
-                allowed="tensors (samples, tokens) of integers or (samples, tokens, features), of as many tokens",
-                fix="leave out /seq, so that samples are cut",
-            )
+            "the layout cuts sequences, and these are not",
+            given=", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors),
+            allowed="tensors (samples, tokens) of integers or (samples, tokens, features), of as many tokens",
+            fix="leave out /seq, so that samples are cut",
         )
     return sizes.pop()
 
@@ -57,12 +54,10 @@ def check_long_enough(plan: Plan, num_tokens: int) -> None:
     parts = prod(plan.mesh[axis] for axis in axes)
     if num_tokens < parts:
         raise PlanError(
-            explain(
-                "a sequence is shorter than the axes that cut it",
-                given=f"{num_tokens} tokens over " + " ".join(f"{axis}={plan.mesh[axis]}" for axis in axes),
-                allowed=f"sequences of {parts} tokens or more",
-                fix="use longer sequences, or leave out /seq, so that samples are cut",
-            )
+            "a sequence is shorter than the axes that cut it",
+            given=f"{num_tokens} tokens over " + " ".join(f"{axis}={plan.mesh[axis]}" for axis in axes),
+            allowed=f"sequences of {parts} tokens or more",
+            fix="use longer sequences, or leave out /seq, so that samples are cut",
         )
 
 

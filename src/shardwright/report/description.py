@@ -8,24 +8,21 @@ from itertools import pairwise, product
 from math import prod
 from typing import Any, NamedTuple
 
-from shardwright.boxes import Lies
-from shardwright.errors import LayoutError, explain
+from shardwright.analysis.costs import FLOPS_PER_S
+from shardwright.analysis.structure import owners
+from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.mesh import COPIES, Coord
-from shardwright.models.structure import owners
-from shardwright.parallelize.planning import (
-    StepTraffic,
-    in_hand,
-    local_samples,
-    make_plan,
-    num_rows,
-)
+from shardwright.parallelize.planning import StepTraffic, in_hand, local_samples, make_plan, num_rows
 from shardwright.parallelize.sequences import num_tokens_of
-from shardwright.pipeline import Action, Span, Timeline
-from shardwright.pipeline.costs import FLOPS_PER_S
-from shardwright.pipeline.predict import predict
-from shardwright.pipeline.samples import microbatch_samples
-from shardwright.strategy import INPUT, Job, Plan, Role, Strategy, partial_axes
+from shardwright.plan.batch_shard import microbatch_samples
+from shardwright.plan.plan import INPUT, Job, LayerRole, Plan
+from shardwright.plan.schedule import Action
+from shardwright.plan.traffic import partial_axes
+from shardwright.runtime.timeline import Span, Timeline
+from shardwright.sharding.tensor_layout import TensorLayout
+from shardwright.strategies.pipeline.predict import predict
+from shardwright.strategy import Strategy
 
 Description = Mapping[str, Any]
 """What ``describe`` returns."""
@@ -70,12 +67,10 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
     """
     if layout.num_ranks > MOST_IN_ALL:
         raise LayoutError(
-            explain(
-                "these are too many ranks to describe",
-                given=f"{layout}: {layout.num_ranks:,} ranks",
-                allowed=f"up to {MOST_IN_ALL:,}",
-                fix="describe the same layout with fewer data-parallel ranks",
-            )
+            "these are too many ranks to describe",
+            given=f"{layout}: {layout.num_ranks:,} ranks",
+            allowed=f"up to {MOST_IN_ALL:,}",
+            fix="describe the same layout with fewer data-parallel ranks",
         )
     plan, strategies = make_plan(job, layout)
     return {
@@ -218,19 +213,17 @@ def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator
         starts[axis] = sorted(firsts)
     if prod(map(len, starts.values())) > MOST_RANKS:
         raise LayoutError(
-            explain(
-                "these ranks are too many to describe, and too few are alike",
-                given=f"{plan.layout}: {plan.mesh.size:,} ranks",
-                allowed=f"up to {MOST_RANKS:,} ranks that differ",
-                fix="describe the same layout with fewer ranks that cut parameters",
-            )
+            "these ranks are too many to describe, and too few are alike",
+            given=f"{plan.layout}: {plan.mesh.size:,} ranks",
+            allowed=f"up to {MOST_RANKS:,} ranks that differ",
+            fix="describe the same layout with fewer ranks that cut parameters",
         )
     runs = [[*zip(firsts, [*firsts[1:], sizes[axis]], strict=True)] for axis, firsts in starts.items()]
     for ends in product(*runs):
         yield dict(zip(sizes, (first for first, _ in ends), strict=True)), prod(end - first for first, end in ends)
 
 
-def _axes(plan: Plan, every: Iterable[Lies]) -> tuple[str, ...]:
+def _axes(plan: Plan, every: Iterable[TensorLayout]) -> tuple[str, ...]:
     named = {axis for lies in every for axis in lies.axes}
     return tuple(axis for axis in plan.mesh.axes if axis in named)
 
@@ -277,12 +270,12 @@ def _parameter(plan: Plan, name: str) -> dict[str, Any]:
     }
 
 
-def cut_words(lies: Lies) -> str:
+def cut_words(lies: TensorLayout) -> str:
     """How a tensor lies, in words.
 
-    >>> cut_words(Lies.whole((4, 6))), cut_words(Lies.whole((4, 6)).flat("dp", 3).only("pp", [1]))
+    >>> cut_words(TensorLayout.whole((4, 6))), cut_words(TensorLayout.whole((4, 6)).flat("dp", 3).only("pp", [1]))
     ('copied', 'only at pp 1, flat slices over dp')
-    >>> cut_words(Lies.whole((3,)).cut("tp", 0, (((0, 2),), ((1, 3),))))
+    >>> cut_words(TensorLayout.whole((3,)).cut("tp", 0, (((0, 2),), ((1, 3),))))
     'dim 0 over tp (parts overlap)'
     """
     words = []
@@ -307,7 +300,7 @@ def _layers(job: Job, plan: Plan) -> list[dict[str, Any]]:
     modules = dict(job.model.named_modules())
     kinds = {path: type(module).__name__ for path, module in modules.items()} | {INPUT: "input"}
     paths = [path for path in (INPUT, *modules) if path in used or path in plan.roles]
-    plain = Role("copied", "", "no strategy cuts it: every rank computes it whole")
+    plain = LayerRole("copied", "", "no strategy cuts it: every rank computes it whole")
     return [
         {
             "module": path,

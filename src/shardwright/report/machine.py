@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import torch
 
-from shardwright.comm import World, launch
-from shardwright.units import format_bytes
+from shardwright.comm.launch import launch
+from shardwright.comm.world import World
+from shardwright.formatting import format_bytes
 
 _SIZES = (4096, 2**20, 2**24)
 

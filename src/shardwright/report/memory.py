@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwright.formatting import format_bytes
 from shardwright.layout import Layout
-from shardwright.ledger import ELSEWHERE, KINDS, Account, predict_memory
+from shardwright.ledger.account import predict_memory
+from shardwright.ledger.tracking import ELSEWHERE, KINDS, Account
 from shardwright.mesh import Mesh
+from shardwright.plan.plan import Job
 from shardwright.report.pictures import _INK, _LEFT, _MUTED, _RULE, _WIDTH, _figure, _save
 from shardwright.report.show import table_of, table_text
-from shardwright.strategy import Job
-from shardwright.units import format_bytes
 
 MOST_RANKS = 8
 """Of more ranks than this, the first of each stage is rehearsed."""
@@ -71,7 +72,7 @@ def unit_of(num_bytes: int) -> tuple[int, str]:
 def memory_text(predicted: Accounts, measured: Accounts | None = None, width: int = 100) -> str:
     """What each rank holds at its peak, as a table; where it was measured too, with how far the prediction is off.
 
-    >>> from shardwright.ledger import Moment
+    >>> from shardwright.ledger.tracking import Moment
     >>> account = Account((Moment("0B0", (2048, 0, 4096, 0, 1024, 0, 0, 0)),))
     >>> print(memory_text({0: account}, {0: account}))
     KiB at the peak   when    sum   params   AdamW   acts

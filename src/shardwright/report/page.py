@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from shardwright.formatting import format_bytes, format_count, format_duration
 from shardwright.report.description import STATES, Description
 from shardwright.report.outline import RankGroup, layer_rows, rank_groups
 from shardwright.report.pictures import Rows
-from shardwright.units import format_bytes, format_count, format_duration
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1f2933; --muted: #5d6973; --rule: #e3e7eb;

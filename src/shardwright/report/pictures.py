@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardwright.formatting import format_bytes, format_count, format_duration
 from shardwright.report.description import STATES, Description
 from shardwright.report.outline import (
     MANY_RANKS,
@@ -23,7 +24,6 @@ from shardwright.report.outline import (
     shortened,
     slice_letter,
 )
-from shardwright.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, so only who draws waits for it
     from matplotlib.axes import Axes
@@ -50,8 +50,8 @@ def draw_layout(description: Description, path_png: Path) -> Path:
     >>> import tempfile
     >>> from torch import nn
     >>> from shardwright.layout import Layout
-    >>> from shardwright.report import describe
-    >>> from shardwright.strategy import Job
+    >>> from shardwright.report.description import describe
+    >>> from shardwright.plan.plan import Job
     >>> found = describe(Job(nn.Linear(4, 4), nn.Identity()), Layout.parse("dp2"))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     draw_layout(found, Path(folder) / "layout.png").read_bytes()[1:4]

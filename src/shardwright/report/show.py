@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.formatting import format_bytes, format_count
 from shardwright.report.description import STATES, Description, describe, timeline_of
 from shardwright.report.outline import Rank, layer_rows, num_grids, rank_grids, rank_groups, shortened, slice_letter
-from shardwright.report.timelines import timeline_text
-from shardwright.units import format_bytes, format_count
+from shardwright.report.timeline_text import timeline_text
 
 __all__ = ["describe", "show_text"]
 
@@ -30,7 +30,7 @@ def show_text(description: Description, width: int = 100) -> str:
 
     >>> from torch import nn
     >>> from shardwright.layout import Layout
-    >>> from shardwright.strategy import Job
+    >>> from shardwright.plan.plan import Job
     >>> job = Job(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.Identity())
     >>> print(show_text(describe(job, Layout.parse("dp2 tp2")), width=72).partition("slice of")[0])
     dp2 tp2: 4 ranks, 76 parameters

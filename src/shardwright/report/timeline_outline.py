@@ -7,9 +7,9 @@ from math import ceil, floor, log10
 from operator import itemgetter
 from typing import NamedTuple
 
-from shardwright.pipeline.actions import Kind
-from shardwright.pipeline.timeline import Span, Timeline
-from shardwright.units import format_bytes, format_duration
+from shardwright.formatting import format_bytes, format_duration
+from shardwright.plan.schedule import Kind
+from shardwright.runtime.timeline import Span, Timeline
 
 KINDS: dict[Kind, str] = {
     "F": "forward",
@@ -76,7 +76,7 @@ def outlines(timelines: Sequence[Timeline]) -> list[Outline]:
 
     Two of one name are taken for what was predicted and what was measured.
 
-    >>> from shardwright.pipeline.actions import Action
+    >>> from shardwright.plan.schedule import Action
     >>> timeline = Timeline("1f1b", ((Span(Action("F", 0), 3, 4), Span(Action("B", 0), 6, 7)),))
     >>> first, second = outlines([timeline, timeline])
     >>> first.name, second.name, first.spans[0][0].start_s, first.bubbles

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from shardwright.pipeline.timeline import Timeline
+from shardwright.formatting import format_bytes
 from shardwright.report.page import _STYLE, _section, _table
 from shardwright.report.timeline_outline import (
     KINDS,
@@ -24,7 +24,7 @@ from shardwright.report.timeline_outline import (
 from shardwright.report.timeline_picture import KIND_COLOURS, shade
 from shardwright.report.timeline_script import SCRIPT
 from shardwright.report.timeline_text import timeline_text
-from shardwright.units import format_bytes
+from shardwright.runtime.timeline import Timeline
 
 _TIMELINE_STYLE = """
 main { max-width: 1500px; }
@@ -78,8 +78,8 @@ def write_timeline_page(path: Path, timelines: Sequence[Timeline], title: str = 
     of each stage as a table, and the drawing as text: all that a reader without the script or the picture needs.
 
     >>> import tempfile
-    >>> from shardwright.pipeline.actions import Action
-    >>> from shardwright.pipeline.timeline import Span
+    >>> from shardwright.plan.schedule import Action
+    >>> from shardwright.runtime.timeline import Span
     >>> timeline = Timeline("a < b", ((Span(Action("F", 0), 0, 1),),))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     page = write_timeline_page(Path(folder) / "timeline.html", [timeline]).read_text(encoding="utf-8")

@@ -7,20 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardwright.pipeline.actions import Kind
-from shardwright.pipeline.timeline import Timeline
-from shardwright.report.pictures import (
-    _DPI,
-    _INK,
-    _LEFT,
-    _MUTED,
-    _RULE,
-    _WIDTH,
-    COLOURS,
-    _figure,
-    _mixed,
-    _save,
-)
+from shardwright.formatting import format_bytes
+from shardwright.plan.schedule import Kind
+from shardwright.report.pictures import _DPI, _INK, _LEFT, _MUTED, _RULE, _WIDTH, COLOURS, _figure, _mixed, _save
 from shardwright.report.timeline_outline import (
     KINDS,
     NOTHING,
@@ -33,7 +22,7 @@ from shardwright.report.timeline_outline import (
     time_unit,
     times_as_long,
 )
-from shardwright.units import format_bytes
+from shardwright.runtime.timeline import Timeline
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, so only who draws waits for it
     from matplotlib.axes import Axes
@@ -72,8 +61,8 @@ def draw_timelines(path: Path, timelines: Sequence[Timeline], title: str = "Time
     where most are narrower than two pixels, each pixel has the mean colour. Without actions, the picture says so.
 
     >>> import tempfile
-    >>> from shardwright.pipeline.actions import Action
-    >>> from shardwright.pipeline.timeline import Span
+    >>> from shardwright.plan.schedule import Action
+    >>> from shardwright.runtime.timeline import Span
     >>> F, B = Action("F", 0), Action("B", 0)
     >>> timeline = Timeline("two stages", ((Span(F, 0, 1), Span(B, 4, 6)), (Span(F, 1, 2), Span(B, 2, 4))))
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from shardwright.pipeline.actions import Action, Kind
-from shardwright.pipeline.timeline import Span, Timeline
+from shardwright.formatting import format_bytes
+from shardwright.plan.schedule import Action, Kind
 from shardwright.report.timeline_outline import (
     KINDS,
     Outline,
@@ -30,7 +30,7 @@ from shardwright.report.timeline_outline import (
     time_unit,
     times_as_long,
 )
-from shardwright.units import format_bytes
+from shardwright.runtime.timeline import Span, Timeline
 
 _FILLS: dict[Kind, str] = {"F": "-", "B": "=", "I": "~", "W": "."}
 _STYLES: dict[Kind, str] = {

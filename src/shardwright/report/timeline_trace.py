@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.pipeline.timeline import Timeline
 from shardwright.report.timeline_outline import KINDS, Outline, outlines
+from shardwright.runtime.timeline import Timeline
 
 Event = dict[str, Any]
 
@@ -20,8 +20,8 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> Path:
     chunk; the memory of a stage, where counted, is a counter in bytes.
 
     >>> import json, tempfile
-    >>> from shardwright.pipeline.actions import Action
-    >>> from shardwright.pipeline.timeline import Span
+    >>> from shardwright.plan.schedule import Action
+    >>> from shardwright.runtime.timeline import Span
     >>> timeline = Timeline("one stage", ((Span(Action("F", 3), 0, 0.25),),))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     events = json.loads(write_trace(Path(folder) / "trace.json", [timeline]).read_text())["traceEvents"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwright.errors import PlanError, explain
-from shardwright.pipeline import Timeline
+from shardwright.errors import PlanError
 from shardwright.report.timeline_page import write_timeline_page
 from shardwright.report.timeline_picture import draw_timelines
 from shardwright.report.timeline_text import timeline_text
 from shardwright.report.timeline_trace import write_trace
+from shardwright.runtime.timeline import Timeline
 
 __all__ = ["draw_timelines", "timeline_text", "write_timeline_page", "write_timelines", "write_trace"]
 
@@ -30,12 +30,10 @@ def write_timelines(path: Path, timelines: Sequence[Timeline], title: str = "Tim
     kind = path.suffix.lower()
     if kind not in (".png", ".html", ".json"):
         raise PlanError(
-            explain(
-                f"a timeline is not written as '{kind}'",
-                given=path,
-                allowed=".png, a picture; .html, a page to hover over; .json, a trace for Perfetto",
-                fix=f"write {path.with_suffix('.html')}",
-            )
+            f"a timeline is not written as '{kind}'",
+            given=path,
+            allowed=".png, a picture; .html, a page to hover over; .json, a trace for Perfetto",
+            fix=f"write {path.with_suffix('.html')}",
         )
     try:
         if kind == ".png":
@@ -43,5 +41,5 @@ def write_timelines(path: Path, timelines: Sequence[Timeline], title: str = "Tim
         return write_timeline_page(path, timelines, title) if kind == ".html" else write_trace(path, timelines)
     except OSError as failure:
         raise PlanError(
-            explain(f"cannot write '{path}'", given=failure, allowed="a file that can be written", fix="another path")
+            f"cannot write '{path}'", given=failure, allowed="a file that can be written", fix="another path"
         ) from failure

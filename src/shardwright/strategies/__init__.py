@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardwright.errors import LayoutError, explain, nearest
+from shardwright.errors import LayoutError, nearest
 from shardwright.layout import Factor, Layout, Option
 from shardwright.strategy import Strategy
 
@@ -15,7 +15,11 @@ PHASES = ("operators", "stages", "state")
 
 
 def _found() -> dict[str, Strategy]:
-    modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    folders = [module for module in modules if hasattr(module, "__path__")]
+    modules += [
+        importlib.import_module(f"{m.__name__}.{i.name}") for m in folders for i in pkgutil.iter_modules(m.__path__)
+    ]
     values: list[Strategy] = [module.STRATEGY for module in modules if hasattr(module, "STRATEGY")]
     return {strategy.name: strategy for strategy in values}
 
@@ -48,12 +52,10 @@ def _choice(factor: Factor, phase: str, layout: Layout, known: Mapping[str, Stra
     of_axis = [s for s in known.values() if s.axis == factor.axis]
     if not of_axis:
         raise LayoutError(
-            explain(
-                f"no strategy for '{factor}' is built yet",
-                given=str(layout),
-                allowed="factors on " + ", ".join(sorted({s.axis for s in known.values()})),
-                fix=f"leave out {factor}: {_without(layout, factor)}",
-            )
+            f"no strategy for '{factor}' is built yet",
+            given=str(layout),
+            allowed="factors on " + ", ".join(sorted({s.axis for s in known.values()})),
+            fix=f"leave out {factor}: {_without(layout, factor)}",
         )
     candidates = [s for s in of_axis if s.phase == phase]
     given = {option.name for option in factor.options}
@@ -76,12 +78,10 @@ def _no_option(layout: Layout, factor: Factor, option: str, known: Mapping[str, 
     options = sorted(names | ({"auto"} if factor.axis == "tp" else set()))
     plain = factor.axis + (f"{factor.size}")
     return LayoutError(
-        explain(
-            f"no strategy here runs '{option}' on axis '{factor.axis}'",
-            given=str(layout),
-            allowed=f"{plain}" + "".join(f", {plain}/{name}" for name in options),
-            fix=f"write {plain}" + (f", or {plain}/{nearest(option, options)}" if options else ""),
-        )
+        f"no strategy here runs '{option}' on axis '{factor.axis}'",
+        given=str(layout),
+        allowed=f"{plain}" + "".join(f", {plain}/{name}" for name in options),
+        fix=f"write {plain}" + (f", or {plain}/{nearest(option, options)}" if options else ""),
     )
 
 
@@ -89,10 +89,8 @@ def _no_value(layout: Layout, factor: Factor, option: Option) -> LayoutError:
     others = tuple(replace(each, value=None) if each == option else each for each in factor.options)
     mended = tuple(replace(each, options=others) if each is factor else each for each in layout.factors)
     return LayoutError(
-        explain(
-            f"'{option.name}' on axis '{factor.axis}' takes no value",
-            given=str(layout),
-            allowed=f"/{option.name} alone",
-            fix=f"write {replace(layout, factors=mended)}",
-        )
+        f"'{option.name}' on axis '{factor.axis}' takes no value",
+        given=str(layout),
+        allowed=f"/{option.name} alone",
+        fix=f"write {replace(layout, factors=mended)}",
     )

@@ -20,20 +20,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from shardwright.comm import Axis
-from shardwright.errors import LayoutError, explain
+from shardwright.analysis.batch_norms import batch_norms
+from shardwright.comm.axis import Axis
+from shardwright.errors import LayoutError
 from shardwright.mesh import Coord
-from shardwright.product import batch_norms, share_statistics
-from shardwright.strategy import (
-    Batch,
-    Job,
-    Plan,
-    Traffic,
-    blocks,
-    check_samples_apart,
-    statistics_traffic,
-    sync_traffic,
-)
+from shardwright.operators.batch_norm import share_statistics
+from shardwright.plan.param_groups import split_into_param_groups
+from shardwright.plan.plan import Job, Plan
+from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
+from shardwright.strategy import check_samples_apart
 
 
 @dataclass(frozen=True)
@@ -57,18 +52,18 @@ class DataParallel:
         cuts_state = any(option.name not in self.options for option in factor.options)  # another strategy's, of dp
         if len(factor.sizes) > 1 and not cuts_state:
             raise LayoutError(
-                explain(
-                    "replicas x slices need a strategy that cuts the state into slices",
-                    given=str(factor),
-                    allowed=f"dp{factor.size}, or {factor}/zero3",
-                    fix=f"write dp{factor.size}",
-                )
+                "replicas x slices need a strategy that cuts the state into slices",
+                given=str(factor),
+                allowed=f"dp{factor.size}, or {factor}/zero3",
+                fix=f"write dp{factor.size}",
             )
         if factor.size > 1:
             check_samples_apart(job.model, str(factor))
         bucket = factor.option("bucket")
         if bucket is not None:
-            plan = replace(plan, units=blocks(job.model, least_bytes=_kib(str(factor), bucket.value) * 1024))
+            plan = replace(
+                plan, units=split_into_param_groups(job.model, least_bytes=_kib(str(factor), bucket.value) * 1024)
+            )
         if factor.option("fp32-sums") is not None:
             plan = replace(plan, wide_sums=frozenset(plan.compute))
         for axis in factor.mesh_axes:
@@ -79,7 +74,7 @@ class DataParallel:
         """Operators see a smaller batch, and gradient sync is derived from the plan: only BatchNorms ask the others."""
         share_statistics((norm for _, norm in batch_norms(job.model)), [axes[name] for name in _axes(plan)])
 
-    def traffic(self, plan: Plan, batch: Batch, coord: Coord) -> tuple[Traffic, ...]:
+    def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """One all-reduce of each unit's gradients; BatchNorms' statistics."""
         return tuple(
             each
@@ -97,7 +92,7 @@ def _axes(plan: Plan) -> tuple[str, ...]:
 def _kib(given: str, value: str | None) -> int:
     if value is None or not value.isdecimal():
         raise LayoutError(
-            explain("'bucket' needs a size", given=given, allowed="a whole number of KiB", fix="write bucket:1024")
+            "'bucket' needs a size", given=given, allowed="a whole number of KiB", fix="write bucket:1024"
         )
     return int(value)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 from torch import nn
 
-from shardwright.errors import CheckpointError, PlanError, explain
+from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
 from shardwright.models import MODELS, CrossEntropy, build, configure
 from shardwright.models.settings import check_fraction, check_known, check_sizes, parse_value
@@ -73,12 +73,10 @@ class TrainConfig:
         check_fraction("weight_decay", self.weight_decay)
         if self.timeout_s <= 0:
             raise PlanError(
-                explain("'timeout_s' is too small", given=self.timeout_s, allowed="above 0", fix="set timeout_s=600")
+                "'timeout_s' is too small", given=self.timeout_s, allowed="above 0", fix="set timeout_s=600"
             )
         if self.schedule not in ("cosine", "linear", "constant"):
-            raise PlanError(
-                explain("no such schedule", given=self.schedule, allowed="cosine, linear, constant", fix="cosine")
-            )
+            raise PlanError("no such schedule", given=self.schedule, allowed="cosine, linear, constant", fix="cosine")
         layout = Layout.parse(self.layout)
         object.__setattr__(self, "layout", str(layout))
         check_batch(self.batch, layout)
@@ -142,12 +140,10 @@ def check_batch(batch: int, layout: Layout) -> None:
     num = layout.num_microbatches
     if batch < num:
         raise PlanError(
-            explain(
-                "the batch is smaller than the microbatches that it is cut into",
-                given=f"batch={batch} under {layout}: {num - batch} microbatches would hold nothing",
-                allowed=f"1 to {batch} microbatches, or a batch of {num} samples or more",
-                fix=f"write mb{batch}, or --batch {num}",
-            )
+            "the batch is smaller than the microbatches that it is cut into",
+            given=f"batch={batch} under {layout}: {num - batch} microbatches would hold nothing",
+            allowed=f"1 to {batch} microbatches, or a batch of {num} samples or more",
+            fix=f"write mb{batch}, or --batch {num}",
         )
 
 
@@ -163,7 +159,7 @@ def check_finite(name: str, value: float) -> None:
     """
     if not isfinite(value):
         raise PlanError(
-            explain(f"'{name}' is not a finite number", given=value, allowed="a finite number", fix=f"leave {name} out")
+            f"'{name}' is not a finite number", given=value, allowed="a finite number", fix=f"leave {name} out"
         )
 
 
@@ -179,12 +175,10 @@ def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
         check_known(given_in, key, value, names)
         if key in TABLES and not isinstance(value, Mapping):
             raise PlanError(
-                explain(
-                    f"'{key}' of {given_in} is no table",
-                    given=value,
-                    allowed=f"a table [{key}] with {TABLES[key][0]}",
-                    fix=f"write [{key}] on a line of its own, and below it lines such as {TABLES[key][1]}",
-                )
+                f"'{key}' of {given_in} is no table",
+                given=value,
+                allowed=f"a table [{key}] with {TABLES[key][0]}",
+                fix=f"write [{key}] on a line of its own, and below it lines such as {TABLES[key][1]}",
             )
     return {key: dict(value) if key in TABLES else parse_value(key, value, hints[key]) for key, value in values.items()}
 
@@ -195,11 +189,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         found = tomllib.loads(path.read_text())
     except OSError as failure:
         raise PlanError(
-            explain(f"cannot read '{path}'", given=str(failure), allowed="a TOML file", fix="check the path")
+            f"cannot read '{path}'", given=str(failure), allowed="a TOML file", fix="check the path"
         ) from failure
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
         raise PlanError(
-            explain(f"'{path}' is not TOML", given=str(failure), allowed="key = value lines", fix="mend that line")
+            f"'{path}' is not TOML", given=str(failure), allowed="key = value lines", fix="mend that line"
         ) from failure
     return read_options(found, given_in=str(path))
 
@@ -215,10 +209,8 @@ def read_run(out: Path) -> dict[str, Any]:
         return {key: value for key, value in options.items() if key != "stop_at"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
         raise CheckpointError(
-            explain(
-                f"there is no run at '{out}'",
-                given=str(failure).splitlines()[0],
-                allowed=f"the --out folder of a run, with {RUN_FILE} in it",
-                fix="check the path, or start a run there without --resume",
-            )
+            f"there is no run at '{out}'",
+            given=str(failure).splitlines()[0],
+            allowed=f"the --out folder of a run, with {RUN_FILE} in it",
+            fix="check the path, or start a run there without --resume",
         ) from failure

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardwright.errors import PlanError, explain
+from shardwright.errors import PlanError
 from shardwright.models import ConvNetConfig, GPTConfig, entry_of
 from shardwright.models.settings import check_sizes
 
@@ -80,12 +80,10 @@ class TextTokens:
         self._bytes: Bytes = np.frombuffer(text[part.start : part.stop], dtype=np.uint8)
         if len(self) < 1:
             raise PlanError(
-                explain(
-                    f"the {split} split of '{source}' is shorter than one sample",
-                    given=f"{len(self._bytes)} bytes, seq={seq}",
-                    allowed=f"{seq + 1} bytes or more in each split; eval is the last {EVAL_SHARE:.0%}",
-                    fix="set a smaller seq, or use a longer text",
-                )
+                f"the {split} split of '{source}' is shorter than one sample",
+                given=f"{len(self._bytes)} bytes, seq={seq}",
+                allowed=f"{seq + 1} bytes or more in each split; eval is the last {EVAL_SHARE:.0%}",
+                fix="set a smaller seq, or use a longer text",
             )
 
     def __len__(self) -> int:
@@ -125,12 +123,10 @@ def _read_text(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise PlanError(
-            explain(
-                f"cannot read the text '{path}'",
-                given=error.strerror or str(error),
-                allowed="'stdlib', or a file that can be read",
-                fix="check the path",
-            )
+            f"cannot read the text '{path}'",
+            given=error.strerror or str(error),
+            allowed="'stdlib', or a file that can be read",
+            fix="check the path",
         ) from error
 
 
@@ -176,22 +172,18 @@ class Cifar10:
         size = path.stat().st_size
         if size == 0 or size % self.record_bytes:
             raise PlanError(
-                explain(
-                    f"'{path.name}' is no CIFAR-10 file, or was cut short",
-                    given=f"{size} bytes",
-                    allowed=f"a multiple of {self.record_bytes} bytes, at least one",
-                    fix="fetch the binary version of CIFAR-10 again",
-                )
+                f"'{path.name}' is no CIFAR-10 file, or was cut short",
+                given=f"{size} bytes",
+                allowed=f"a multiple of {self.record_bytes} bytes, at least one",
+                fix="fetch the binary version of CIFAR-10 again",
             )
         records = np.memmap(path, dtype=np.uint8, mode="r").reshape(-1, self.record_bytes)
         if records[:, 0].max() > 9:
             raise PlanError(
-                explain(
-                    f"'{path.name}' is no CIFAR-10 file",
-                    given=f"a label of {records[:, 0].max()}",
-                    allowed="labels from 0 to 9",
-                    fix="fetch the binary version of CIFAR-10; CIFAR-100 and the Python version differ",
-                )
+                f"'{path.name}' is no CIFAR-10 file",
+                given=f"a label of {records[:, 0].max()}",
+                allowed="labels from 0 to 9",
+                fix="fetch the binary version of CIFAR-10; CIFAR-100 and the Python version differ",
             )
         return records
 
@@ -209,12 +201,10 @@ def _cifar_files(folder: Path) -> tuple[list[Path], Path]:
     if missing:
         exists = folder.is_dir()
         raise PlanError(
-            explain(
-                f"'{folder}' is no CIFAR-10 folder",
-                given=f"missing: {', '.join(missing)}" if exists else "no such folder",
-                allowed="a folder with data_batch_1.bin, data_batch_2.bin, ... and test_batch.bin",
-                fix="unpack cifar-10-binary.tar.gz and give its folder cifar-10-batches-bin",
-            )
+            f"'{folder}' is no CIFAR-10 folder",
+            given=f"missing: {', '.join(missing)}" if exists else "no such folder",
+            allowed="a folder with data_batch_1.bin, data_batch_2.bin, ... and test_batch.bin",
+            fix="unpack cifar-10-binary.tar.gz and give its folder cifar-10-batches-bin",
         )
     return train, test
 
@@ -233,12 +223,10 @@ class Synthetic:
         entry = entry_of(config)
         if entry is None:
             raise PlanError(
-                explain(
-                    "there are no made-up samples for this model",
-                    given=f"a config of type {type(config).__name__}",
-                    allowed="the config of a named model",
-                    fix="name a text file or a CIFAR-10 folder",
-                )
+                "there are no made-up samples for this model",
+                given=f"a config of type {type(config).__name__}",
+                allowed="the config of a named model",
+                fix="name a text file or a CIFAR-10 folder",
             )
         self.config, self.entry, self.seq = config, entry, seq
         check_sizes(self, 1, "seq")
@@ -356,12 +344,10 @@ def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> 
     known = entry_of(model) is not None
     if isinstance(model, GPTConfig) and model.style == "gpt2" and seq > model.max_tokens:
         raise PlanError(
-            explain(
-                "the samples are longer than the model's learned positions",
-                given=f"seq={seq}, max_tokens={model.max_tokens}",
-                allowed=f"seq from 1 to {model.max_tokens}",
-                fix=f"set seq={model.max_tokens}, or max_tokens={seq}",
-            )
+            "the samples are longer than the model's learned positions",
+            given=f"seq={seq}, max_tokens={model.max_tokens}",
+            allowed=f"seq from 1 to {model.max_tokens}",
+            fix=f"set seq={model.max_tokens}, or max_tokens={seq}",
         )
     if name == "synthetic" or (name == "stdlib" and known and not reads_text):
         return Synthetic(model, seq=seq, split=split)
@@ -374,12 +360,10 @@ def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> 
         _check_fits(name, "3 x 32 x 32 pictures of 10 classes", model, fits=fits or not known)
         return Cifar10(path, split=split)
     raise PlanError(
-        explain(
-            f"there is no data '{name}'",
-            given="neither a file nor a folder",
-            allowed="stdlib, synthetic, a text file, a CIFAR-10 folder",
-            fix="check the path, or leave it out to use stdlib",
-        )
+        f"there is no data '{name}'",
+        given="neither a file nor a folder",
+        allowed="stdlib, synthetic, a text file, a CIFAR-10 folder",
+        fix="check the path, or leave it out to use stdlib",
     )
 
 
@@ -387,10 +371,8 @@ def _check_fits(name: str, kind: str, model: object, *, fits: bool) -> None:
     """Raises PlanError when the model cannot read this kind of data."""
     if not fits:
         raise PlanError(
-            explain(
-                f"this model cannot read '{name}'",
-                given=f"{kind}, for {model}",
-                allowed=f"text: gpt with vocabulary={TextTokens.vocabulary} or more; CIFAR-10: convnet",
-                fix="use synthetic data, or a model that fits",
-            )
+            f"this model cannot read '{name}'",
+            given=f"{kind}, for {model}",
+            allowed=f"text: gpt with vocabulary={TextTokens.vocabulary} or more; CIFAR-10: convnet",
+            fix="use synthetic data, or a model that fits",
         )

@@ -22,15 +22,18 @@ import torch
 from torch import Tensor
 
 import shardwright
-from shardwright.checkpoint import find, load, save, steps_in
-from shardwright.comm import World, launch
+from shardwright.checkpoint.loading import load
+from shardwright.checkpoint.manifest import find, steps_in
+from shardwright.checkpoint.saving import save
 from shardwright.comm.failures import ToldToStop
-from shardwright.comm.launch import Ranks
+from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.values import gather_json
-from shardwright.draws import without_values
-from shardwright.errors import CheckpointError, PlanError, explain
+from shardwright.comm.world import World
+from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
-from shardwright.parallelize import Run, parallelize
+from shardwright.parallelize import parallelize
+from shardwright.parallelize.run import Run
+from shardwright.rng import without_values
 from shardwright.train.config import RUN_FILE, TrainConfig, read_run
 from shardwright.train.data import Dataset, Order, global_batch, open_data
 from shardwright.train.measuring import agreed_seconds
@@ -92,7 +95,7 @@ def train(
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     """What needs no ranks: the data is there, the layout fits the model, the folder is free or can be resumed."""
-    from shardwright.parallelize import job_for, make_plan
+    from shardwright.parallelize.planning import job_for, make_plan
 
     with without_values():
         model, loss, model_config = config.build()
@@ -106,35 +109,27 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
             if not _lock(file):
                 raise _in_use(out)
         raise CheckpointError(
-            explain(
-                f"the run in '{out}' ended before its first checkpoint",
-                given=f"{METRICS_FILE} in it, and no checkpoint",
-                allowed="a run that has saved one; --save-every says how often it does",
-                fix=f"remove '{out}', or give another --out, and start without --resume",
-            )
+            f"the run in '{out}' ended before its first checkpoint",
+            given=f"{METRICS_FILE} in it, and no checkpoint",
+            allowed="a run that has saved one; --save-every says how often it does",
+            fix=f"remove '{out}', or give another --out, and start without --resume",
         )
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise PlanError(
-            explain(
-                "TensorBoard is not installed",
-                given="--tensorboard",
-                allowed="metrics.jsonl, which is always written",
-                fix="pip install 'shardwright[tensorboard]', or leave out --tensorboard",
-            )
+            "TensorBoard is not installed",
+            given="--tensorboard",
+            allowed="metrics.jsonl, which is always written",
+            fix="pip install 'shardwright[tensorboard]', or leave out --tensorboard",
         )
     if resume:
         find(out / CHECKPOINTS)
         _check_same_run(config, read_run(out))
     elif (out / METRICS_FILE).exists():
         raise PlanError(
-            explain(
-                f"'{out}' holds a run already",
-                given=f"{METRICS_FILE} in it" + ("" if saved else ", and no checkpoint"),
-                allowed="a new or empty folder, or --resume" if saved else "a new or empty folder",
-                fix="add --resume to go on with it, or give another --out"
-                if saved
-                else "give another --out, or remove it",
-            )
+            f"'{out}' holds a run already",
+            given=f"{METRICS_FILE} in it" + ("" if saved else ", and no checkpoint"),
+            allowed="a new or empty folder, or --resume" if saved else "a new or empty folder",
+            fix="add --resume to go on with it, or give another --out" if saved else "give another --out, or remove it",
         )
 
 
@@ -155,12 +150,10 @@ def _make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise PlanError(
-            explain(
-                f"cannot write to '{out}'",
-                given=failure.strerror or str(failure),
-                allowed="a folder that is there and can be written, or can be made",
-                fix="give another --out",
-            )
+            f"cannot write to '{out}'",
+            given=failure.strerror or str(failure),
+            allowed="a folder that is there and can be written, or can be made",
+            fix="give another --out",
         ) from failure
 
 
@@ -175,12 +168,10 @@ def _check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
         now = config.to_dict()[key]
         if key in before and _as_text(before[key]) != _as_text(now):
             raise PlanError(
-                explain(
-                    f"a resumed run cannot change '{key}'",
-                    given=f"{key}={now}, and the run was started with {before[key]}",
-                    allowed="another layout, more steps, another rate, schedule, clipping or saving",
-                    fix=f"leave out --{key}, or start a new run in another --out",
-                )
+                f"a resumed run cannot change '{key}'",
+                given=f"{key}={now}, and the run was started with {before[key]}",
+                allowed="another layout, more steps, another rate, schedule, clipping or saving",
+                fix=f"leave out --{key}, or start a new run in another --out",
             )
 
 
@@ -218,12 +209,10 @@ def _alone(world: World, out: Path) -> Iterator[None]:
 
 def _in_use(out: Path) -> PlanError:
     return PlanError(
-        explain(
-            f"'{out}' is in use",
-            given="another run writes to it",
-            allowed="one run for each folder",
-            fix="give another --out, or wait until the other run has ended",
-        )
+        f"'{out}' is in use",
+        given="another run writes to it",
+        allowed="one run for each folder",
+        fix="give another --out, or wait until the other run has ended",
     )
 
 

@@ -10,17 +10,20 @@ from types import MappingProxyType
 
 import torch
 
-from shardwright.comm import World, launch
-from shardwright.comm.launch import Ranks
+from shardwright.analysis.costs import time_layers
+from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.values import gather_json
-from shardwright.draws import without_values
+from shardwright.comm.world import World
 from shardwright.layout import Layout
-from shardwright.ledger import Account, measure_memory
-from shardwright.parallelize import Run, parallelize
+from shardwright.ledger.account import measure_memory
+from shardwright.ledger.tracking import Account
+from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.planning import on_device, rows
-from shardwright.pipeline import Microbatch, Timeline
-from shardwright.pipeline.costs import time_layers
+from shardwright.parallelize.run import Run
+from shardwright.rng import without_values
+from shardwright.runtime.executor import Microbatch
+from shardwright.runtime.timeline import Timeline
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Order, global_batch, open_data
 

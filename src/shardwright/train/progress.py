@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from shardwright.units import format_bytes, format_count, json_text
+from shardwright.formatting import format_bytes, format_count, json_text
 
 METRICS_FILE = "metrics.jsonl"
 _LINE_EVERY_S = 5.0

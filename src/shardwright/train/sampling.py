@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint import load
-from shardwright.comm import World, launch
-from shardwright.comm.launch import Ranks
-from shardwright.draws import without_values
-from shardwright.errors import PlanError, check_at_least, explain
+from shardwright.checkpoint.loading import load
+from shardwright.comm.launch import Ranks, launch
+from shardwright.comm.world import World
+from shardwright.errors import PlanError, check_at_least
 from shardwright.layout import Layout
 from shardwright.models import GPTConfig
 from shardwright.parallelize import parallelize
+from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig, check_finite
 from shardwright.train.data import global_batch, open_data
 from shardwright.train.loop import CHECKPOINTS
@@ -28,9 +28,7 @@ def sample(
     check_finite("temperature", temperature)
     check_at_least("num", num, 0, fix="set num=200")
     if not prompt:
-        raise PlanError(
-            explain("there is nothing to go on from", given="an empty prompt", allowed="text", fix="a space")
-        )
+        raise PlanError("there is nothing to go on from", given="an empty prompt", allowed="text", fix="a space")
     return launch(_rank, layout, config, run, layout, prompt, num, temperature, seed, ranks=ranks)[0]
 
 
@@ -55,9 +53,7 @@ def _rank(
     data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
     inputs, targets = global_batch(data, range(min(num, len(data))))
     if targets.is_floating_point():
-        raise PlanError(
-            explain("this model has nothing to say", given=config.model, allowed="gpt, mlp, convnet", fix="use gpt")
-        )
+        raise PlanError("this model has nothing to say", given=config.model, allowed="gpt, mlp, convnet", fix="use gpt")
     classes = run.predict(inputs).argmax(-1).cpu()
     lines = [
         f"{i}: {c}{'' if c == t else f' (is {t})'}"

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from shardwright.comm.here import here
-from shardwright.global_tensor.aliases import bind, check_fresh, is_apart, is_shared, note_writes
-from shardwright.global_tensor.lying import Where
-from shardwright.global_tensor.moving import move
+from shardwright.comm.current_world import here
+from shardwright.global_tensor.boxing import move
+from shardwright.global_tensor.geometry import GlobalLayout
 from shardwright.global_tensor.placement import Placement, placement_of
 from shardwright.global_tensor.rules import (
     attention,
@@ -32,8 +31,8 @@ from shardwright.global_tensor.rules import (
     views,
 )
 from shardwright.global_tensor.rules.call import (
-    Call,
     Decision,
+    OperatorCall,
     decide,
     flattened,
     meta_outputs,
@@ -46,8 +45,9 @@ from shardwright.global_tensor.rules.call import (
 from shardwright.global_tensor.rules.trial import try_out
 from shardwright.global_tensor.sbp import broadcast
 from shardwright.global_tensor.tensor import GlobalTensor, moved, wrap
+from shardwright.global_tensor.view_tracking import bind, check_fresh, is_apart, is_shared, note_writes
 
-Rule = Callable[[Call], Decision]
+Rule = Callable[[OperatorCall], Decision]
 
 RULES: dict[str, Rule] = {}
 for _family in (
@@ -82,7 +82,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_written(func, args, kwargs)
         leaves = [_as_global(func, leaf, place) for leaf in leaves]
         args, kwargs = put_together(leaves, spec)
-    call = Call(func, args, kwargs, [leaf for leaf in leaves if isinstance(leaf, DTensor)], place)
+    call = OperatorCall(func, args, kwargs, [leaf for leaf in leaves if isinstance(leaf, DTensor)], place)
     check_fresh(call.name, call.tensors)
     written = [x for x, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)]
     if any(is_apart(x) for x in written):
@@ -99,7 +99,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return found
 
 
-def _carried_out(call: Call, leaves: list[Any], spec: Any) -> Any:
+def _carried_out(call: OperatorCall, leaves: list[Any], spec: Any) -> Any:
     """What the operator returns, and what it writes written."""
     func, args, kwargs = call.func, call.args, call.kwargs
     if call.name in randoms.HANDLERS:
@@ -113,7 +113,7 @@ def _carried_out(call: Call, leaves: list[Any], spec: Any) -> Any:
     if any(out is not None for out in outs) and any(not args or out is not args[0] for out in outs):
         raise refusal(call, "the result would be written into a tensor that lies otherwise: leave out 'out='")
     lost = [
-        moved(x, Where(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
+        moved(x, GlobalLayout(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
     ]
     found = nothing(call, decision)
@@ -125,7 +125,7 @@ def _carried_out(call: Call, leaves: list[Any], spec: Any) -> Any:
     return _returned(call, decision, run_here(call, decision, here_args, here_kwargs))
 
 
-def _squeezed(call: Call) -> Any:
+def _squeezed(call: OperatorCall) -> Any:
     """A tensor that nobody sees in another way loses dims in place: torch does so to what it has just made."""
     x = call.tensors[0]
     squeeze = getattr(torch.ops.aten.squeeze, call.func._overloadname)
@@ -173,7 +173,7 @@ def _as_global(func: Any, leaf: Any, place: Placement) -> Any:
             "write to_global(x, placement, sbp) for the plain one",
         )
     local = leaf.detach() if here().rank in place else leaf.new_empty((0,) * max(leaf.ndim, 1))
-    made = wrap(local, tuple(leaf.shape), Where(place, (broadcast,) * place.ndim))
+    made = wrap(local, tuple(leaf.shape), GlobalLayout(place, (broadcast,) * place.ndim))
     made._plain = leaf  # a rule may ask whether it is zero or infinite
     return made
 
@@ -192,14 +192,14 @@ def _is_made_by_torch(func: Any, x: Tensor) -> bool:
     return is_backward and not x.requires_grad and any(bool((x == value).all()) for value in (0, 1))
 
 
-def _is_composite(call: Call) -> bool:
+def _is_composite(call: OperatorCall) -> bool:
     if call.name in RULES or pointwise.is_pointwise(call):
         return False
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(call.func.name(), key))
 
 
-def _decision(call: Call) -> Decision:
+def _decision(call: OperatorCall) -> Decision:
     whole = all(one.is_replicate() for x in call.tensors for one in x.sbp)
     if call.name in _VALUE_DEPENDENT or (call.name == "index" and indexing.by_mask(call)):
         if not whole or call.placement.size < here().size:
@@ -221,7 +221,7 @@ def _decision(call: Call) -> Decision:
 _META: dict[Any, list[Tensor | None]] = {}
 
 
-def _outputs(call: Call) -> tuple[Any, list[Tensor | None]]:
+def _outputs(call: OperatorCall) -> tuple[Any, list[Tensor | None]]:
     """What kind of call it is, and its outputs' whole shapes; the same call is asked once.
 
     Whole numbers divided are of torch's default dtype.
@@ -247,14 +247,14 @@ def _frozen(given: Any) -> Any:
     return (type(given).__name__, given)
 
 
-def _returned(call: Call, decision: Decision, found: Any) -> Any:
+def _returned(call: OperatorCall, decision: Decision, found: Any) -> Any:
     """The local results as global tensors; what was written to in place as itself."""
     schema = call.func._schema
     if len(schema.returns) == 1 and schema.returns[0].alias_info is not None and schema.returns[0].alias_info.is_write:
         x = call.args[0]
         if x.sbp != decision.outs[0]:  # it was computed lying otherwise, and goes back to where others see it
-            there = Where(call.placement, decision.outs[0])
-            x._local_tensor.copy_(move(found, tuple(x.shape), there, Where(call.placement, x.sbp)))
+            there = GlobalLayout(call.placement, decision.outs[0])
+            x._local_tensor.copy_(move(found, tuple(x.shape), there, GlobalLayout(call.placement, x.sbp)))
         return x
     if not decision.outs:  # the shape is known only now, and the same on every member
         shapes = _told_shapes(call, found)
@@ -267,7 +267,7 @@ def _returned(call: Call, decision: Decision, found: Any) -> Any:
     for number, local in enumerate(found if many else [found]):
         meta = call.outputs[number] if number < len(call.outputs) else None
         if isinstance(local, Tensor) and meta is not None:
-            where = Where(call.placement, decision.outs[number])
+            where = GlobalLayout(call.placement, decision.outs[number])
             if member and tuple(local.shape) != tuple(meta.shape) and all(one.is_replicate() for one in where.sbp):
                 meta = local  # an unused output, of another shape than torch foretells
             with torch.inference_mode(mode=not is_plain_view and torch.is_inference_mode_enabled()):
@@ -282,11 +282,11 @@ def _returned(call: Call, decision: Decision, found: Any) -> Any:
     return result
 
 
-def _told_shapes(call: Call, found: Any) -> list[tuple[int, ...]]:
+def _told_shapes(call: OperatorCall, found: Any) -> list[tuple[int, ...]]:
     return [tuple(x.shape) for x in (found if isinstance(found, (tuple, list)) else [found])]
 
 
-def _drops_nothing(call: Call) -> bool:
+def _drops_nothing(call: OperatorCall) -> bool:
     """Whether an operator that may draw random numbers draws none this time."""
     names = {argument.name for argument in call.func._schema.arguments}
     return "dropout_p" in names and not call.arg("dropout_p")
@@ -296,7 +296,7 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _is_copied(call: Call, decision: Decision, view: GlobalTensor) -> bool:
+def _is_copied(call: OperatorCall, decision: Decision, view: GlobalTensor) -> bool:
     """Whether a view is none here, since its input had to be moved or copied: a write to it would not be seen."""
     x = call.tensors[0]
     mine, others = (each._local_tensor.untyped_storage().data_ptr() for each in (view, x))
@@ -307,21 +307,21 @@ def _is_copied(call: Call, decision: Decision, view: GlobalTensor) -> bool:
 # ---- operators that read values into Python
 
 
-def _number(call: Call) -> Any:
+def _number(call: OperatorCall) -> Any:
     return call.tensors[0].item()
 
 
-def _equal(call: Call) -> bool:
+def _equal(call: OperatorCall) -> bool:
     first, second = (x._read("equal") for x in call.tensors)
     return bool(torch.equal(first, second))
 
 
-def _allclose(call: Call) -> bool:
+def _allclose(call: OperatorCall) -> bool:
     first, second = (x._read("allclose") for x in call.tensors)
     return torch.allclose(first, second, *call.args[2:], **call.kwargs)
 
 
-_READERS: dict[str, Callable[[Call], Any]] = {
+_READERS: dict[str, Callable[[OperatorCall], Any]] = {
     "_local_scalar_dense": _number,
     "equal": _equal,
     "allclose": _allclose,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide
+from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall, Way, decide
 
 _SEEN = frozenset({"query", "key", "value", "grad_out", "out", "logsumexp"})
 
 
-def _attention(call: Call) -> Decision:
+def _attention(call: OperatorCall) -> Decision:
     names = [argument.name for argument in call.func._schema.arguments]
     heads = {call.shapes[call.place(name) or 0][1] for name in ("query", "key", "value")}
     ways: list[Way] = []

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shardwright.comm.here import here
-from shardwright.errors import LayoutError, PlanError, explain
+from shardwright.comm.current_world import here
+from shardwright.errors import LayoutError, PlanError
 from shardwright.global_tensor import sbp as words
-from shardwright.global_tensor.lying import Where, local_shape
+from shardwright.global_tensor.geometry import GlobalLayout, local_shape
 from shardwright.global_tensor.placement import Placement
 from shardwright.global_tensor.sbp import Sbp, broadcast, partial_sum, split
 from shardwright.global_tensor.tensor import GlobalTensor
@@ -31,7 +31,7 @@ Way = tuple[tuple[Letter, ...], tuple[Letter, ...]]
 
 
 @dataclass
-class Call:
+class OperatorCall:
     """An operator and its arguments; ``tensors`` are the global ones among them, in order."""
 
     func: Any
@@ -98,7 +98,7 @@ class Call:
         return tuple(changed)
 
 
-Run = Callable[[Call, "Decision", tuple[Any, ...], dict[str, Any]], Any]
+Run = Callable[[OperatorCall, "Decision", tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass
@@ -111,11 +111,11 @@ class Decision:
     talks: bool = False
     """Whether ``run`` sends something: then every member runs it, with nothing too."""
 
-    def local_shape_of(self, call: Call, output: int = 0) -> tuple[int, ...]:
+    def local_shape_of(self, call: OperatorCall, output: int = 0) -> tuple[int, ...]:
         """The shape of this rank's part of an output."""
         given = call.outputs[output]
         assert given is not None
-        return local_shape(tuple(given.shape), Where(call.placement, self.outs[output]), here().rank)
+        return local_shape(tuple(given.shape), GlobalLayout(call.placement, self.outs[output]), here().rank)
 
 
 def to_sbp(letter: Letter) -> Sbp:
@@ -128,12 +128,12 @@ def to_letter(one: Sbp) -> Letter:
     return one.dim if isinstance(one, Shard) else "B" if one.is_replicate() else "P"
 
 
-def everyone_whole(call: Call) -> Way:
+def everyone_whole(call: OperatorCall) -> Way:
     """The way that is always right: every member computes everything."""
     return ("B",) * len(call.tensors), ("B",) * max(len(call.outputs), 1)
 
 
-def decide(call: Call, ways: Sequence[Way], run: Run | None = None, *, in_place: bool = False) -> Decision:
+def decide(call: OperatorCall, ways: Sequence[Way], run: Run | None = None, *, in_place: bool = False) -> Decision:
     """For each axis the way that moves least; where several tie, the first.
 
     ``in_place``: the first input is written to, so a way in which it stays as it lies is taken where there is one.
@@ -151,7 +151,7 @@ def decide(call: Call, ways: Sequence[Way], run: Run | None = None, *, in_place:
     return Decision(ins, outs, run)
 
 
-def _cost(call: Call, size: int, now: Sequence[Letter], way: Way) -> float:
+def _cost(call: OperatorCall, size: int, now: Sequence[Letter], way: Way) -> float:
     """Elements that go from one member to another, about."""
     cost = 0.0
     for x, before, after in zip(call.tensors, now, way[0], strict=True):
@@ -165,14 +165,14 @@ def _cost(call: Call, size: int, now: Sequence[Letter], way: Way) -> float:
     return cost
 
 
-def run_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_here(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator itself on local tensors, or what the rule runs in its place."""
     if decision.run is not None:
         return decision.run(call, decision, args, kwargs)
     return call.func(*args, **kwargs)
 
 
-def nothing(call: Call, decision: Decision) -> Any:
+def nothing(call: OperatorCall, decision: Decision) -> Any:
     """The results of a rank that is no member, or holds an empty slice: empty ones, and zeros for terms.
 
     None where it must compute. A member whose slice is empty does not: not every operator takes an empty tensor.
@@ -180,7 +180,7 @@ def nothing(call: Call, decision: Decision) -> Any:
     if here().rank not in call.placement:
         return results(call, decision)
     if decision.talks or not decision.outs or not any(
-        x.numel() and 0 in local_shape(tuple(x.shape), Where(call.placement, sbp), here().rank)
+        x.numel() and 0 in local_shape(tuple(x.shape), GlobalLayout(call.placement, sbp), here().rank)
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
     ):  # fmt: skip
         return None
@@ -192,7 +192,7 @@ def nothing(call: Call, decision: Decision) -> Any:
     return results(call, decision)
 
 
-def results(call: Call, decision: Decision) -> Any:
+def results(call: OperatorCall, decision: Decision) -> Any:
     """Zeros of the local shapes, as the operator returns them."""
     found = [
         None if meta is None else torch.zeros(
@@ -230,29 +230,25 @@ def put_together(leaves: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[st
     return args, kwargs
 
 
-def refusal(call: Call, why: str, instead: str = "tensors that every member has whole") -> PlanError:
+def refusal(call: OperatorCall, why: str, instead: str = "tensors that every member has whole") -> PlanError:
     """The error for what has no rule."""
     lies = ", ".join(f"{list(x.shape)} {words.text(x.sbp)}" for x in call.tensors)
     return PlanError(
-        explain(
-            f"'{call.name}' has no rule for global tensors that lie so: {why}",
-            given=f"{lies} on {call.placement}",
-            allowed=instead,
-            fix=f"write x.to_global(sbp={_whole(call.placement)}) for them first",
-        )
+        f"'{call.name}' has no rule for global tensors that lie so: {why}",
+        given=f"{lies} on {call.placement}",
+        allowed=instead,
+        fix=f"write x.to_global(sbp={_whole(call.placement)}) for them first",
     )
 
 
-def check_dtypes(call: Call) -> None:
+def check_dtypes(call: OperatorCall) -> None:
     """Raises PlanError where inputs differ in dtype: on every rank, where only members would meet torch's own error."""
     if len({x.dtype for x in call.tensors}) > 1:
         raise PlanError(
-            explain(
-                f"'{call.name}' takes tensors of one dtype",
-                given=", ".join(f"{list(x.shape)} {x.dtype}" for x in call.tensors),
-                allowed="one dtype for all of them",
-                fix=f"write x.to({call.tensors[0].dtype}) for the others",
-            )
+            f"'{call.name}' takes tensors of one dtype",
+            given=", ".join(f"{list(x.shape)} {x.dtype}" for x in call.tensors),
+            allowed="one dtype for all of them",
+            fix=f"write x.to({call.tensors[0].dtype}) for the others",
         )
 
 
@@ -282,12 +278,10 @@ def is_wider(dtype: torch.dtype, than: torch.dtype) -> bool:
 def mixed(func: Any, what: str, fix: str) -> LayoutError:
     """The error for tensors that cannot meet in one operator."""
     return LayoutError(
-        explain(
-            f"'{func._schema.name.removeprefix('aten::')}' is given tensors that do not lie on one placement",
-            given=what,
-            allowed="global tensors of one placement, and plain numbers",
-            fix=fix,
-        )
+        f"'{func._schema.name.removeprefix('aten::')}' is given tensors that do not lie on one placement",
+        given=what,
+        allowed="global tensors of one placement, and plain numbers",
+        fix=fix,
     )
 
 

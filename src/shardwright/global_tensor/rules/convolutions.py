@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, check_dtypes, decide
+from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, check_dtypes, decide
 
 
-def _batched(call: Call) -> bool:
+def _batched(call: OperatorCall) -> bool:
     return len(call.shapes[0]) == len(call.arg("stride")) + 2
 
 
-def _convolution(call: Call) -> Decision:
+def _convolution(call: OperatorCall) -> Decision:
     """Samples; output channels; input channels, whose products are terms of a sum. Groups are not cut."""
     check_dtypes(call)
     if not _batched(call):
@@ -26,7 +26,7 @@ def _convolution(call: Call) -> Decision:
     return decide(call, ways)
 
 
-def _convolution_backward(call: Call) -> Decision:
+def _convolution_backward(call: OperatorCall) -> Decision:
     if not _batched(call):
         return decide(call, [])
     ways: list[Way] = [(call.letters(grad_output=0, input=0), (0, "P", "P"))]
@@ -38,32 +38,32 @@ def _convolution_backward(call: Call) -> Decision:
     return decide(call, ways, _backward_here)
 
 
-def _backward_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _backward_here(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if call.arg("bias_sizes") and call.outputs[2] is not None:
         args = call.with_arg("bias_sizes", list(decision.local_shape_of(call, 2)), args)
     return call.func(*args, **kwargs)
 
 
-def _pooled(num_space: int) -> Callable[[Call], Decision]:
+def _pooled(num_space: int) -> Callable[[OperatorCall], Decision]:
     """Every dim before the space, in all tensors alike."""
 
-    def rule(call: Call) -> Decision:
+    def rule(call: OperatorCall) -> Decision:
         before = len(call.shapes[0]) - num_space
         return decide(call, [((d,) * len(call.tensors), (d,) * len(call.outputs)) for d in range(before)])
 
     return rule
 
 
-def _windows(call: Call) -> Decision:
+def _windows(call: OperatorCall) -> Decision:
     """``im2col``, ``col2im``: samples, where there are any."""
     is_batched = len(call.shapes[0]) == (4 if call.name == "im2col" else 3)
     return decide(call, [((0,), (0,))] if is_batched else [])
 
 
-def _resized(call: Call) -> Decision:
+def _resized(call: OperatorCall) -> Decision:
     """``upsample_*``: samples and channels; the backward is told the size of its input."""
 
-    def resized(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def resized(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.name.endswith("_backward"):
             args = call.with_arg("input_size", list(decision.local_shape_of(call)), args)
         return call.func(*args, **kwargs)

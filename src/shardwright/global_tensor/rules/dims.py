@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, is_wider, refusal
+from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, decide, is_wider, refusal
 
 
-def named(call: Call, name: str = "dim") -> tuple[int, ...]:
+def named(call: OperatorCall, name: str = "dim") -> tuple[int, ...]:
     """The dims an argument names, counted from the first; all of them when it is left out or empty."""
     given, num = call.arg(name), len(call.shapes[0])
     if given is None or (isinstance(given, (list, tuple)) and not given):
@@ -19,7 +19,7 @@ def named(call: Call, name: str = "dim") -> tuple[int, ...]:
     return tuple(dim % max(num, 1) for dim in ([given] if isinstance(given, int) else given))
 
 
-def kept(call: Call, along: Sequence[int], *, removed: bool) -> list[Way]:
+def kept(call: OperatorCall, along: Sequence[int], *, removed: bool) -> list[Way]:
     """The ways that cut a dim which is not in ``along``; ``removed``: the output lacks those dims."""
     ways: list[Way] = []
     for dim in range(len(call.shapes[0])):
@@ -30,7 +30,7 @@ def kept(call: Call, along: Sequence[int], *, removed: bool) -> list[Way]:
     return ways
 
 
-def _reduced(call: Call) -> Decision:
+def _reduced(call: OperatorCall) -> Decision:
     names = {argument.name for argument in call.func._schema.arguments}
     along = named(call) if "dim" in names else tuple(range(len(call.shapes[0])))
     keeps = "keepdim" in names and call.arg("keepdim")
@@ -39,17 +39,17 @@ def _reduced(call: Call) -> Decision:
     return decide(call, kept(call, along, removed=not keeps))
 
 
-def _along(name: str = "dim") -> Callable[[Call], Decision]:
-    def rule(call: Call) -> Decision:
+def _along(name: str = "dim") -> Callable[[OperatorCall], Decision]:
+    def rule(call: OperatorCall) -> Decision:
         return decide(call, kept(call, named(call, name), removed=False))
 
     return rule
 
 
-def _last(num: int, *, linear: bool) -> Callable[[Call], Decision]:
+def _last(num: int, *, linear: bool) -> Callable[[OperatorCall], Decision]:
     """Along the last ``num`` dims."""
 
-    def rule(call: Call) -> Decision:
+    def rule(call: OperatorCall) -> Decision:
         size = len(call.shapes[0])
         along = tuple(range(size - num, size))
         sums: list[Way] = [(("P",), ("P",))] if linear else []
@@ -58,8 +58,8 @@ def _last(num: int, *, linear: bool) -> Callable[[Call], Decision]:
     return rule
 
 
-def _linear_along(name: str) -> Callable[[Call], Decision]:
-    def rule(call: Call) -> Decision:
+def _linear_along(name: str) -> Callable[[OperatorCall], Decision]:
+    def rule(call: OperatorCall) -> Decision:
         ways = kept(call, named(call, name), removed=False)
         out = call.outputs[0]
         keeps = out is not None and is_wider(out.dtype, call.tensors[0].dtype)
@@ -68,7 +68,7 @@ def _linear_along(name: str) -> Callable[[Call], Decision]:
     return rule
 
 
-def _cross(call: Call) -> Decision:
+def _cross(call: OperatorCall) -> Decision:
     """Both tensors are broadcast to each other."""
     shape = call.out_shape
     along = call.arg("dim") % len(shape)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.comm.here import here
+from shardwright.comm.current_world import here
 from shardwright.errors import explain
-from shardwright.global_tensor.lying import Where, boxes
+from shardwright.global_tensor.geometry import GlobalLayout, boxes
 from shardwright.global_tensor.rules import pointwise
-from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide
+from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall, Way, decide
 
 
-def by_mask(call: Call) -> bool:
+def by_mask(call: OperatorCall) -> bool:
     """Whether the shape of the result depends on how many elements of a mask are set."""
     return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in call.arg("indices"))
 
@@ -22,17 +22,17 @@ def by_mask(call: Call) -> bool:
 # ---- embedding
 
 
-def _embedding(call: Call) -> Decision:
+def _embedding(call: OperatorCall) -> Decision:
     """Columns of the table, the indices, or the rows of the table: then each member adds what it holds."""
     num = len(call.shapes[1])
     ways: list[Way] = [(("B", dim), (dim,)) for dim in range(num)]
     return decide(call, [*ways, ((1, "B"), (num,)), (("P", "B"), ("P",)), ((0, "B"), ("P",))], _looked_up)
 
 
-def _looked_up(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _looked_up(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     table: Tensor = args[0]
     index: Tensor = args[1]
-    held = boxes(call.shapes[0], Where(call.placement, decision.ins[0]))[here().rank]
+    held = boxes(call.shapes[0], GlobalLayout(call.placement, decision.ins[0]))[here().rank]
     if held.shape[0] == call.shapes[0][0]:
         return torch.nn.functional.embedding(index, table)
     first, last = held.start[0], held.stop[0]
@@ -51,7 +51,7 @@ def _looked_up(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: di
     return out
 
 
-def _embedding_backward(call: Call) -> Decision:
+def _embedding_backward(call: OperatorCall) -> Decision:
     num = len(call.shapes[1])
     ways: list[Way] = [((num, "B"), (1,)), (("P", "B"), ("P",))]
     if not call.arg("scale_grad_by_freq"):
@@ -59,7 +59,7 @@ def _embedding_backward(call: Call) -> Decision:
     return decide(call, ways)
 
 
-def _equal(call: Call) -> Decision:
+def _equal(call: OperatorCall) -> Decision:
     """``one_hot`` compares its classes with 0, 1, 2 and so on: there a class that equals none of them is wrong."""
     decision, numbers = pointwise.rule(call), call.tensors[-1]._plain
     if numbers is not None and numbers.ndim and call.shapes[0][-1:] == (1,):
@@ -67,7 +67,7 @@ def _equal(call: Call) -> Decision:
     return decision
 
 
-def _classes(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _classes(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     index, num = args[0], call.shapes[1][0]
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < num:
         raise IndexError(
@@ -84,23 +84,23 @@ def _classes(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict
 # ---- along one dim
 
 
-def _along(call: Call) -> int:
+def _along(call: OperatorCall) -> int:
     return int(call.arg("dim")) % max(len(call.shapes[0]), 1)
 
 
-def _index_select(call: Call) -> Decision:
+def _index_select(call: OperatorCall) -> Decision:
     along, num = _along(call), len(call.shapes[0])
     ways: list[Way] = [((dim, "B"), (dim,)) for dim in range(num) if dim != along]
     return decide(call, [*ways, (("B", 0), (along,)), (("P", "B"), ("P",))] if num else [])
 
 
-def _gather(call: Call) -> Decision:
+def _gather(call: OperatorCall) -> Decision:
     along, (shape, index) = _along(call), call.shapes
     ways: list[Way] = [((d, d), (d,)) for d in range(len(shape)) if d != along and shape[d] == index[d]]
     return decide(call, [*ways, (("P", "B"), ("P",))])
 
 
-def _scatter(call: Call) -> Decision:
+def _scatter(call: OperatorCall) -> Decision:
     """Writes along one dim; the others are cut alike in all tensors, where they are as long."""
     along, shape = _along(call), call.shapes[0]
     ways: list[Way] = [
@@ -112,7 +112,7 @@ def _scatter(call: Call) -> Decision:
     return decide(call, [w for w in ways if not in_place or w[0][0] == w[1][0]], in_place=in_place)
 
 
-def _index_add(call: Call) -> Decision:
+def _index_add(call: OperatorCall) -> Decision:
     along, in_place = _along(call), call.name.endswith("_")
     ways: list[Way] = [
         (call.letters(self=dim, source=dim), (dim,)) for dim in range(len(call.shapes[0])) if dim != along
@@ -121,7 +121,7 @@ def _index_add(call: Call) -> Decision:
     return decide(call, ways + ([] if call.name.startswith("index_fill") else sums), in_place=in_place)
 
 
-def _bucketize(call: Call) -> Decision:
+def _bucketize(call: OperatorCall) -> Decision:
     name = "self" if call.place("self") is not None else "input"
     return decide(call, [(call.letters(**{name: dim}), (dim,)) for dim in range(len(call.out_shape))])
 
@@ -129,7 +129,7 @@ def _bucketize(call: Call) -> Decision:
 # ---- several index tensors
 
 
-def _index(call: Call) -> Decision:
+def _index(call: OperatorCall) -> Decision:
     """``x[i, :, j]``: dims without an index may be cut."""
     indices = list(call.arg("indices"))
     num = len(call.shapes[0])
@@ -149,7 +149,7 @@ def _index(call: Call) -> Decision:
     return decide(call, [*ways, (("P", *rest), ("P",))])
 
 
-def _index_put(call: Call) -> Decision:
+def _index_put(call: OperatorCall) -> Decision:
     return decide(call, [], in_place=call.name.endswith("_"))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide
+from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, decide
 
 
-def _cat(call: Call) -> Decision:
+def _cat(call: OperatorCall) -> Decision:
     num, shape = len(call.tensors), call.out_shape
     along = call.arg("dim") % max(len(shape), 1)
     ways: list[Way] = [((dim,) * num, (dim,)) for dim in range(len(shape)) if dim != along]
@@ -14,7 +14,7 @@ def _cat(call: Call) -> Decision:
     return decide(call, [*ways, (("P",) * num, ("P",))])
 
 
-def _stack(call: Call) -> Decision:
+def _stack(call: OperatorCall) -> Decision:
     num = len(call.tensors)
     along = call.arg("dim") % (len(call.shapes[0]) + 1)
     ways: list[Way] = [((dim,) * num, (dim + (dim >= along),)) for dim in range(len(call.shapes[0]))]

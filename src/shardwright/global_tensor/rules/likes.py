@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Call, Decision
+from shardwright.global_tensor.rules.call import Decision, OperatorCall
 from shardwright.global_tensor.sbp import broadcast
 
 
-def _like(call: Call) -> Decision:
+def _like(call: OperatorCall) -> Decision:
     """Lies as the other does: a constant over the copies of a sum is no sum."""
     x = call.tensors[0]
     out = tuple(broadcast if one.is_partial() else one for one in x.sbp)
     return Decision([x.sbp], [out], _cut)
 
 
-def _cut(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cut(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call.func(*args, **{**kwargs, **_here(call, kwargs)})
 
 
-def _new(call: Call) -> Decision:
+def _new(call: OperatorCall) -> Decision:
     """Whole on every member; it is of another shape than the other is."""
     x = call.tensors[0]
     return Decision([x.sbp], [(broadcast,) * call.placement.ndim], _cut)
 
 
-def _here(call: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _here(call: OperatorCall, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"device": call.tensors[0]._local_tensor.device} if kwargs.get("device") is not None else {}
 
 

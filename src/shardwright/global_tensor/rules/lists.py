@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.comm.here import here
-from shardwright.errors import PlanError, explain
+from shardwright.comm.current_world import here
+from shardwright.errors import PlanError
 from shardwright.global_tensor import sbp as words
-from shardwright.global_tensor.aliases import is_apart, is_shared, note_writes
 from shardwright.global_tensor.tensor import GlobalTensor
+from shardwright.global_tensor.view_tracking import is_apart, is_shared, note_writes
 
 _FOREACH = "_foreach_"
 _FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
@@ -133,10 +133,8 @@ def _check(func: Any, parameter: Any, states: list[Any], rest: dict[str, Any]) -
 
 def _refuse(func: Any, given: str, allowed: str) -> None:
     raise PlanError(
-        explain(
-            f"'{func._schema.name.removeprefix('aten::')}' cannot step these global tensors",
-            given=given,
-            allowed=allowed,
-            fix="make the optimizer without fused=True",
-        )
+        f"'{func._schema.name.removeprefix('aten::')}' cannot step these global tensors",
+        given=given,
+        allowed=allowed,
+        fix="make the optimizer without fused=True",
     )

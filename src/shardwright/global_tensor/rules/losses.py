@@ -8,16 +8,16 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from shardwright.global_tensor.lying import Where
-from shardwright.global_tensor.moving import move
+from shardwright.global_tensor.boxing import move
+from shardwright.global_tensor.geometry import GlobalLayout
 from shardwright.global_tensor.rules import pointwise
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, wide
+from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, decide, wide
 from shardwright.global_tensor.sbp import broadcast
 
 NONE, MEAN, SUM = 0, 1, 2
 
 
-def _samples(call: Call) -> list[tuple[int, int]]:
+def _samples(call: OperatorCall) -> list[tuple[int, int]]:
     """The dims of the scores and of the targets that may be cut together: all but the classes."""
     scores = call.shapes[call.place("self") or 0]
     if len(scores) == 1:
@@ -25,7 +25,7 @@ def _samples(call: Call) -> list[tuple[int, int]]:
     return [(0, 0), *((dim, dim - 1) for dim in range(2, len(scores)))]
 
 
-def _nll(call: Call) -> Decision:
+def _nll(call: OperatorCall) -> Decision:
     reduction = call.arg("reduction")
     ways: list[Way] = []
     for dim, own in _samples(call):
@@ -38,19 +38,19 @@ def _nll(call: Call) -> Decision:
     return decision
 
 
-def _nll_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _nll_here(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The sum over what is here, and the weight of all targets."""
     if call.arg("reduction") == NONE or all(one == broadcast for one in decision.outs[0]):
         return call.func(*args, **kwargs)
     loss, weight = call.func(*call.with_arg("reduction", SUM, args), **kwargs)
     if call.arg("reduction") == SUM:
         return loss, weight
-    where = Where(call.placement, decision.outs[0])
-    weight = move(weight, (), where, Where(call.placement, decision.outs[1]))
+    where = GlobalLayout(call.placement, decision.outs[0])
+    weight = move(weight, (), where, GlobalLayout(call.placement, decision.outs[1]))
     return loss / weight, weight
 
 
-def _nll_backward(call: Call) -> Decision:
+def _nll_backward(call: OperatorCall) -> Decision:
     ways: list[Way] = []
     for dim, own in _samples(call):
         cut = call.letters(self=dim, target=own)
@@ -60,7 +60,7 @@ def _nll_backward(call: Call) -> Decision:
     return decide(call, ways)
 
 
-def _reduced(call: Call) -> Decision:
+def _reduced(call: OperatorCall) -> Decision:
     """``mse_loss`` and its like, summed or averaged over all elements."""
     shape = call.shapes[0]
     alike = all(given == shape for given in call.shapes)
@@ -70,12 +70,12 @@ def _reduced(call: Call) -> Decision:
     return decide(call, ways, _reduced_here)
 
 
-def _reduced_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _reduced_here(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _averaged(call, decision, args, kwargs, call.shapes[0])
 
 
 def _averaged(
-    call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]
+    call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]
 ) -> Any:
     """A mean over all of ``shape``, of which a part is here: a sum, in wide floats, and divided."""
     if call.arg("reduction") != MEAN or all(one == broadcast for one in decision.outs[0]):
@@ -86,7 +86,7 @@ def _averaged(
     return (call.func(*args, **kwargs) / prod(shape)).to(call.outputs[0].dtype)
 
 
-def _reduced_backward(call: Call) -> Decision:
+def _reduced_backward(call: OperatorCall) -> Decision:
     """The backward of a mean divides by how many elements there are in all."""
     shape, reduction = call.out_shape, call.arg("reduction")
     ways: list[Way] = []
@@ -97,11 +97,11 @@ def _reduced_backward(call: Call) -> Decision:
     return decide(call, ways, _backward_here)
 
 
-def _backward_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _backward_here(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _averaged(call, decision, args, kwargs, call.out_shape)
 
 
-def _with_logits(call: Call) -> Decision:
+def _with_logits(call: OperatorCall) -> Decision:
     """Scores and targets of one shape; weights have it, or are broadcast to it from the last dims."""
     shape = call.shapes[0]
     out = "P" if call.arg("reduction") != NONE else None

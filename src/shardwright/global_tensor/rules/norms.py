@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.global_tensor.rules.call import Call, Decision, Letter, Way, decide, refusal, to_letter
+from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall, Way, decide, refusal, to_letter
 
 
-def _layer_norm(call: Call) -> Decision:
+def _layer_norm(call: OperatorCall) -> Decision:
     """``native_layer_norm``, ``_fused_rms_norm``: every dim before the normalised ones."""
     before = len(call.shapes[0]) - len(call.arg("normalized_shape"))
     ways: list[Way] = [(call.letters(input=dim), (dim,) * len(call.outputs)) for dim in range(before)]
     return decide(call, ways)
 
 
-def _layer_norm_backward(call: Call) -> Decision:
+def _layer_norm_backward(call: OperatorCall) -> Decision:
     before = len(call.shapes[0]) - len(call.arg("normalized_shape"))
     names = [a.name for a in call.func._schema.arguments if a.name not in ("weight", "bias")]
     ways: list[Way] = []
@@ -29,16 +29,16 @@ def _layer_norm_backward(call: Call) -> Decision:
     return decide(call, ways)
 
 
-def _group_norm(call: Call) -> Decision:
+def _group_norm(call: OperatorCall) -> Decision:
     return decide(call, [(call.letters(input=0), (0, 0, 0))], _with_samples)
 
 
-def _group_norm_backward(call: Call) -> Decision:
+def _group_norm_backward(call: OperatorCall) -> Decision:
     cut = call.letters(grad_out=0, input=0, mean=0, rstd=0)
     return decide(call, [(cut, (0, "P", "P"))], _with_samples)
 
 
-def _with_samples(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_samples(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     samples = next(x for x in args if isinstance(x, Tensor)).shape[0]
     return call.func(*call.with_arg("N", samples, args), **kwargs)
 
@@ -46,13 +46,13 @@ def _with_samples(call: Call, decision: Decision, args: tuple[Any, ...], kwargs:
 _OF_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd")
 
 
-def _channels(call: Call, **also: Letter) -> tuple[Letter, ...]:
+def _channels(call: OperatorCall, **also: Letter) -> tuple[Letter, ...]:
     """Channels cut, in all tensors that have them."""
     names = [argument.name for argument in call.func._schema.arguments]
     return call.letters(input=1, **also, **{name: 0 for name in _OF_CHANNELS if name in names})
 
 
-def _batch_norm(call: Call) -> Decision:
+def _batch_norm(call: OperatorCall) -> Decision:
     num, saved = len(call.shapes[0]), call.outputs[1:]
     if not call.arg("training"):
         nothing = [None if each is None else each.new_empty(0) for each in saved]
@@ -69,12 +69,12 @@ def _batch_norm(call: Call) -> Decision:
     return decision
 
 
-def _evaluated(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _evaluated(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out, *_ = call.func(*args, **kwargs)
     return out, out.new_empty(0), out.new_empty(0)
 
 
-def _batch_norm_backward(call: Call) -> Decision:
+def _batch_norm_backward(call: OperatorCall) -> Decision:
     ways: list[Way] = []
     if not call.arg("train"):
         cut = [dim for dim in range(len(call.shapes[0])) if dim != 1]
@@ -88,7 +88,7 @@ def _batch_norm_backward(call: Call) -> Decision:
     return decide(call, ways)
 
 
-def _weight_norm(call: Call) -> Decision:
+def _weight_norm(call: OperatorCall) -> Decision:
     """The dim that keeps its norms; the others make them up."""
     dim = int(call.arg("dim")) % len(call.shapes[0])
     return decide(call, [((dim,) * len(call.tensors), (dim,) * len(call.outputs))])

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from shardwright.global_tensor.rules.call import (
-    Call,
     Decision,
     Letter,
+    OperatorCall,
     Way,
     decide,
     is_finite,
@@ -33,17 +33,17 @@ LINEAR = frozenset({"clone", "detach", "alias", "neg", "lift_fresh", "positive",
 """Of one tensor; ``_to_copy`` too, to a type that rounds nothing."""
 
 
-def _base(call: Call) -> str:
+def _base(call: OperatorCall) -> str:
     return call.name.removesuffix("_") if is_in_place(call) else call.name
 
 
-def is_in_place(call: Call) -> bool:
+def is_in_place(call: OperatorCall) -> bool:
     """Whether it writes to its first argument and returns it."""
     returns = call.func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
 
 
-def is_pointwise(call: Call) -> bool:
+def is_pointwise(call: OperatorCall) -> bool:
     """Whether it computes each element of its output from the elements there."""
     if _base(call) in MORE and not _by_reduction(call):
         return True
@@ -56,12 +56,12 @@ def is_pointwise(call: Call) -> bool:
     return torch.Tag.pointwise in call.func.tags and not _by_reduction(call)
 
 
-def _by_reduction(call: Call) -> bool:
+def _by_reduction(call: OperatorCall) -> bool:
     """A loss is pointwise only when it is not reduced."""
     return any(argument.name == "reduction" for argument in call.func._schema.arguments) and call.arg("reduction") != 0
 
 
-def rule(call: Call) -> Decision:
+def rule(call: OperatorCall) -> Decision:
     """Every dim may be cut, in all tensors that have it."""
     shape = tuple(call.outputs[0].shape) if call.outputs and call.outputs[0] is not None else call.shapes[0]
     ways: list[Way] = []
@@ -77,13 +77,13 @@ def rule(call: Call) -> Decision:
     return decide(call, ways, in_place=is_in_place(call))
 
 
-def _check_device(call: Call) -> None:
+def _check_device(call: OperatorCall) -> None:
     wanted = call.kwargs.get("device")
     if wanted is not None and torch.device(wanted).type != call.placement.type:
         raise refusal(call, f"a copy on '{wanted}' is not on the placement's devices", "dtypes only")
 
 
-def _linear(call: Call) -> list[Way]:
+def _linear(call: OperatorCall) -> list[Way]:
     """The ways that compute each term of a sum apart."""
     base, num = _base(call), len(call.tensors)
     alone: Way = (("P",), ("P",))
@@ -103,7 +103,7 @@ def _linear(call: Call) -> list[Way]:
     return [way for way in found if _keeps_terms(call, way)]
 
 
-def _keeps_terms(call: Call, way: Way) -> bool:
+def _keeps_terms(call: OperatorCall, way: Way) -> bool:
     """Whether the terms fit into what is returned: each rounded alone, they would not add up to their rounded sum."""
     out = call.outputs[0]
     assert out is not None
@@ -111,7 +111,7 @@ def _keeps_terms(call: Call, way: Way) -> bool:
     return all(is_wider(out.dtype, x.dtype) for x in terms)
 
 
-def _scaled(call: Call, base: str) -> list[Way]:
+def _scaled(call: OperatorCall, base: str) -> list[Way]:
     """A sum times a factor, or by a divisor, term by term: not where a term of zero becomes no number.
 
     That is by infinity, by zero, and by a divisor that is a tensor, whose zeros nobody knows.
@@ -130,7 +130,7 @@ def _scaled(call: Call, base: str) -> list[Way]:
     return [first, second] if base == "mul" and not is_in_place(call) else [first]
 
 
-def _same_kind(call: Call) -> bool:
+def _same_kind(call: OperatorCall) -> bool:
     """Whether nothing is rounded to whole numbers on the way, so that terms may be computed apart."""
     out = call.outputs[0]
     assert out is not None

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, check_dtypes, decide, is_finite
+from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, check_dtypes, decide, is_finite
 
 
-def _mm(call: Call) -> Decision:
+def _mm(call: OperatorCall) -> Decision:
     return decide(
         call, [((0, "B"), (0,)), (("B", 1), (1,)), ((1, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))]
     )
 
 
-def _bmm(call: Call) -> Decision:
+def _bmm(call: OperatorCall) -> Decision:
     ways: list[Way] = [((0, 0), (0,)), ((1, "B"), (1,)), (("B", 2), (2,)), ((2, 1), ("P",))]
     return decide(call, [*ways, (("P", "B"), ("P",)), (("B", "P"), ("P",))])
 
 
-def _added(call: Call, ways: list[Way]) -> Decision:
+def _added(call: OperatorCall, ways: list[Way]) -> Decision:
     """A product added to a first tensor, which is broadcast to it from the last dims."""
     shape, added = call.out_shape, call.shapes[0]
     found: list[Way] = []
@@ -34,38 +34,38 @@ def _added(call: Call, ways: list[Way]) -> Decision:
     return decide(call, found)
 
 
-def _addmm(call: Call) -> Decision:
+def _addmm(call: OperatorCall) -> Decision:
     return _added(
         call, [((0, "B"), (0,)), (("B", 1), (1,)), ((1, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))]
     )
 
 
-def _baddbmm(call: Call) -> Decision:
+def _baddbmm(call: OperatorCall) -> Decision:
     return _added(call, [((0, 0), (0,)), ((1, "B"), (1,)), (("B", 2), (2,)), ((2, 1), ("P",))])
 
 
-def _addmv(call: Call) -> Decision:
+def _addmv(call: OperatorCall) -> Decision:
     return _added(call, [((0, "B"), (0,)), ((1, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))])
 
 
-def _addbmm(call: Call) -> Decision:
+def _addbmm(call: OperatorCall) -> Decision:
     return _added(call, [((1, "B"), (0,)), (("B", 2), (1,)), ((0, 0), ("P",)), ((2, 1), ("P",))])
 
 
-def _addr(call: Call) -> Decision:
+def _addr(call: OperatorCall) -> Decision:
     return _added(call, [((0, "B"), (0,)), (("B", 0), (1,)), (("P", "B"), ("P",)), (("B", "P"), ("P",))])
 
 
-def _mv(call: Call) -> Decision:
+def _mv(call: OperatorCall) -> Decision:
     return decide(call, [((0, "B"), (0,)), ((1, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))])
 
 
-def _dot(call: Call) -> Decision:
+def _dot(call: OperatorCall) -> Decision:
     return decide(call, [((0, 0), ("P",)), (("P", "B"), ("P",)), (("B", "P"), ("P",))])
 
 
-def _of_one_dtype(rule: Callable[[Call], Decision]) -> Callable[[Call], Decision]:
-    def checked(call: Call) -> Decision:
+def _of_one_dtype(rule: Callable[[OperatorCall], Decision]) -> Callable[[OperatorCall], Decision]:
+    def checked(call: OperatorCall) -> Decision:
         check_dtypes(call)
         return rule(call)
 

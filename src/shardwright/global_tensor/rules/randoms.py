@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.comm.here import here
-from shardwright.global_tensor.lying import Where, boxes, terms
-from shardwright.global_tensor.rules.call import Call, refusal
+from shardwright.comm.current_world import here
+from shardwright.global_tensor.geometry import GlobalLayout, boxes, terms
+from shardwright.global_tensor.rules.call import OperatorCall, refusal
 from shardwright.global_tensor.sbp import broadcast
 from shardwright.global_tensor.tensor import GlobalTensor, wrap
 
 
-def _drawn(call: Call, shape: tuple[int, ...], where: Where, dtype: torch.dtype, fill: str, *numbers: Any) -> Tensor:
+def _drawn(
+    call: OperatorCall, shape: tuple[int, ...], where: GlobalLayout, dtype: torch.dtype, fill: str, *numbers: Any
+) -> Tensor:
     """This rank's part of a whole that is drawn from a seed all ranks agree on."""
     from shardwright.global_tensor.creation import agreed_seed
 
@@ -30,12 +32,12 @@ def _drawn(call: Call, shape: tuple[int, ...], where: Where, dtype: torch.dtype,
     return torch.zeros_like(part) if terms(where)[here().rank] else part
 
 
-def _filled(fill: str) -> Callable[[Call], GlobalTensor]:
-    def handler(call: Call) -> GlobalTensor:
+def _filled(fill: str) -> Callable[[OperatorCall], GlobalTensor]:
+    def handler(call: OperatorCall) -> GlobalTensor:
         x = call.tensors[0]
         if len(call.tensors) > 1:
             raise refusal(call, "probabilities that are a tensor", "one number")
-        values = _drawn(call, tuple(x.shape), Where(x.placement, x.sbp), x.dtype, fill, *call.args[1:])
+        values = _drawn(call, tuple(x.shape), GlobalLayout(x.placement, x.sbp), x.dtype, fill, *call.args[1:])
         with torch.no_grad():
             x._local_tensor.copy_(values)
         return x  # type: ignore[no-any-return]
@@ -43,19 +45,19 @@ def _filled(fill: str) -> Callable[[Call], GlobalTensor]:
     return handler
 
 
-def _like(fill: str) -> Callable[[Call], GlobalTensor]:
-    def handler(call: Call) -> GlobalTensor:
+def _like(fill: str) -> Callable[[OperatorCall], GlobalTensor]:
+    def handler(call: OperatorCall) -> GlobalTensor:
         x = call.tensors[0]
-        where = Where(x.placement, tuple(broadcast if one.is_partial() else one for one in x.sbp))
+        where = GlobalLayout(x.placement, tuple(broadcast if one.is_partial() else one for one in x.sbp))
         dtype = call.kwargs.get("dtype") or x.dtype
         return wrap(_drawn(call, tuple(x.shape), where, dtype, fill, *call.args[1:]), x.shape, where)
 
     return handler
 
 
-def _dropped(call: Call) -> tuple[GlobalTensor, GlobalTensor]:
+def _dropped(call: OperatorCall) -> tuple[GlobalTensor, GlobalTensor]:
     x, p, training = call.args[0], call.arg("p"), call.arg("train")
-    where = Where(x.placement, tuple(broadcast if one.is_partial() else one for one in x.sbp))
+    where = GlobalLayout(x.placement, tuple(broadcast if one.is_partial() else one for one in x.sbp))
     x = x.to_global(where.placement, where.sbp)
     if training is False or p == 0:
         keep = torch.ones(x._local_tensor.shape, dtype=torch.bool, device=x._local_tensor.device)
@@ -67,15 +69,15 @@ def _dropped(call: Call) -> tuple[GlobalTensor, GlobalTensor]:
     return wrap(out, x.shape, where), wrap(keep, x.shape, where)
 
 
-def _bernoulli(call: Call) -> GlobalTensor:
+def _bernoulli(call: OperatorCall) -> GlobalTensor:
     if call.func._overloadname != "p":
         raise refusal(call, "probabilities that are a tensor", "one number")
     x = call.tensors[0]
-    where = Where(x.placement, tuple(broadcast if one.is_partial() else one for one in x.sbp))
+    where = GlobalLayout(x.placement, tuple(broadcast if one.is_partial() else one for one in x.sbp))
     return wrap(_drawn(call, tuple(x.shape), where, x.dtype, "bernoulli_", *call.args[1:]), x.shape, where)
 
 
-HANDLERS: dict[str, Callable[[Call], Any]] = {
+HANDLERS: dict[str, Callable[[OperatorCall], Any]] = {
     **{name: _filled(name) for name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_")},
     "rand_like": _like("uniform_"),
     "randn_like": _like("normal_"),

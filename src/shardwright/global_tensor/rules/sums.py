@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from shardwright.global_tensor.rules.call import Call, Decision, Way, decide, is_wider, wide
+from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, decide, is_wider, wide
 from shardwright.global_tensor.rules.dims import kept, named
 
 
-def _along(call: Call) -> tuple[tuple[int, ...], bool]:
+def _along(call: OperatorCall) -> tuple[tuple[int, ...], bool]:
     names = {argument.name for argument in call.func._schema.arguments}
     along = named(call) if "dim" in names else tuple(range(len(call.shapes[0])))
     return along, not ("keepdim" in names and call.arg("keepdim"))
 
 
-def _sum(call: Call) -> Decision:
+def _sum(call: OperatorCall) -> Decision:
     along, removed = _along(call)
     ways: list[Way] = [*kept(call, along, removed=removed), *(((dim,), ("P",)) for dim in along)]
     # a term that is no number is left out by nansum, and must not be
@@ -27,7 +27,7 @@ def _sum(call: Call) -> Decision:
     return decide(call, ways)
 
 
-def _mean(call: Call) -> Decision:
+def _mean(call: OperatorCall) -> Decision:
     along, removed = _along(call)
     ways: list[Way] = [*kept(call, along, removed=removed), *(((dim,), ("P",)) for dim in along)]
     if is_wider(call.outputs[0].dtype, call.tensors[0].dtype):  # type: ignore[union-attr]
@@ -35,7 +35,7 @@ def _mean(call: Call) -> Decision:
     return decide(call, ways, _mean_here)
 
 
-def _mean_here(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _mean_here(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     along, removed = _along(call)
     if not any(isinstance(one, Shard) and one.dim in along for one in decision.ins[0]):
         return call.func(*args, **kwargs)

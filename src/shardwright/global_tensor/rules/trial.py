@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from shardwright.global_tensor.rules.call import Call
+from shardwright.global_tensor.rules.call import OperatorCall
 
 MOST_ELEMENTS = 2**20
 """Larger tensors are not tried: what members find wrong, others then learn when a partner is gone."""
@@ -17,7 +17,7 @@ MOST_ELEMENTS = 2**20
 _TRIED: set[Any] = set()
 
 
-def try_out(call: Call) -> None:
+def try_out(call: OperatorCall) -> None:
     """Runs the operator on ones of the whole shapes, once for each kind of call; where ones are no indices, on zeros.
 
     Raises: what torch does for these dtypes and plain arguments, which meta tensors do not show.
@@ -38,7 +38,7 @@ def try_out(call: Call) -> None:
     _TRIED.add(call.key)
 
 
-def _run(call: Call, whole_number: int) -> None:
+def _run(call: OperatorCall, whole_number: int) -> None:
     def plain(x: Any) -> Any:
         if not isinstance(x, DTensor):
             return x

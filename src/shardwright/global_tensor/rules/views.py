@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.distributed.tensor import Shard
 
-from shardwright.global_tensor.lying import Where, boxes
-from shardwright.global_tensor.rules.call import Call, Decision, Run, Way, decide, refusal
+from shardwright.global_tensor.geometry import GlobalLayout, boxes
+from shardwright.global_tensor.rules.call import Decision, OperatorCall, Run, Way, decide, refusal
 from shardwright.global_tensor.sbp import broadcast, split
 
 PARTIAL: Way = (("P",), ("P",))
@@ -24,7 +24,7 @@ PARTIAL: Way = (("P",), ("P",))
 # ---- reshapes
 
 
-def _reshape(call: Call) -> Decision:
+def _reshape(call: OperatorCall) -> Decision:
     if call.func._overloadname == "dtype":  # other bytes: of whole tensors only
         raise refusal(call, "it reads the bytes as another dtype")
     before, after = call.shapes[0], call.out_shape
@@ -43,7 +43,7 @@ def _reshape(call: Call) -> Decision:
 
 
 def _same_slices(
-    call: Call, before: tuple[int, ...], after: tuple[int, ...], dim: int, axes: Sequence[int]
+    call: OperatorCall, before: tuple[int, ...], after: tuple[int, ...], dim: int, axes: Sequence[int]
 ) -> int | None:
     """The dim of ``after`` whose slices over ``axes`` are the same elements as those of ``dim`` before."""
     for other in range(len(after)):
@@ -62,12 +62,12 @@ def _same_slices(
     return None
 
 
-def _only(call: Call, axes: Sequence[int], dim: int) -> Where:
+def _only(call: OperatorCall, axes: Sequence[int], dim: int) -> GlobalLayout:
     sbp = tuple(split(dim) if axis in axes else broadcast for axis in range(call.placement.ndim))
-    return Where(call.placement, sbp)
+    return GlobalLayout(call.placement, sbp)
 
 
-def _reshaped(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _reshaped(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shape = decision.local_shape_of(call)
     return args[0].view(shape) if _can_view(args[0], shape) else args[0].reshape(shape)
 
@@ -83,50 +83,50 @@ def _can_view(local: Any, shape: tuple[int, ...]) -> bool:
 # ---- dims renamed
 
 
-def renamed(call: Call, new: Callable[[int], int | None], run: Run | None = None) -> Decision:
+def renamed(call: OperatorCall, new: Callable[[int], int | None], run: Run | None = None) -> Decision:
     """Dim ``d`` becomes ``new(d)``; None where it cannot stay cut."""
     ways: list[Way] = [((dim,), (to,)) for dim in range(len(call.shapes[0])) if (to := new(dim)) is not None]
     ways = [(ins, outs * max(len(call.outputs), 1)) for ins, outs in [*ways, PARTIAL]]
     return decide(call, ways, run)
 
 
-def _permute(call: Call) -> Decision:
+def _permute(call: OperatorCall) -> Decision:
     order = [dim % len(call.shapes[0]) for dim in call.arg("dims")]
     return renamed(call, order.index)
 
 
-def _transpose(call: Call) -> Decision:
+def _transpose(call: OperatorCall) -> Decision:
     num = max(len(call.shapes[0]), 1)
     a, b = call.arg("dim0") % num, call.arg("dim1") % num
     return renamed(call, lambda dim: {a: b, b: a}.get(dim, dim))
 
 
-def _t(call: Call) -> Decision:
+def _t(call: OperatorCall) -> Decision:
     return renamed(call, lambda dim: 1 - dim if len(call.shapes[0]) == 2 else dim)
 
 
-def _unsqueeze(call: Call) -> Decision:
+def _unsqueeze(call: OperatorCall) -> Decision:
     at = call.arg("dim") % (len(call.shapes[0]) + 1)
     return renamed(call, lambda dim: dim + (dim >= at))
 
 
-def _squeeze(call: Call) -> Decision:
+def _squeeze(call: OperatorCall) -> Decision:
     shape = call.shapes[0]
     given = call.arg("dim") if any(a.name == "dim" for a in call.func._schema.arguments) else None
     named = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
     gone = [dim for dim in {d % max(len(shape), 1) for d in named} if shape and shape[dim] == 1]
 
-    def squeezed(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def squeezed(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].squeeze(tuple(gone))  # those of size 1 in the whole, and not those of size 1 here
 
     return renamed(call, lambda dim: None if dim in gone else dim - sum(d < dim for d in gone), squeezed)
 
 
-def _expand(call: Call) -> Decision:
+def _expand(call: OperatorCall) -> Decision:
     before, after = call.shapes[0], call.out_shape
     more = len(after) - len(before)
 
-    def expanded(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def expanded(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].expand(decision.local_shape_of(call))
 
     return renamed(call, lambda dim: dim + more if before[dim] == after[dim + more] else None, expanded)
@@ -135,47 +135,47 @@ def _expand(call: Call) -> Decision:
 # ---- elements chosen along one dim
 
 
-def _dim(call: Call, name: str = "dim") -> int:
+def _dim(call: OperatorCall, name: str = "dim") -> int:
     return int(call.arg(name)) % max(len(call.shapes[0]), 1)
 
 
-def _chosen(call: Call) -> Decision:
+def _chosen(call: OperatorCall) -> Decision:
     """Other dims stay cut; so does this one where all of it is chosen."""
     along = _dim(call)
     return renamed(call, lambda dim: None if dim == along else dim)
 
 
-def _slice(call: Call) -> Decision:
+def _slice(call: OperatorCall) -> Decision:
     if call.out_shape == call.shapes[0] and call.arg("step") == 1:
         return renamed(call, lambda dim: dim, lambda call, decision, args, kwargs: args[0][...])
     return _chosen(call)
 
 
-def _select(call: Call) -> Decision:
+def _select(call: OperatorCall) -> Decision:
     along = _dim(call)
     return renamed(call, lambda dim: None if dim == along else dim - (dim > along))
 
 
-def _diagonal(call: Call) -> Decision:
+def _diagonal(call: OperatorCall) -> Decision:
     num = len(call.shapes[0])
     gone = sorted((call.arg("dim1") % num, call.arg("dim2") % num))
     return renamed(call, lambda dim: None if dim in gone else dim - sum(d < dim for d in gone))
 
 
-def _diag_embed(call: Call) -> Decision:
+def _diag_embed(call: OperatorCall) -> Decision:
     num = len(call.out_shape)
     made = {call.arg("dim1") % num, call.arg("dim2") % num}
     left = [dim for dim in range(num) if dim not in made]
     return renamed(call, lambda dim: left[dim] if dim < len(left) else None)
 
 
-def _complex(call: Call) -> Decision:
+def _complex(call: OperatorCall) -> Decision:
     """Two numbers in the last dim are one, or the other way round."""
     gone = len(call.shapes[0]) - 1 if call.name == "view_as_complex" else None
     return renamed(call, lambda dim: None if dim == gone else dim)
 
 
-def _put(call: Call) -> Decision:
+def _put(call: OperatorCall) -> Decision:
     """``slice_scatter``, ``select_scatter``: what is put in has the other dims too."""
     along, is_select = _dim(call), call.name == "select_scatter"
     dims = [dim for dim in range(len(call.shapes[0])) if dim != along]
@@ -183,18 +183,18 @@ def _put(call: Call) -> Decision:
     return decide(call, [*ways, (("P", "P"), ("P",))])
 
 
-def _unfold(call: Call) -> Decision:
+def _unfold(call: OperatorCall) -> Decision:
     along = _dim(call, "dimension")
     return renamed(call, lambda dim: None if dim == along else dim)
 
 
-def _repeat(call: Call) -> Decision:
+def _repeat(call: OperatorCall) -> Decision:
     more = len(call.out_shape) - len(call.shapes[0])
     times = call.arg("repeats")
     return renamed(call, lambda dim: dim + more if times[dim + more] == 1 else None)
 
 
-def _padded(call: Call) -> Decision:
+def _padded(call: OperatorCall) -> Decision:
     pad, num = call.arg("pad"), len(call.shapes[0])
     widened = {num - 1 - i // 2 for i, width in enumerate(pad) if width}
     ways: list[Way] = [((dim,), (dim,)) for dim in range(num) if dim not in widened]
@@ -204,7 +204,7 @@ def _padded(call: Call) -> Decision:
 # ---- their backward: the size of the input is an argument
 
 
-def _put_back(call: Call) -> Decision:
+def _put_back(call: OperatorCall) -> Decision:
     """``slice_backward``, ``select_backward``, ``diagonal_backward``: from a chosen part to a whole of zeros."""
     sizes = tuple(call.arg("input_sizes"))
     if call.name == "diagonal_backward":
@@ -214,14 +214,14 @@ def _put_back(call: Call) -> Decision:
     left = [dim for dim in range(len(sizes)) if dim not in gone]
     order = left if call.name != "slice_backward" else list(range(len(sizes)))
 
-    def put(call: Call, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def put(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shape = decision.local_shape_of(call)
         return call.func(*call.with_arg("input_sizes", list(shape), args), **kwargs)
 
     return renamed(call, lambda dim: order[dim] if dim < len(order) and order[dim] not in gone else None, put)
 
 
-def _same(call: Call) -> Decision:
+def _same(call: OperatorCall) -> Decision:
     return renamed(call, lambda dim: dim)
 
 

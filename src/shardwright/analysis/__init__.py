@@ -1,0 +1,1 @@
+"""How a user's model is understood before it is cut: its calls, chains of layers, costs."""

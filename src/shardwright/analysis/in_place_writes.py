@@ -1,0 +1,117 @@
+"""Code that writes into its activations: who reads what was written must run, or be sent it, after the write.
+
+A trace shows ``y.add_(1)`` as a call whose result nobody uses. Here whoever reads ``y`` afterwards is told to read the
+call's result, so that a cut between the two sends what was written. The model's inputs are copied before a write: each
+chunk has them, and none may see another's.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from shardwright.errors import LayoutError
+
+VIEWS = frozenset((
+    "T", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "getitem", "mT", "movedim", "narrow",
+    "permute", "reshape", "select", "split", "squeeze", "swapaxes", "t", "transpose", "unbind", "unflatten",
+    "unsqueeze", "view", "view_as",
+))  # fmt: skip
+"""What may give a tensor that shares its first argument's memory, by the names of functions and methods."""
+OPERATORS = frozenset(("iadd", "iand", "ifloordiv", "imatmul", "imod", "imul", "ior", "ipow", "isub", "itruediv"))
+
+
+def put(tensor: Tensor, place: Any, value: Any) -> Tensor:
+    """``tensor[place] = value``, as an expression.
+
+    >>> import torch
+    >>> put(torch.zeros(2), 1, 3.0)
+    tensor([0., 3.])
+    """
+    tensor[place] = value
+    return tensor
+
+
+def name_of(node: fx.Node) -> str:
+    """The bare name of the function or method that a node calls."""
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
+    """The value that a node writes into and returns, if it does."""
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node):
+        return None
+    name = name_of(node)
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in OPERATORS or node.target is put
+    in_place = in_place or (node.op == "call_function" and node.kwargs.get("inplace") is True)
+    if node.op == "call_module":
+        in_place = getattr(model.get_submodule(str(node.target)), "inplace", False) is True
+    return first if in_place else None
+
+
+def follow_writes(graph: fx.Graph, model: nn.Module) -> None:
+    """Whoever reads a value after it was written into reads the write's result."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is operator.setitem:
+            node.target = put
+        written = written_by(node, model)
+        if written is None or written.op == "get_attr":
+            continue
+        if written.op == "placeholder":
+            with graph.inserting_before(node):
+                copy = graph.call_method("clone", (written,))
+            _read_instead(copy, written, graph)
+            written = copy
+        _read_instead(node, written, graph)
+
+
+def _read_instead(new: fx.Node, old: fx.Node, graph: fx.Graph) -> None:
+    """What comes after ``new`` reads it in place of ``old``."""
+    nodes = list(graph.nodes)
+    later = set(nodes[nodes.index(new) + 1 :])
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user in later)
+
+
+def check_writes(graph: fx.Graph, chunk_of: Any, model: nn.Module) -> None:
+    """Raises LayoutError where one chunk writes into memory that another reads under another name.
+
+    ``chunk_of`` gives each node's chunk, None where every chunk computes it.
+    """
+    root: dict[fx.Node, fx.Node] = {}
+    writes: list[tuple[fx.Node, fx.Node]] = []
+    for node in graph.nodes:
+        for read in node.all_input_nodes:
+            for write, into in writes:
+                elsewhere = chunk_of[node] != chunk_of[write] or chunk_of[write] is None
+                if root[read] is root[into] and not _comes_from(read, write, root) and elsewhere:
+                    raise _refused(model, write, into)
+        written = written_by(node, model)
+        same = name_of(node) in VIEWS or written is not None
+        first = node.all_input_nodes[0] if node.all_input_nodes else None
+        root[node] = root[first] if same and first is not None else node
+        if written is not None:
+            writes.append((node, written))
+
+
+def _comes_from(value: fx.Node, write: fx.Node, root: dict[fx.Node, fx.Node]) -> bool:
+    """Whether a value is what a write returned, or a view of that."""
+    while value is not write:
+        before = value.all_input_nodes
+        if not before or root[value] is value:
+            return False
+        value = before[0]
+    return True
+
+
+def _refused(model: nn.Module, write: fx.Node, into: fx.Node) -> LayoutError:
+    return LayoutError(
+        f"the code of {type(model).__name__} writes into a view of a value that other stages read",
+        given=f"{name_of(write) or write.target} on '{into.name}'",
+        allowed="writes into a value that is then read under its own name",
+        fix="write the result into a new tensor: y = y.relu() in place of y.relu_()",
+    )

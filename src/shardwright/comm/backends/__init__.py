@@ -1,0 +1,1 @@
+"""How ranks talk: threads, processes, shared memory, and a fake backend for rehearsals."""

@@ -1,0 +1,214 @@
+"""BatchNorm of a batch that is cut: every member tells its count, means and sums of squares, and all use the whole's.
+
+Squares are never subtracted from squares: counts, means and sums of squared differences from the mean (M2) are
+combined, so uneven and empty shares come out as on one device. Channels may be cut as well; each is then normalised by
+whoever holds it, which needs no message.
+
+N samples, C channels (dim 1), S all other dims; A members of an axis
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from shardwright.analysis.batch_norms import uses_batch
+from shardwright.comm.autograd import once
+from shardwright.comm.axis import Axis
+from shardwright.errors import PlanError
+
+
+def _dims(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _across(values_C: Tensor, x: Tensor) -> Tensor:
+    """One value for each channel, to be combined with ``x``."""
+    return values_C.view(-1, *(1,) * (x.dim() - 2))
+
+
+def _statistics(x_NCS: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Tensor]:
+    """How many numbers each channel has over all members, their mean, and the sum of squared differences from it."""
+    num_channels = x_NCS.shape[1]
+    num_here = x_NCS.numel() // num_channels
+    count = x_NCS.new_full((), num_here)
+    if num_here:
+        var_C, mean_C = torch.var_mean(x_NCS, _dims(x_NCS), correction=0)
+        m2_C = var_C * num_here
+    else:
+        mean_C = m2_C = x_NCS.new_zeros(num_channels)
+    for axis in axes:
+        known = axis.all_gather(torch.cat((count.view(1), mean_C, m2_C)).unsqueeze(0))
+        counts_A1, means_AC, m2s_AC = known.split([1, num_channels, num_channels], dim=1)
+        count = counts_A1.sum()
+        weights_A1 = counts_A1 / count.clamp(min=1)
+        mean_C = (weights_A1 * means_AC).sum(dim=0)
+        mean_C = mean_C + (weights_A1 * (means_AC - mean_C)).sum(dim=0)  # once more: now only differences are rounded
+        m2_C = m2s_AC.sum(dim=0) + (counts_A1 * (means_AC - mean_C).square()).sum(dim=0)
+    return count, mean_C, m2_C
+
+
+class _BatchNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w_C: Tensor | None, b_C: Tensor | None, eps: float, axes: tuple[Axis, ...]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x_NCS = x.to(torch.promote_types(x.dtype, torch.float32))
+        count, mean_C, m2_C = _statistics(x_NCS, axes)
+        var_C = m2_C / count.clamp(min=1)
+        ctx.save_for_backward(x, w_C, count, mean_C, (var_C + eps).rsqrt())
+        ctx.axes = axes
+        ctx.mark_non_differentiable(count, mean_C, m2_C)
+        y_NCS = functional.batch_norm(x_NCS, mean_C, var_C, w_C, b_C, False, 0.0, eps)
+        return y_NCS.to(x.dtype), count, mean_C, m2_C
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, w_C, count, mean_C, scale_C = ctx.saved_tensors
+        dy_NCS = dy.to(mean_C.dtype)
+        normed_NCS = (x.to(mean_C.dtype) - _across(mean_C, x)) * _across(scale_C, x)
+        sums_2C = torch.stack((dy_NCS.sum(_dims(x)), (dy_NCS * normed_NCS).sum(_dims(x))))
+        db_C = sums_2C[0].clone() if ctx.needs_input_grad[2] else None
+        dw_C = sums_2C[1].clone() if ctx.needs_input_grad[1] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            for axis in ctx.axes:
+                sums_2C = axis.all_reduce(sums_2C)
+            mean_dy_C, mean_both_C = sums_2C / count.clamp(min=1)
+            dx_NCS = dy_NCS - _across(mean_dy_C, x) - normed_NCS.mul_(_across(mean_both_C, x))
+            dx = dx_NCS.mul_(_across(scale_C if w_C is None else scale_C * w_C, x)).to(x.dtype)
+        return dx, dw_C, db_C, None, None
+
+
+def shared_batch_norm(
+    x: Tensor, w_C: Tensor | None, b_C: Tensor | None, *, eps: float, axes: Sequence[Axis]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """BatchNorm by the statistics of all members' samples; gives these too: count, mean and M2 of each channel.
+
+    The gradients of ``w_C`` and ``b_C`` are terms of a sum over the axes.
+
+    Shapes: x (N here, C, ...); w_C, b_C (C,); returns like x, (), (C,), (C,).
+    Traffic: for each axis, forward one all-gather of 2 C + 1 numbers of each member; backward, where x needs a
+        gradient, one all-reduce of 2 C numbers.
+    Source: Ioffe, Szegedy 2015, arXiv:1502.03167; Chan, Golub, LeVeque 1983, "Algorithms for Computing the Sample
+        Variance" (combining means and M2).
+
+    >>> from shardwright import Mesh, run_on_threads
+    >>> x = torch.tensor([[1.0], [2.0], [6.0]])
+    >>> def share(axes):
+    ...     mine = x[:2] if axes["dp"].index == 0 else x[2:]
+    ...     return shared_batch_norm(mine, None, None, eps=1e-5, axes=[axes["dp"]])[0]
+    >>> whole = torch.cat(run_on_threads(Mesh(dp=2), share))
+    >>> torch.allclose(whole, torch.nn.functional.batch_norm(x, None, None, training=True))
+    True
+    """
+    return cast(
+        tuple[Tensor, Tensor, Tensor, Tensor],
+        _BatchNorm.apply(x, w_C, b_C, eps, tuple(axes)),  # type: ignore[no-untyped-call]
+    )
+
+
+def shared_group_norm(
+    x_NCS: Tensor, num_groups: int, w_C: Tensor | None, b_C: Tensor | None, *, eps: float, axes: Sequence[Axis]
+) -> Tensor:
+    """GroupNorm of pictures whose pixels are cut over the axes: each sample's group is normalised by all of them.
+
+    The gradients of ``w_C`` and ``b_C`` are terms of a sum over the axes.
+
+    Shapes: x_NCS (N, C, the pixels here); w_C, b_C (C,); returns like x.
+    Traffic: for each axis, where there are samples, forward one all-gather of 2 N G + 1 numbers of each member for G
+        groups; backward, where x needs a gradient, one all-reduce of 2 N G numbers.
+
+    >>> from shardwright import Mesh, run_on_threads
+    >>> x = torch.arange(24.0).view(2, 4, 3).sin()
+    >>> def share(axes):
+    ...     return shared_group_norm(x.split([1, 2], 2)[axes["tp"].index], 2, None, None, eps=1e-5, axes=[axes["tp"]])
+    >>> whole = torch.cat(run_on_threads(Mesh(tp=2), share), dim=2)
+    >>> torch.allclose(whole, torch.nn.functional.group_norm(x, 2))
+    True
+    """
+    if not len(x_NCS):
+        return functional.group_norm(x_NCS, num_groups, w_C, b_C, eps)
+    x_1GS = x_NCS.reshape(1, len(x_NCS) * num_groups, -1)
+    y_NCS = shared_batch_norm(x_1GS, None, None, eps=eps, axes=axes)[0].view(x_NCS.shape)
+    if w_C is not None:
+        y_NCS = y_NCS * _across(w_C, x_NCS)
+    return y_NCS if b_C is None else y_NCS + _across(b_C, x_NCS)
+
+
+@dataclass
+class _Forward:
+    """The forward of one BatchNorm whose samples lie cut over ``axes``; each strategy adds its own."""
+
+    module: Any
+    axes: tuple[Axis, ...] = ()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module, buffers = self.module, self.module._buffers
+        module._check_input_dim(input)
+        wide = torch.promote_types(input.dtype, torch.float32)  # as statistics are, whatever the layers compute in
+        affine = (module._parameters[name] for name in ("weight", "bias"))
+        w_C, b_C = (None if parameter is None else parameter.to(wide) for parameter in affine)
+        mean_C, var_C = buffers.get("running_mean"), buffers.get("running_var")
+        if not uses_batch(module):
+            return functional.batch_norm(input, mean_C, var_C, w_C, b_C, False, 0.0, module.eps)
+        y, count, batch_mean_C, m2_C = shared_batch_norm(input, w_C, b_C, eps=module.eps, axes=self.axes)
+        self._check_count(input, count)
+        if module.training and module.track_running_stats and mean_C is not None and var_C is not None:
+            share = self._count_batch()
+            with torch.no_grad():
+                mean_C.lerp_(batch_mean_C.to(mean_C.dtype), share)
+                var_C.lerp_((m2_C / (count - 1)).to(var_C.dtype), share)
+        return y
+
+    def _count_batch(self) -> float:
+        """Counts one batch more; returns its share in the statistics that are kept: momentum, or an even one."""
+        tracked: Tensor | None = self.module._buffers.get("num_batches_tracked")
+        if tracked is not None:
+            tracked.add_(1)
+        if self.module.momentum is not None:
+            return float(self.module.momentum)
+        return 1.0 / float(tracked) if tracked is not None and tracked.device.type != "meta" else 0.0
+
+    def _check_count(self, input: Tensor, count: Tensor) -> None:
+        """Raises PlanError where one device raises: all members know the count, so all do; not in a rehearsal."""
+        here = input.numel() // input.shape[1]
+        if here <= 1 and count.device.type != "meta" and float(count) == 1:
+            raise PlanError(
+                "BatchNorm needs more than one value of each channel",
+                given=f"a batch of one sample, {list(input.shape)} on this rank",
+                allowed="two samples or more, or channels of more than one pixel",
+                fix="use a larger batch, or LayerNorm",
+            )
+
+
+def share_statistics(modules: Iterable[nn.Module], axes: Sequence[Axis], *, always: bool = False) -> None:
+    """Makes each BatchNorm use the statistics of all samples over ``axes`` too, beside those that others have added.
+
+    ``always`` replaces the forward even if there is nobody to share with: for one that reads no attributes, or whose
+    weights are narrower than its statistics. That of
+    ``nn.SyncBatchNorm`` is always replaced: it would ask every process, whatever these hold.
+
+    >>> from shardwright import Mesh, run_on_threads
+    >>> def mean(axes):
+    ...     norm = nn.BatchNorm1d(1, momentum=1.0)
+    ...     share_statistics([norm], [axes["dp"]])
+    ...     share_statistics([norm], [axes["tp"]])
+    ...     norm(torch.full((2, 1), 2.0 * axes["dp"].index + axes["tp"].index))
+    ...     return norm.running_mean.item()
+    >>> run_on_threads(Mesh(dp=2, tp=2), mean)
+    [1.5, 1.5, 1.5, 1.5]
+    """
+    shared = tuple(axis for axis in axes if axis.size > 1)
+    for module in modules:
+        forward: Any = vars(module).get("forward")
+        known = forward.axes if isinstance(forward, _Forward) else ()
+        if shared or known or always or isinstance(module, nn.SyncBatchNorm):
+            module.forward = _Forward(module, (*known, *shared))

@@ -1,0 +1,212 @@
+"""One Linear on a grid by itself: its input cut, its output gathered, in any tensor-parallel mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from shardwright.analysis.structure import is_exactly, runs_as
+from shardwright.comm.autograd import cut_to_whole, whole_to_cut
+from shardwright.comm.axis import Axis
+from shardwright.comm.world import World
+from shardwright.errors import LayoutError, PlanError, check_at_least
+from shardwright.layout import Layout
+from shardwright.operators.linear import Later, weight_of
+from shardwright.parallelize.auto import settle
+from shardwright.parallelize.checks import check_model, check_world
+from shardwright.parallelize.initialization import place_parameters
+from shardwright.parallelize.planning import structural_copy, without_storage
+from shardwright.parallelize.same_start import check_same_start
+from shardwright.plan.batch_shard import Rows, Samples
+from shardwright.plan.plan import NUM_TOKENS, Job, Plan
+from shardwright.plan.traffic import summed_axes
+from shardwright.runtime.gradient_sync import GradientSync
+from shardwright.strategies import choose
+from shardwright.strategies.tensor_parallel.apply import apply
+from shardwright.strategies.tensor_parallel.features import width
+from shardwright.strategies.tensor_parallel.mode import SEQ, LinearNote, Mode
+from shardwright.strategies.tensor_parallel.place import place_alone, sent
+
+
+class LayerAlone:
+    """This rank's part of one ``nn.Linear``, between activations that lie as the mode lays them between layers.
+
+    ``cut`` takes this rank's part of a whole input, calling the layer multiplies it, ``gather`` makes the output whole;
+    all three are differentiable. ``layer`` holds the parameters, ``plan`` says where they lie. After a backward,
+    ``sum_gradients`` adds up what other ranks know of the parameters that they share with this one.
+
+    >>> import torch, shardwright as sw
+    >>> layer = nn.Linear(6, 5)
+    >>> def work(world):
+    ...     alone = layer_alone(layer, "tp2x2/2d", world)
+    ...     x = torch.arange(18.0).view(3, 6)
+    ...     part = alone.cut(x)
+    ...     y = alone.gather(alone(part))
+    ...     return tuple(part.shape), tuple(y.shape), tuple(alone.layer.weight.shape)
+    >>> sw.launch(work, 4, ranks="threads")[3]
+    ((1, 3), (3, 5), (2, 3))
+    """
+
+    def __init__(self, layer: nn.Linear, plan: Plan, axes: Mapping[str, Axis], samples: Samples) -> None:
+        self.layer, self.plan = layer, plan
+        self._axes, self._samples = axes, samples
+        note = plan.notes[""]
+        assert isinstance(note, LinearNote)
+        self._note = note
+        self._row_axes = [name for name in plan.mesh.axes if name in plan.row_axes]
+        self._sync = GradientSync(layer, plan, samples.coord, lambda names: axes["+".join(names)])
+        self._summed: tuple[Tensor, ...] = ()
+
+    def cut(self, x: Tensor) -> Tensor:
+        """This rank's part of an input that every rank holds.
+
+        Shapes: x (samples, ..., in_features); returns this rank's samples and features.
+        Traffic: backward, one all-gather over each axis that cuts it.
+        Raises: PlanError: an input of another width or dtype.
+        """
+        self._check("an input", x, (None, self._note.x.size))
+        self._samples.begin(x.shape[0])
+        for number, name in enumerate(self._row_axes):
+            rows: Rows = tuple(("gather", axis) for axis in reversed(self._row_axes[number + 1 :]))
+            x = whole_to_cut(x, self._axes[name], 0, self._samples.sizes(rows, name))
+        features = self._note.x
+        for number, name in enumerate(features.names):
+            sizes = features.sizes(self._samples.coord, name, over=features.names[number + 1 :])
+            x = whole_to_cut(x, self._axes[name], -1, sizes)
+        return x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The layer on this rank's part, one of the batch that was cut last.
+
+        Traffic: as its roles say, see :mod:`shardwright.operators.linear`. Raises: PlanError: a part of another shape.
+        """
+        self._check("this rank's part of an input", x, (self._num_samples(), width(self._note.x.held(self._coord))))
+        y: Tensor = self.layer(x)
+        return y
+
+    def gather(self, y: Tensor) -> Tensor:
+        """The whole output, on every rank, of this rank's part of the batch that was cut last.
+
+        Traffic: forward, one all-gather over each axis that cuts it. Raises: PlanError: a part of another shape.
+        """
+        self._check("this rank's part of an output", y, (self._num_samples(), width(self._note.y.held(self._coord))))
+        features = self._note.y
+        joined: tuple[str, ...] = ()
+        for name in reversed(features.names):
+            y = cut_to_whole(y, self._axes[name], -1, features.sizes(self._samples.coord, name, over=joined))
+            joined = (*joined, name)
+        rows: Rows = ()
+        for name in reversed(self._row_axes):
+            y = cut_to_whole(y, self._axes[name], 0, self._samples.sizes(rows, name))
+            rows = (*rows, ("gather", name))
+        return y
+
+    def sum_gradients(self) -> None:
+        """Sums the gradients of parameters that several ranks hold, where each has only a term.
+
+        Call it once a step, after the last backward. Raises: PlanError: the gradients hold sums already.
+        """
+        found = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)
+        if any(gradient is summed for gradient in found for summed in self._summed):
+            raise PlanError(
+                "the gradients hold what other ranks know already, and would count it twice",
+                given="sum_gradients() after sum_gradients(), on the same gradients",
+                allowed="one call a step: backward, as often as you like, then sum_gradients()",
+                fix="leave one out, or call alone.layer.zero_grad() before the backward of the next step",
+            )
+        for unit in self._sync.units:
+            for group in self._sync.groups[unit.name]:
+                group.start()()
+        self._summed = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)
+
+    @property
+    def _coord(self) -> Mapping[str, int]:
+        return self._samples.coord
+
+    def _num_samples(self) -> int | None:
+        """How many samples of the batch in hand are this rank's; None where no axis cuts them."""
+        return len(self._samples.ids(())) if self._row_axes else None
+
+    def _check(self, what: str, x: Tensor, sizes: tuple[int | None, int]) -> None:
+        """Raises PlanError unless ``x`` has so many samples and features, in the layer's dtype."""
+        num_samples, features = sizes
+        dtype = weight_of(self.layer).dtype
+        fits = x.dim() > 1 and x.shape[-1] == features and num_samples in (None, x.shape[0])
+        if fits and x.dtype == dtype:
+            return
+        allowed = f"({'samples' if num_samples is None else num_samples}, ..., {features}) in {dtype}"
+        raise PlanError(
+            f"{what} has another shape or dtype than the layer takes",
+            given=f"{tuple(x.shape)} in {x.dtype}",
+            allowed=allowed,
+            fix="take what cut() gives of a whole input, call the layer on it, gather() what it gives, and then "
+            "cut the next",
+        )
+
+
+def layer_alone(
+    layer: nn.Linear, layout: Layout | str, world: World, *, num_tokens: int = NUM_TOKENS, seed: int = 0
+) -> LayerAlone:
+    """One ``nn.Linear`` under a layout of ``tp`` alone, to be called from a person's own code.
+
+    A layer on the meta device is drawn as ``parallelize`` draws it; one with values is cut as it is. Where the mode
+    copies activations (1D), the output comes cut by features: the layer is a column.
+
+    Raises: LayoutError: the layout has other axes than ``tp``, or does not fit the layer or the ranks; PlanError: the
+        layer is not exactly an ``nn.Linear``, its code is more than a Linear's, or ranks were given different ones.
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    _check_layer(layer)
+    check_at_least("num_tokens", num_tokens, 1, fix="the tokens of one batch: samples times what lies between")
+    if [factor.axis for factor in layout.factors] != ["tp"] or layout.num_microbatches > 1:
+        raise LayoutError(
+            "a layer alone is laid out over tp alone",
+            given=str(layout),
+            allowed="one tp factor: tp4, tp2x2/2d, tp2x2x2/3d",
+            fix="use parallelize for whole models",
+        )
+    if layout.factors[0].option(SEQ) is not None:
+        raise LayoutError(
+            "a layer alone has samples, and no sequences",
+            given=str(layout),
+            allowed="a mode whose rows are samples",
+            fix=f"leave out /{SEQ}",
+        )
+    whole = Job(without_storage(layer), nn.Identity(), num_tokens)
+    layout = settle(layout, lambda tried: sent(_planned(whole, tried)[0]))
+    plan, mode = _planned(whole, layout)
+    check_world(plan, world)
+    coord = plan.mesh.coord(world.rank)
+    samples = Samples(plan.mesh, plan.row_axes, coord)
+    job = Job(structural_copy(layer), nn.Identity(), num_tokens, samples)
+    place_parameters(job.model, plan.compute, coord, seed, world.device)
+    check_same_start(world.everyone().for_strategy("core"), world, layer, seed)
+    axes = {name: axis.for_strategy(mode.name) for name, axis in world.axes(plan.mesh).items()}
+    for names in sorted({summed_axes(plan, name) for name in plan.compute}):
+        if len(names) > 1:
+            axes["+".join(names)] = world.axis("+".join(names), plan.mesh.groups(names)).for_strategy(mode.name)
+    apply(job, axes, plan, mode, Later(ahead=0))
+    assert isinstance(job.model, nn.Linear)
+    return LayerAlone(job.model, plan, axes, samples)
+
+
+def _planned(job: Job, layout: Layout) -> tuple[Plan, Mode]:
+    (strategy,) = choose(layout)
+    plan = Plan.of(job, layout)
+    mode: Mode = strategy.mode(plan)  # type: ignore[attr-defined]
+    return place_alone(job, plan, mode), mode
+
+
+def _check_layer(layer: nn.Module) -> None:
+    """Raises PlanError unless a layer does what ``nn.Linear`` does, and nothing else."""
+    if is_exactly(layer, nn.Linear):
+        check_model(layer)
+        return
+    given = type(layer).__name__ + (" with hooks" if runs_as(layer, nn.Linear) else "")
+    raise PlanError(
+        "a layer alone is one nn.Linear, and no more",
+        given=given,
+        allowed="nn.Linear itself: no subclass, no hooks, no parametrization",
+        fix="give layer_alone the nn.Linear inside and do the rest around it, or use parallelize",
+    )

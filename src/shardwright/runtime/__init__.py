@@ -1,0 +1,1 @@
+"""What every step runs, whatever the strategies: executor, gradient sync, precision, activation checkpointing."""

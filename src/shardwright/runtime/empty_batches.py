@@ -1,0 +1,60 @@
+"""torch's layers that fail where there are no samples: a rank may have none of a small batch, and runs all the same."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.analysis.structure import runs_as
+
+NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+CALL = inspect.signature(nn.MultiheadAttention.forward)
+
+
+def support_empty_batches(model: nn.Module) -> None:
+    """Lets the shuffles of pixels, the norms of single samples and attention in ``model`` take none, backward too.
+
+    >>> import torch
+    >>> model, none = nn.PixelShuffle(2), torch.zeros(0, 8, 3, 3, requires_grad=True)
+    >>> support_empty_batches(model)
+    >>> model(none).sum().backward()
+    >>> model(none).shape, none.grad.shape
+    (torch.Size([0, 2, 6, 6]), torch.Size([0, 8, 3, 3]))
+    """
+    for module in model.modules():
+        if isinstance(module, nn.PixelShuffle) and runs_as(module, nn.PixelShuffle):
+            module.forward = partial(_shuffled, module.forward, module.upscale_factor, 1)  # type: ignore[method-assign]
+        elif isinstance(module, nn.PixelUnshuffle) and runs_as(module, nn.PixelUnshuffle):
+            module.forward = partial(_shuffled, module.forward, 1, module.downscale_factor)  # type: ignore[method-assign]
+        elif any(runs_as(module, kind) for kind in NORMS):
+            module.forward = partial(_normed, module.forward)
+        elif type(module) is nn.MultiheadAttention:
+            module.forward = partial(_attended, module.forward)  # type: ignore[method-assign]
+
+
+def _shuffled(forward: Callable[[Tensor], Tensor], larger: int, smaller: int, input: Tensor) -> Tensor:
+    if input.numel():
+        return forward(input)
+    *others, channels, height, width = input.shape
+    channels = channels * smaller**2 // larger**2
+    return input.reshape(*others, channels, height * larger // smaller, width * larger // smaller)
+
+
+def _attended(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Masks of each sample, of which there are none, are left out."""
+    bound = CALL.bind(None, *args, **named)
+    if bound.arguments["query"].numel():
+        return forward(*args, **named)
+    bound.arguments["key_padding_mask"] = None
+    mask = bound.arguments.get("attn_mask")
+    if mask is not None and mask.dim() == 3:
+        bound.arguments |= {"attn_mask": None, "is_causal": False}
+    return forward(*bound.args[1:], **bound.kwargs)
+
+
+def _normed(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    return forward(input) if input.numel() else input.clone()

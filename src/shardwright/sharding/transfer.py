@@ -1,0 +1,240 @@
+"""From where a tensor lies to where it shall lie: the messages to send.
+
+Gathering a whole tensor, loading a checkpoint, resuming on other ranks and changing a layout are all this one
+call. Nothing is sent here: a message is read with ``read``, sent by whoever has the means, and written with
+``write``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import PlanError
+from shardwright.sharding.box import Box, Piece, cells, read, write
+
+
+class BoxMessage(NamedTuple):
+    """One box of the whole that one rank sends to another, or keeps when both are the same.
+
+    ``adds``: it is added to what is there, because it is a second or later term of a sum.
+    """
+
+    source: int
+    destination: int
+    box: Box
+    source_piece: Piece
+    destination_piece: Piece
+    adds: bool
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The messages that take a tensor from one layout to another.
+
+    Whoever writes them follows their order, so that sums come out equal to the bit wherever they are made.
+    """
+
+    messages: tuple[BoxMessage, ...]
+
+    def messages_from(self, rank: int) -> tuple[BoxMessage, ...]:
+        """What ``rank`` sends, its messages to itself included."""
+        return self._by_rank[0].get(rank, ())
+
+    def messages_to(self, rank: int) -> tuple[BoxMessage, ...]:
+        """What ``rank`` receives, its messages to itself included, in the order in which to write it."""
+        return self._by_rank[1].get(rank, ())
+
+    @property
+    def moved_elements(self) -> int:
+        """How many elements go from one rank to another."""
+        return sum(message.box.size for message in self.messages if message.source != message.destination)
+
+    @cached_property
+    def _by_rank(self) -> tuple[dict[int, tuple[BoxMessage, ...]], dict[int, tuple[BoxMessage, ...]]]:
+        sent: defaultdict[int, list[BoxMessage]] = defaultdict(list)
+        received: defaultdict[int, list[BoxMessage]] = defaultdict(list)
+        for message in self.messages:
+            sent[message.source].append(message)
+            received[message.destination].append(message)
+        return {rank: tuple(m) for rank, m in sent.items()}, {rank: tuple(m) for rank, m in received.items()}
+
+
+Held = tuple[int, Piece]
+"""A piece, and the rank that holds it."""
+
+
+class _Index:
+    """Finds among many pieces those that meet a box, by one dim in which they are spread out."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        by_box: defaultdict[Box, list[Held]] = defaultdict(list)
+        for rank, piece in held:
+            if piece.whole.size:
+                by_box[piece.whole].append((rank, piece))
+        num_dims = len(held[0][1].whole.start) if held else 0
+        spread = [len({box.start[dim] for box in by_box}) for dim in range(num_dims)]
+        self.dim = spread.index(max(spread)) if spread else None
+        self.entries = list(by_box.items())
+        if self.dim is not None:
+            dim = self.dim
+            self.entries.sort(key=lambda entry: entry[0].start[dim])
+            self.starts = [box.start[dim] for box, _ in self.entries]
+            self.ends = list(accumulate((box.stop[dim] for box, _ in self.entries), max))
+
+    def meeting(self, box: Box) -> Iterator[tuple[Box, list[Held]]]:
+        """What ``box`` shares with each different box held, and who holds that."""
+        low, high = 0, len(self.entries)
+        if self.dim is not None:
+            low = bisect_right(self.ends, box.start[self.dim])
+            high = bisect_left(self.starts, box.stop[self.dim])
+        for held_box, holders in self.entries[low:high]:
+            common = box.intersect(held_box)
+            if common is not None:
+                yield common, holders
+
+
+def _rest(box: Box, taken: Sequence[Box]) -> list[Box]:
+    rest = [box]
+    for other in taken:
+        rest = [part for piece in rest for part in piece.minus(other)]
+    return rest
+
+
+class _Planner:
+    """Plans one term: for each destination, where to fetch it; keeps count of what each rank sends."""
+
+    def __init__(self, held: Sequence[Held], sent: defaultdict[int, int]) -> None:
+        by_rank: defaultdict[int, list[Held]] = defaultdict(list)
+        for rank, piece in held:
+            by_rank[rank].append((rank, piece))
+        self.everyone = _Index(held)
+        self.own = {rank: _Index(pieces) for rank, pieces in by_rank.items()}
+        self.sent = sent
+
+    def fetch(self, rank: int, box: Box) -> tuple[list[tuple[Box, Held]], list[Box]]:
+        """Disjoint parts of ``box``, each with whom ``rank`` gets it from; and what nobody holds."""
+        fetched: list[tuple[Box, Held]] = []
+        missing = [box] if box.size else []
+        if rank in self.own:  # what is here already does not travel
+            for mine, holders in self.own[rank].meeting(box):
+                here = [part for part in (rest.intersect(mine) for rest in missing) if part is not None]
+                fetched += [(part, holders[0]) for part in here]
+                missing = [part for rest in missing for part in rest.minus(mine)] if here else missing
+        nowhere: list[Box] = []
+        for rest in missing:
+            others = self._fetch_from_others(rank, rest)
+            fetched += others
+            if sum(part.size for part, _ in others) < rest.size:
+                nowhere += _rest(rest, [part for part, _ in others])
+        return fetched, nowhere
+
+    def _fetch_from_others(self, rank: int, box: Box) -> list[tuple[Box, Held]]:
+        fetched = []
+        meeting = list(self.everyone.meeting(box))
+        for cell, who in cells((number, [common]) for number, (common, _) in enumerate(meeting)):
+            holders = [holder for number in who for holder in meeting[number][1]]
+            nearest = min(holders, key=lambda held: (self.sent[held[0]], abs(held[0] - rank), held))
+            self.sent[nearest[0]] += cell.size
+            fetched.append((cell, nearest))
+        return fetched
+
+
+def plan_transfer(
+    source: Mapping[int, Sequence[Piece]],
+    destination: Mapping[int, Sequence[Piece]],
+    *,
+    terms: Mapping[int, int] | None = None,
+) -> Transfer:
+    """The messages that give every destination rank its pieces from the pieces that the source ranks hold.
+
+    Each element is fetched once for each piece it is wanted in: from the rank itself where it holds it, else
+    from the holder that sends least so far, the nearest rank among equals. The plan depends on the arguments
+    only, so ranks that plan for themselves agree.
+
+    ``terms``: the source holds a sum in parts; for each source rank, which term it holds (0 when left out).
+    Ranks with the same term hold copies of it. A destination then gets the sum of one fetch of each term,
+    added in the order of the terms.
+
+    Raises: PlanError: no source rank holds a part of a destination (of some term).
+
+    >>> from shardwright.sharding.box import balanced_ranges
+    >>> from shardwright.sharding.tensor_layout import TensorLayout
+    >>> from shardwright.mesh import Mesh
+    >>> whole, mesh = TensorLayout.whole((6,)), Mesh(tp=2)
+    >>> halves = whole.cut("tp", 0, balanced_ranges(6, 2)).by_rank(mesh)
+    >>> gather = plan_transfer(halves, whole.by_rank(mesh))
+    >>> [(m.source, m.destination, str(m.box)) for m in gather.messages_to(1)], gather.moved_elements
+    ([(1, 1, '[3:6]'), (0, 1, '[0:3]')], 6)
+    >>> reduce_scatter = plan_transfer(whole.by_rank(mesh), halves, terms={0: 0, 1: 1})
+    >>> [(m.source, m.destination, str(m.box), m.adds) for m in reduce_scatter.messages_to(1)]
+    [(0, 1, '[3:6]', False), (1, 1, '[3:6]', True)]
+    """
+    of_term: defaultdict[int, list[Held]] = defaultdict(list)
+    for rank in sorted(source):
+        if source[rank] or rank in (terms or {}):
+            of_term[(terms or {}).get(rank, 0)] += [(rank, piece) for piece in source[rank]]
+    sent: defaultdict[int, int] = defaultdict(int)
+    planners = {term: _Planner(of_term[term], sent) for term in sorted(of_term)} or {0: _Planner([], sent)}
+    messages: list[BoxMessage] = []
+    for rank in sorted(destination):
+        for piece in destination[rank]:
+            for number, (term, planner) in enumerate(planners.items()):
+                fetched, missing = planner.fetch(rank, piece.whole)
+                if missing:
+                    raise _not_held(rank, piece, missing[0], term if terms else None)
+                messages += [BoxMessage(holder, rank, box, held, piece, number > 0) for box, (holder, held) in fetched]
+    return Transfer(tuple(messages))
+
+
+def _not_held(rank: int, piece: Piece, missing: Box, term: int | None) -> PlanError:
+    held_by = "source rank" if term is None else f"source rank of term {term}"
+    return PlanError(
+        f"no {held_by} holds {missing}, a part of {piece.whole} for rank {rank}",
+        given="source pieces that leave it out",
+        allowed="source pieces that together cover every destination piece",
+        fix="give the pieces of every source rank, and check the whole tensor's shape",
+    )
+
+
+def execute_locally(transfer: Transfer, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]) -> None:
+    """Carries out a transfer between tensors of one process, writing into ``destinations``.
+
+    Source and destination tensors do not share memory.
+
+    >>> from shardwright.sharding.tensor_layout import TensorLayout
+    >>> from shardwright.mesh import Mesh
+    >>> whole, slices, mesh = TensorLayout.whole((2, 2)), TensorLayout.whole((2, 2)).flat("dp", 2), Mesh(dp=2)
+    >>> local = {0: torch.zeros(2), 1: torch.zeros(2)}
+    >>> transfer = plan_transfer(whole.by_rank(mesh, [0]), slices.by_rank(mesh))
+    >>> execute_locally(transfer, {0: torch.arange(4.0).view(2, 2)}, local)
+    >>> local
+    {0: tensor([0., 1.]), 1: tensor([2., 3.])}
+    """
+    for message in transfer.messages:
+        values = read(sources[message.source], message.source_piece, message.box)
+        deliver(message, destinations[message.destination], values)
+
+
+def deliver(message: BoxMessage, local: Tensor, values: Tensor) -> None:
+    """Writes what a message brought, ``values`` of ``message.box.shape``, or adds it, to the destination.
+
+    >>> box = Box((0,), (2,))
+    >>> message = BoxMessage(0, 1, box, Piece(box, (0,)), Piece(box, (0,)), adds=True)
+    >>> local = torch.ones(2)
+    >>> deliver(message, local, torch.ones(2)); local
+    tensor([2., 2.])
+    """
+    with torch.no_grad():
+        if message.adds:
+            read(local, message.destination_piece, message.box).add_(values)
+        else:
+            write(local, message.destination_piece, message.box, values)

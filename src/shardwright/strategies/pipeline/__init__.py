@@ -1,0 +1,1 @@
+"""Schedules as data, and the one executor that runs any of them."""

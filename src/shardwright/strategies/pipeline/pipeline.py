@@ -1,0 +1,324 @@
+"""Pipeline parallel: the model in stages, one after the other, and microbatches on their way through them.
+
+::
+
+    pp4/1f1b mb4        stage 0 | F0 F1 F2 F3          B0    B1    B2    B3 |
+                        stage 1 |    F0 F1 F2       B0 F3 B1    B2    B3    |
+                        stage 2 |       F0 F1    B0 F2 B1 F3 B2    B3       |
+                        stage 3 |          F0 B0 F1 B1 F2 B2 F3 B3          |
+
+Stages are cut so that the slowest costs least, embedding and head included, by predicted work or measured seconds; of
+cuts that cost the same, so that the largest holds the fewest bytes. ``show`` prints each stage's share of both, and
+``auto:8GiB`` asks for a schedule within a limit.
+
+Shapes: activations between stages cross as they lie: a microbatch's samples, and of these the sub-block that tensor
+    parallelism leaves on the rank.
+Traffic: for each value that crosses an edge, m messages forward and m back, straight from the stage that makes it to
+    the one that uses it; gradients of weights that stages share are summed over those stages.
+Source: Narayanan et al. 2021, arXiv:2104.04473; each schedule names its own in ``pipeline/schedules``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from shardwright.analysis.batch_dependence import keeps_state_between_calls
+from shardwright.analysis.structure import has_hooks
+from shardwright.comm.axis import Axis
+from shardwright.errors import LayoutError
+from shardwright.layout import Factor, Option
+from shardwright.mesh import Coord
+from shardwright.operators.split_backward import split_backward
+from shardwright.plan.param_groups import ParamGroup
+from shardwright.plan.plan import Job, Partial, Plan, StateLayout
+from shardwright.plan.schedule import Schedule
+from shardwright.plan.stages import Stages
+from shardwright.plan.traffic import StepCalls, Traffic, sync_traffic
+from shardwright.runtime.applied import Applied
+from shardwright.sharding.tensor_layout import TensorLayout
+from shardwright.strategies.pipeline.cut import cut
+from shardwright.strategies.pipeline.messages import coming, leaving
+from shardwright.strategies.pipeline.p2p import P2P
+from shardwright.strategies.pipeline.predict import memory_of, times_of
+from shardwright.strategies.pipeline.schedule_checks import check_order, check_schedule
+from shardwright.strategies.pipeline.schedules import SCHEDULES, build
+from shardwright.strategies.pipeline.schedules.auto import search
+from shardwright.strategies.pipeline.schedules.file import read_schedule
+from shardwright.strategies.pipeline.stage import Stage
+from shardwright.strategy import check_table
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Cuts the model into stages by what its calls cost, and runs a schedule over them."""
+
+    name: ClassVar[str] = "pipeline"
+    axis: ClassVar[str] = "pp"
+    phase: ClassVar[Literal["operators", "stages", "state"]] = "stages"
+    default: ClassVar[bool] = True
+    options: ClassVar[Mapping[str, str]] = {
+        **{name: family.description for name, family in SCHEDULES.items()},
+        "auto": "the best list for what the chunks cost, within a limit where one is given: auto:8GiB",
+        "cut": "stages by hand, each beginning at a module of this name: cut:conv1,conv2,fc",
+        "file": "a schedule of your own, as CSV or JSON: file:PATH",
+    }
+    source: ClassVar[str] = "Narayanan et al. 2021, arXiv:2104.04473"
+
+    def place(self, job: Job, plan: Plan) -> Plan:
+        """Gives each parameter to the stages that use it. Raises LayoutError for a model with too few calls."""
+        if has_hooks(job.model):
+            raise LayoutError(
+                "the model as a whole has hooks, and under a pipeline no rank calls it as a whole",
+                given=f"hooks on {type(job.model).__name__} under {plan.layout}",
+                allowed="hooks on modules inside it: each runs on the stage that calls it",
+                fix="take the hooks off, or put them on a module inside",
+            )
+        schedule, stages = _chosen(job, plan)
+        _check_kept(job, plan, schedule, stages)
+        holders = _holders(stages, schedule, tuple(plan.compute))
+        compute, rest, buffers = dict(plan.compute), dict(plan.rest), dict(plan.buffers)
+        for name, where in holders.items():
+            if name in compute:
+                compute[name] = compute[name].only("pp", where)
+                rest[name] = StateLayout(*(lies.only("pp", where) for lies in _parts(rest[name])))
+        for name, buffer in job.model.named_buffers():
+            buffers[name] = buffers.get(name, TensorLayout.whole(tuple(buffer.shape))).only(
+                "pp", holders.get(name, range(schedule.num_stages))
+            )
+        shared = {name for name, where in holders.items() if len(where) > 1}
+        for use in plan.uses:
+            if use.parameter in shared:
+                check_table(use.module, job.model.get_submodule(use.module), str(_factor(plan)), ["max_norm"])
+        uses = tuple(
+            use._replace(dy={**use.dy, "pp": Partial()}) if use.parameter in shared else use for use in plan.uses
+        )
+        plan = replace(plan, compute=compute, rest=rest, buffers=buffers, uses=uses, schedule=schedule, stages=stages)
+        return replace(plan, units=_by_chunk(plan.units, stages), loss_axes=plan.loss_axes | {"pp"})
+
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
+        """Reads the model's code and runs this stage's part of it."""
+        schedule, stages = plan.schedule, plan.stages
+        assert schedule is not None, "placed"
+        assert stages is not None, "placed"
+        if any(action.kind == "W" for actions in schedule.actions for action in actions) and job.deferred is not None:
+            split_backward(job.model, job.deferred)
+
+        def repeat(path: str, times: int, total: int) -> None:
+            if job.draws is not None:
+                job.draws.repeat(path, times)
+            if job.frame is not None:
+                job.frame.repeat(path, times, total)
+
+        return Applied(work=Stage(job.model, stages, schedule.stage_of, P2P(axes["pp"]), repeat, job.frame))
+
+    def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
+        """Each microbatch's values and their gradients, over every edge of this stage; shared gradients."""
+        schedule, stages = plan.schedule, plan.stages
+        assert schedule is not None, "placed"
+        assert stages is not None, "placed"
+        edges = stages.chunked.edges
+        sizes = {(edge.source, edge.target): edge.values for edge in edges}
+        found = []
+        for action in schedule.actions[coord["pp"]]:
+            sent = [(message, "send") for message in leaving(action, edges)]
+            for message, kind in [*sent, *((message, "receive") for message in coming(action, edges))]:
+                if schedule.stage_of[message.source] == schedule.stage_of[message.target]:
+                    continue
+                for value in sizes[message.source, message.target]:
+                    for crossing in batch.crossing[message.microbatch].get(value, ()):
+                        if message.kind == "F" or crossing.needs_gradient:
+                            found.append(Traffic(kind, "pp", crossing.num_bytes, 2))
+        return (*found, *sync_traffic(plan, batch, coord, "pp"))
+
+
+def _factor(plan: Plan) -> Factor:
+    factor = plan.layout.factor("pp")
+    assert factor is not None, "chosen for a layout with pp"
+    return factor
+
+
+def _chosen(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
+    """The schedule, and the model cut into its chunks."""
+    factor = _factor(plan)
+    named = factor.option("cut")
+    if named is not None and not named.value:
+        raise LayoutError(
+            "'cut' needs names", given=str(factor), allowed="cut:conv1,conv2", fix="name a module each stage"
+        )
+    names = tuple(named.value.split(",")) if named is not None and named.value else ()
+    by_device = named is None and bool(job.stages)
+    if by_device:
+        names = job.stages
+    closed = {path for path in (*plan.roles, *plan.notes) if path}
+
+    def into(num_chunks: int) -> Stages:
+        if by_device and num_chunks != len(names):
+            raise _other_devices(factor, num_chunks, names)
+        job.model.train()  # a copy: what is called in training alone has a stage too
+        return cut(
+            job.model, num_chunks, names=names, example=job.example, num_tokens=job.num_tokens,
+            seconds=job.seconds, closed=closed,
+        )  # fmt: skip
+
+    auto = factor.option("auto")
+    others = [str(option) for option in factor.options if option.name in (*SCHEDULES, "file")]
+    if auto is not None and others:
+        raise LayoutError(
+            "'auto' chooses the schedule itself",
+            given=str(factor),
+            allowed="auto, or one of " + ", ".join(SCHEDULES) + ", file:PATH",
+            fix=f"write pp{factor.size}/{others[0]}, or pp{factor.size}/{auto}",
+        )
+    if auto is None:
+        schedule = schedule_of(plan)
+        return schedule, into(schedule.num_chunks)
+    return _best(factor.size, plan.layout.num_microbatches, into, _limit_bytes(auto), bool(names))
+
+
+def _best(
+    num_stages: int, num_microbatches: int, into: Callable[[int], Stages], limit_bytes: int | None, by_hand: bool
+) -> tuple[Schedule, Stages]:
+    """The best schedule for what the model's chunks cost, one or two of them on a stage."""
+    stages = {num_stages: into(num_stages)}
+    if not by_hand:
+        with suppress(LayoutError):  # too few calls for two chunks on a stage
+            stages[2 * num_stages] = into(2 * num_stages)
+    schedule, _ = search(
+        num_stages,
+        num_microbatches,
+        [times_of(each.costs) for each in stages.values()],
+        [memory_of(each.costs) for each in stages.values()],
+        limit_bytes,
+    )
+    return schedule, stages[schedule.num_chunks]
+
+
+def _check_kept(job: Job, plan: Plan, schedule: Schedule, stages: Stages) -> None:
+    """What a layer keeps of the batches it sees is kept in one place, in their order.
+
+    Raises: LayoutError: several stages call the layer, or chunks that take turns; forwards in another order.
+    """
+    own = plan.layout.own_statistics
+    calls = [stages.chunked.calls_of(chunk) for chunk in range(schedule.num_chunks)]
+    for path, module in job.model.named_modules():
+        if not keeps_state_between_calls(module):
+            continue
+        chunks = [n for n, each in enumerate(calls) if any(f"{path}.".startswith(f"{call}.") for call in each)]
+        if len({schedule.stage_of[chunk] for chunk in chunks}) > 1 or (own and len(chunks) > 1):
+            raise LayoutError(
+                f"'{path}' changes what it keeps with every call, and several stages or chunks call it",
+                given=f"{type(module).__name__} in chunks {', '.join(map(str, chunks))} under {plan.layout}",
+                allowed="a layer of its own for each call, or calls in one chunk",
+                fix="give each call a layer of its own, or let one stage make them all: cut:first,second",
+            )
+        if own:
+            check_order(schedule)
+
+
+def _other_devices(factor: Factor, num_chunks: int, names: tuple[str, ...]) -> LayoutError:
+    return LayoutError(
+        "the model's parts lie on several devices, and the layout has another number of stages",
+        given=f"{factor}, {num_chunks} chunks; devices change at {', '.join(names)}",
+        allowed=f"{len(names)} chunks, one for each, or stages that are named by hand",
+        fix=f"write pp{len(names)}, or cut: and the names, or leave the model on one device",
+    )
+
+
+def _limit_bytes(option: Option) -> int | None:
+    """The most that activations may take on a stage: auto:512MiB; no limit where none is given."""
+    if option.value is None:
+        return None
+    found = re.fullmatch(r"([0-9]+)(KiB|MiB|GiB)", option.value)
+    if found is None:
+        raise LayoutError(
+            "'auto' takes the most that a stage's activations may hold",
+            given=str(option),
+            allowed="auto:512MiB, auto:8GiB, or auto alone",
+            fix="write auto:8GiB",
+        )
+    return int(found[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[found[2]]
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule that a layout asks for; 1f1b where it names none."""
+    factor = _factor(plan)
+    file = factor.option("file")
+    named = [option for option in factor.options if option.name in SCHEDULES]
+    if len(named) + (file is not None) > 1:
+        names = [str(option) for option in factor.options if option.name in (*SCHEDULES, "file")]
+        raise LayoutError(
+            "a pipeline runs one schedule",
+            given=" and ".join(names),
+            allowed="one of " + ", ".join(SCHEDULES) + ", file:PATH",
+            fix=f"write pp{factor.size}/{names[0]}",
+        )
+    if file is not None:
+        return _from_file(file.value, factor, plan.layout.num_microbatches)
+    option = named[0] if named else None
+    chunks = None
+    if option is not None and option.value is not None:
+        if not (option.value.startswith("v") and option.value[1:].isdecimal()):
+            raise LayoutError(
+                f"'{option.name}' takes a number of chunks for each stage",
+                given=str(option),
+                allowed=f"{option.name}:v2, {option.name}:v3, ...",
+                fix=f"write {option.name}:v2",
+            )
+        chunks = int(option.value[1:])
+    return build(option.name if option else "1f1b", factor.size, plan.layout.num_microbatches, chunks)
+
+
+def _from_file(path: str | None, factor: Factor, num_microbatches: int) -> Schedule:
+    if path is None:
+        raise LayoutError("'file' needs a path", given=str(factor), allowed="file:PATH", fix="write file:PATH")
+    schedule = read_schedule(path)
+    if schedule.num_stages != factor.size:
+        raise LayoutError(
+            "the schedule is for another number of stages",
+            given=f"{path}: {schedule.num_stages} stages, under pp{factor.size}",
+            allowed=f"a file with {factor.size} lists",
+            fix=f"write pp{schedule.num_stages}/file:{path}",
+        )
+    check_schedule(schedule, num_microbatches)
+    return schedule
+
+
+def _holders(stages: Stages, schedule: Schedule, parameters: tuple[str, ...]) -> dict[str, list[int]]:
+    """By name, the stages that hold a parameter or buffer; what no code uses lies on the first."""
+    found: dict[str, set[int]] = {name: set() for name in parameters}
+    for chunk in range(schedule.num_chunks):
+        for name in stages.chunked.weights_of(chunk):
+            found.setdefault(name, set()).add(schedule.stage_of[chunk])
+    return {name: sorted(where) or [0] for name, where in found.items()}
+
+
+def _by_chunk(units: tuple[ParamGroup, ...], stages: Stages) -> tuple[ParamGroup, ...]:
+    """Units that lie in one chunk each: one that straddles a cut is divided there."""
+    home: dict[str, int] = {}
+    for chunk in range(stages.num_chunks):
+        for name in stages.chunked.weights_of(chunk):
+            home.setdefault(name, chunk)
+    found = []
+    for unit in units:
+        chunks = sorted({home.get(name, 0) for name in unit.parameters})
+        for chunk in chunks:
+            parameters = tuple(name for name in unit.parameters if home.get(name, 0) == chunk)
+            modules = (
+                unit.modules
+                if len(chunks) == 1
+                else tuple(m for m in unit.modules if any(name.startswith(f"{m}.") or m == "" for name in parameters))
+            )
+            name = unit.name if len(chunks) == 1 else f"{unit.name} ({chunk})"
+            found.append(ParamGroup(name, modules, parameters))
+    return tuple(sorted(found, key=lambda unit: min(home.get(name, 0) for name in unit.parameters)))
+
+
+def _parts(rest: StateLayout) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
+    return rest.parameter, rest.gradient, rest.optimizer
+
+
+STRATEGY = Pipeline()

@@ -1,0 +1,192 @@
+"""Schedules from files, and into them: CSV, one row a stage, or JSON.
+
+CSV, two stages and two microbatches; a cell is chunk, kind, microbatch, and an empty cell is idle time::
+
+    0F0,0F1,,0B0,,0B1
+    ,1F0,1B0,1F1,1B1,
+
+Without a chunk (``F0``) the row's own is meant: chunk 0 in the first row, 1 in the second. The letters and the form are
+those of the compute-only CSV of ``torch.distributed.pipelining``. JSON::
+
+    {"name": "mine", "stages": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]}
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn, cast
+
+from shardwright.errors import LayoutError
+from shardwright.plan.schedule import Action, Kind, Schedule
+
+_CELL = re.compile(r"([0-9]{1,9})?([FBIW])([0-9]{1,9})")
+_FIX = "write chunk, kind, microbatch, like 0F3; leave a cell empty where the stage waits"
+
+
+class _Place(NamedTuple):
+    """Where in a file something stands, counted from one as editors do."""
+
+    path: Path
+    row: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, row {self.row} (stage {self.row - 1}), column {self.column}"
+
+
+class _Cell(NamedTuple):
+    """An action and where it stands."""
+
+    action: Action
+    place: _Place
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """The schedule in a file: JSON where the name ends in ``.json``, CSV otherwise.
+
+    Which stage holds a chunk follows from the actions. Whether it can run is for
+    :func:`~shardwright.strategies.pipeline.schedule_checks.check_schedule` to say.
+
+    Raises: LayoutError: no such file, no text, a cell that is no action, a chunk on two stages, a stage without
+        actions, a number left out.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "mine.csv"
+    >>> _ = path.write_text("F0,,,B0\\n,F0,B0\\n")
+    >>> schedule = read_schedule(path)
+    >>> schedule.name, [" ".join(map(str, actions)) for actions in schedule.actions]
+    ('mine', ['0F0 0B0', '1F0 1B0'])
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        _refuse(f"cannot read the schedule file {path}", given=why, fix="give the path of a CSV or JSON file")
+    name, rows = _json_rows(path, text) if path.suffix.lower() == ".json" else (path.stem, _csv_rows(path, text))
+    while rows and not any(rows[-1]):
+        rows.pop()
+    cells = [
+        _Cell(_action(cell, place), place)
+        for row, of_row in enumerate(rows, start=1)
+        for column, cell in enumerate(of_row, start=1)
+        if cell and (place := _Place(path, row, column))
+    ]
+    if not cells:
+        _refuse(f"no actions in the schedule file {path}", given="an empty file, or only empty cells")
+    lists: list[list[Action]] = [[] for _ in rows]
+    for action, place in cells:
+        lists[place.row - 1].append(action)
+    if [] in lists:
+        empty = lists.index([])
+        _refuse(f"no actions in {path}, row {empty + 1} (stage {empty})", given="only empty cells")
+    num_microbatches = _count("microbatch", path, cells)
+    return Schedule(name, tuple(map(tuple, lists)), _stages(path, cells), num_microbatches)
+
+
+def write_schedule(schedule: Schedule, path: str | Path) -> None:
+    """Writes a schedule for :func:`read_schedule`: JSON where the name ends in ``.json``, CSV otherwise.
+
+    CSV keeps no name: it is read back under the name of its file.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "mine.json"
+    >>> write_schedule(Schedule("two", ((Action("F", 0), Action("B", 0)),), (0,), 1), path)
+    >>> print(path.read_text())
+    {"name": "two", "stages": [
+      ["0F0", "0B0"]
+    ]}
+    """
+    path = Path(path)
+    rows = [[str(action) for action in actions] for actions in schedule.actions]
+    if path.suffix.lower() == ".json":
+        body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        text = f'{{"name": {json.dumps(schedule.name)}, "stages": [\n{body}\n]}}\n'
+    else:
+        text = "".join(",".join(row) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
+
+
+def _refuse(what: str, *, given: object, fix: str = _FIX, allowed: str | None = None) -> NoReturn:
+    """The one way in which a file is refused."""
+    allowed = allowed or "one row for each stage, of cells like 0F3, or JSON: {'stages': [['0F0', ...], ...]}"
+    raise LayoutError(what, given=given, allowed=allowed, fix=fix)
+
+
+def _csv_rows(path: Path, text: str) -> list[list[str]]:
+    """The cells of a CSV file, without the spaces around them."""
+    try:
+        return [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""))]
+    except csv.Error as error:
+        _refuse(f"the schedule file {path} is no CSV", given=error)
+
+
+def _json_rows(path: Path, text: str) -> tuple[str, list[list[str]]]:
+    """The name and the cells of a JSON file; null is an idle slot."""
+    what = f"the schedule file {path} is no schedule in JSON"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        _refuse(what, given=error)
+    unknown = sorted(value.keys() - {"name", "stages"}) if isinstance(value, dict) else []
+    if unknown:
+        _refuse(what, given=f"the key {json.dumps(unknown[0])}", fix=f"leave out {json.dumps(unknown[0])}")
+    stages = value.get("stages") if isinstance(value, dict) else None
+    if not isinstance(stages, list):
+        _refuse(what, given="no list under 'stages'", fix="put one list of cells for each stage under 'stages'")
+    rows = []
+    for row, cells in enumerate(stages, start=1):
+        if not isinstance(cells, list):
+            _refuse(what, given=f"row {row} (stage {row - 1}) is {json.dumps(cells)}, no list")
+        for column, cell in enumerate(cells, start=1):
+            if not isinstance(cell, str | None):
+                _refuse(f"a bad cell in {_Place(path, row, column)}", given=json.dumps(cell))
+        rows.append([(cell or "").strip() for cell in cells])
+    return str(value.get("name", path.stem)), rows
+
+
+def _action(cell: str, place: _Place) -> Action:
+    """The action that a cell stands for."""
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        _refuse(
+            f"a bad cell in {place}",
+            given=repr(cell),
+            allowed="chunk (or nothing: the row's own), F, B, I or W, microbatch",
+        )
+    chunk, kind, microbatch = match.groups()
+    return Action(cast(Kind, kind), int(microbatch), place.row - 1 if chunk is None else int(chunk))
+
+
+def _count(what: Literal["chunk", "microbatch"], path: Path, cells: list[_Cell]) -> int:
+    """How many chunks or microbatches there are; none may be left out."""
+    there = {getattr(cell.action, what) for cell in cells}
+    missing = next(number for number in range(len(there) + 1) if number not in there)
+    if missing != len(there):
+        last = max(cells, key=lambda cell: getattr(cell.action, what))
+        _refuse(
+            f"{what} {missing} is nowhere in the schedule file {path}",
+            given=f"{last.action} in row {last.place.row}, column {last.place.column}, but no {what} {missing}",
+            allowed=f"every {what} from 0 to the last",
+            fix=f"add the actions of {what} {missing}, or count from 0 without a gap",
+        )
+    return len(there)
+
+
+def _stages(path: Path, cells: list[_Cell]) -> tuple[int, ...]:
+    """The stage of each chunk."""
+    first: dict[int, _Cell] = {}
+    for cell in cells:
+        known = first.setdefault(cell.action.chunk, cell)
+        if known.place.row != cell.place.row:
+            _refuse(
+                f"chunk {cell.action.chunk} is on two stages in the schedule file {path}",
+                given=" and ".join(f"{c.action} in row {c.place.row}, column {c.place.column}" for c in (known, cell)),
+                allowed="every chunk on one stage",
+                fix=f"move one of the two, or give it the number of a chunk of stage {cell.place.row - 1}",
+            )
+    return tuple(first[chunk].place.row - 1 for chunk in range(_count("chunk", path, cells)))

@@ -1,0 +1,1 @@
+"""Spatial parallelism: pictures and feature maps cut in rows."""

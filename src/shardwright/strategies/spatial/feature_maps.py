@@ -1,0 +1,351 @@
+"""A model whose feature maps lie cut in space: what is placed, the forwards, and what they send.
+
+Every rank holds all weights and some rows (dim 2) of every map that
+:mod:`shardwright.strategies.spatial.maps` finds may be cut. The gradient of a
+weight that is used on cut maps is a term of a sum; from where maps are whole, every rank does the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwright.analysis.batch_norms import batch_norms
+from shardwright.analysis.module_calls import ModuleCall, given_to
+from shardwright.comm.autograd import once, sum_gradient, whole_to_cut
+from shardwright.comm.axis import Axis
+from shardwright.errors import LayoutError, PlanError
+from shardwright.mesh import Coord
+from shardwright.operators.batch_norm import share_statistics
+from shardwright.operators.halo import whole_rows
+from shardwright.operators.picture_rows import balanced_rows, reading_of, row_ranges
+from shardwright.plan.plan import ForwardFrame, Job, Plan
+from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
+from shardwright.rng import DimSlice, drop_out_slice
+from shardwright.strategies.spatial.map_operators import compute
+from shardwright.strategies.spatial.maps import Maps, MapStep, Settled
+
+MODEL = ""
+"""The path under which the plan keeps the maps of the whole model."""
+
+
+def maps_of(plan: Plan) -> Maps | None:
+    """What was found out about the model's maps; nothing on one rank."""
+    found: Maps | None = plan.notes.get(MODEL)
+    return found
+
+
+# ---- forwards
+
+
+def apply_maps(job: Job, axis: Axis, maps: Maps, staged: bool = False) -> ForwardFrame:
+    """Gives every module that meets a cut map a forward that knows of it; cuts the input, and gathers the output.
+
+    Where stages run the modules, not the model's own forward, they cut and gather by the frame that is returned.
+    """
+    running = _Running(job.model, axis, maps)
+    share_statistics((norm for _, norm in batch_norms(job.model)), ())
+    settled = maps.settled()
+    for path, numbers in maps.calls.items():
+        if any(settled.touches(number) for number in numbers):
+            running.change(path, job.model.get_submodule(path), any(number in settled.work for number in numbers))
+    if not staged:
+        job.model.register_forward_pre_hook(running.before, with_kwargs=True)
+        job.model.register_forward_hook(running.after, always_call=True)
+    return running
+
+
+class _Running:
+    """The forward of one rank: what is cut of the picture in hand, and how often each module was called so far."""
+
+    def __init__(self, model: nn.Module, axis: Axis, maps: Maps) -> None:
+        self.axis, self.maps = axis, maps
+        self.signature = inspect.signature(model.forward)
+        self.settled: Settled | None = None
+        self.num_calls: Counter[str] = Counter()
+
+    def sizes(self, number: int) -> tuple[int, ...]:
+        """How many rows of a value each rank has."""
+        assert self.settled is not None, "a forward is under way"
+        rows = self.settled.rows[number]
+        assert rows is not None, "the rows of a cut value are known"
+        return balanced_rows(rows, self.axis.size)
+
+    @contextmanager
+    def within(self, inputs: Any) -> Iterator[Mapping[str, Any]]:
+        """A forward in parts: see :class:`~shardwright.strategies.pipeline.ForwardFrame`."""
+        args, named = given_to(inputs)
+        try:
+            yield self.begin(self.signature.bind(*args, **named)).arguments
+        finally:
+            self.settled = None
+
+    def repeat(self, path: str, times: int, total: int) -> None:
+        """Another part of the forward has called a module so often, of so many calls, and those inside it."""
+        for name, numbers in self.maps.calls.items():
+            if f"{name}.".startswith(f"{path}."):
+                self.num_calls[name] = len(numbers) // total * times
+
+    def moment(self) -> Callable[[], None]:
+        """A function that goes back to this moment of this forward."""
+        settled, num_calls = self.settled, Counter(self.num_calls)
+
+        def back() -> None:
+            self.settled, self.num_calls = settled, Counter(num_calls)
+
+        return back
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A forward begins."""
+        bound = self.begin(self.signature.bind(*args, **named))
+        return bound.args, bound.kwargs
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """A forward has ended, or failed before or after it began."""
+        try:
+            return output if self.settled is None else self.give(output)
+        finally:
+            self.settled = None
+
+    def begin(self, bound: inspect.BoundArguments) -> inspect.BoundArguments:
+        """Settles what is cut, and cuts the input."""
+        x = bound.arguments.get(self.maps.inputs[0])
+        if tuple(bound.arguments) != self.maps.inputs or not isinstance(x, Tensor) or x.dim() < 3:
+            raise _not_a_picture(self.maps, bound.arguments)
+        check_rows(self.maps, x)
+        self.settled, self.num_calls = self.maps.settled(x.shape[2]), Counter()
+        if 0 in self.settled.cut:
+            start, stop = row_ranges(self.sizes(0))[self.axis.index]
+            mine = whole_to_cut(x, self.axis, 2, self.sizes(0)) if x.requires_grad else x[:, :, start:stop]
+            bound.arguments[self.maps.inputs[0]] = mine
+        return bound
+
+    def give(self, output: Any) -> Any:
+        """Gathers what goes out."""
+        assert self.settled is not None, "a forward is under way"
+        cut = {p: v for p, v in (self.maps.steps[-1].arguments or {}).items() if v in self.settled.cut}
+        if cut:
+            leaves, spec = tree_flatten(output)
+            for place, value in cut.items():
+                leaves[cast(int, place)] = whole_rows(leaves[cast(int, place)], self.axis, self.sizes(value))
+            output = tree_unflatten(leaves, spec)
+        return output
+
+    def change(self, path: str, module: Any, may_work: bool) -> None:
+        """Replaces the forward of a module; where it ``may_work`` on cut maps, its gradients are terms of a sum."""
+        whole = cut = module.forward
+        if self.maps.steps[self.maps.calls[path][0]].kind == "batch norm":
+            share_statistics([module], [self.axis])
+            cut = module.forward
+        module.forward = partial(self.call, path, module, whole, cut, may_work)
+
+    def call(
+        self, path: str, module: Any, whole: Callable[..., Any], cut: Callable[..., Any], may_work: bool,
+        *args: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        """One call: on this rank's rows, or on whole maps, of which one rank alone contributes a gradient."""
+        if self.settled is None:
+            return whole(*args, **named)  # outside the model's own forward
+        numbers = self.maps.calls[path]
+        number = numbers[self.num_calls[path] % len(numbers)]
+        self.num_calls[path] += 1
+        step = self.maps.steps[number]
+        if number in self.settled.work:
+            y = self.work(step, number, module, cut, *args, **named)
+        else:
+            if number in self.settled.take:
+                args, named = self.taken(step, args, named)
+            with _contributing_nothing(module, may_work and self.axis.index > 0):
+                y = whole(*args, **named)
+        if number in self.settled.give:
+            y = whole_rows(y, self.axis, self.sizes(number))
+        return sum_gradient(y, self.axis) if number in self.settled.share else y
+
+    def taken(
+        self, step: MapStep, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, whole."""
+        given: dict[int | str, Any] = dict([*enumerate(args), *named.items()])
+        for place, value in (step.arguments or {}).items():
+            if self.settled is not None and value in self.settled.cut:
+                given[place] = whole_rows(given[place], self.axis, self.sizes(value))
+        return tuple(given[place] for place in range(len(args))), {name: given[name] for name in named}
+
+    def work(self, step: MapStep, number: int, module: Any, cut: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """What the module makes of this rank's rows."""
+        (x,) = (*args, *named.values())
+        sizes = self.sizes(step.takes[0])
+        if step.kind == "dropout":
+            return drop_out_slice(module, x, DimSlice(2, sum(sizes), (row_ranges(sizes)[self.axis.index],)))
+        if step.kind in ("alone", "batch norm"):
+            return cut(x)
+        return compute(module, step, x, self.axis, sizes, cut)
+
+
+class _Silent(Function):
+    """A parameter whose use here counts elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+@contextmanager
+def _contributing_nothing(module: nn.Module, silent: bool) -> Iterator[None]:
+    """While it lasts, the module's parameters get no gradient, if ``silent``."""
+    kept: dict[str, Any] = dict(module._parameters)
+    if silent:
+        for name, parameter in kept.items():
+            if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+                module._parameters[name] = _Silent.apply(parameter)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        module._parameters.update(kept)
+
+
+def check_rows(maps: Maps, x: Tensor) -> None:
+    """Raises LayoutError for a picture with fewer rows than ranks."""
+    if x.shape[2] < maps.parts:
+        raise LayoutError(
+            "the picture has fewer rows than axis 'tp' has ranks",
+            given=f"'{maps.inputs[0]}' of shape {list(x.shape)}, tp={maps.parts}",
+            allowed=f"tp from 1 to {x.shape[2]}",
+            fix=f"write tp{x.shape[2]}/spatial, and move the other ranks to 'dp'",
+        )
+
+
+def _not_a_picture(maps: Maps, given: Mapping[str, Any]) -> PlanError:
+    def spelled(value: Any) -> str:
+        return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+    return PlanError(
+        "the model was called in another way than its code was followed",
+        given=", ".join(f"{name} {spelled(value)}" for name, value in given.items()) or "nothing",
+        allowed=f"{', '.join(maps.inputs)}; the first of shape (samples, channels, rows, ...)",
+        fix="give these and no others: an argument with a default is left out",
+    )
+
+
+# ---- prices
+
+
+def price_maps(plan: Plan, batch: StepCalls, coord: Coord, maps: Maps) -> Iterator[Traffic]:
+    """The calls of one step on the rank at ``coord``: each microbatch's, then the sums of gradients."""
+    for visits in batch.everywhere:
+        yield from _Pricing(plan, visits, coord, maps).everything()
+    yield from sync_traffic(plan, batch, coord, "tp")
+
+
+class _Pricing:
+    """What one microbatch sends: its calls on all stages have shapes, those on this one's rank are priced."""
+
+    def __init__(self, plan: Plan, visits: Mapping[str, tuple[ModuleCall, ...]], coord: Coord, maps: Maps) -> None:
+        self.plan, self.coord, self.maps = plan, coord, maps
+        self.visits: dict[int, ModuleCall] = {
+            number: visits[path][call]
+            for path, numbers in maps.calls.items()
+            for call, number in enumerate(numbers)
+            if call < len(visits.get(path, ()))
+        }
+        first = next(n for n in sorted(maps.settled().work) if n in self.visits)  # only functions come before it
+        self.shapes: dict[int, tuple[int, ...]] = {0: self.visits[first].x_shape}
+        self.settled = maps.settled(self.visits[first].x_shape[2])
+        self.element_bytes = self.visits[first].element_bytes
+        self.times = self._times()
+        for number, step in enumerate(maps.steps):
+            if number in self.visits:
+                self.shapes[number] = self.visits[number].y_shape
+            elif number in self.settled.cut and step.takes:  # a function of cut values
+                self.shapes[number] = self._shape(step)
+
+    def _times(self) -> dict[int, int]:
+        """How often this rank makes each call of a module, and gives the output."""
+        stages, schedule, steps = self.plan.stages, self.plan.schedule, self.maps.steps
+        if stages is None or schedule is None:
+            return dict.fromkeys(range(len(steps)), 1)
+        chunks = schedule.chunks_of(self.coord["pp"])
+        found = {len(steps) - 1: int(schedule.num_chunks - 1 in chunks)}
+        for path, numbers in self.maps.calls.items():
+            found.update(zip(numbers, stages.chunked.times(path, len(numbers), chunks), strict=True))
+        return found
+
+    def _shape(self, step: MapStep) -> tuple[int, ...]:
+        shapes = [self.shapes[value] for value in step.takes if value in self.shapes]
+        if step.joins:
+            return shapes[0][0], sum(shape[1] for shape in shapes), *shapes[0][2:]
+        return tuple(torch.broadcast_shapes(*shapes))
+
+    def everything(self) -> Iterator[Traffic]:
+        """The calls of forward and backward."""
+        for number, step in enumerate(self.maps.steps):
+            for traffic in self._step(number, step) if self.times.get(number) else ():
+                yield traffic._replace(times=traffic.times * self.times[number])
+
+    def _step(self, number: int, step: MapStep) -> Iterator[Traffic]:
+        if number in self.settled.take:
+            for value in (step.arguments or {}).values():
+                if value in self.settled.cut:
+                    yield self._whole("all_gather", value, self._num_forwards(number))
+        if number in self.settled.work and step.call is not None:
+            yield from self._work(number, step, self.visits[number])
+        if number in self.settled.give:
+            yield self._whole("all_gather", number, self._num_forwards(number))
+        if number in self.settled.share and (self.visits[number].needs_gradient or self._learns(step.path)):
+            yield self._whole("all_reduce", number)
+
+    def _learns(self, path: str) -> bool:
+        return any(use.module == path and use.parameter not in self.plan.frozen for use in self.plan.uses)
+
+    def _num_forwards(self, number: int) -> int:
+        return self.visits[number].num_forwards if number in self.visits else 1
+
+    def _whole(self, kind: str, value: int, times: int = 1) -> Traffic:
+        return Traffic(kind, "tp", prod(self.shapes[value]) * self.element_bytes, self.maps.parts, times)
+
+    def _work(self, number: int, step: MapStep, visit: ModuleCall) -> Iterator[Traffic]:
+        if step.kind == "resize":
+            yield from self._halo(step, visit)
+        elif step.kind == "mean":
+            yield self._whole("all_reduce", number, visit.num_forwards)
+        elif step.kind == "batch norm" and step.path in self.plan.statistics:
+            plan = replace(self.plan, statistics=(step.path,))
+            yield from statistics_traffic(plan, StepCalls(({step.path: (visit,)},), 0), self.coord, "tp")
+        elif step.kind == "group norm":
+            num_groups = visit.x_shape[0] * (step.num_groups or visit.x_shape[1])
+            num_bytes = max(visit.element_bytes, 4)  # statistics are no narrower than float32
+            parts = self.maps.parts
+            if num_groups:
+                yield Traffic("all_gather", "tp", parts * (2 * num_groups + 1) * num_bytes, parts, visit.num_forwards)
+            if num_groups and visit.needs_gradient:
+                yield Traffic("all_reduce", "tp", 2 * num_groups * num_bytes, parts)
+
+    def _halo(self, step: MapStep, visit: ModuleCall) -> Iterator[Traffic]:
+        assert step.resize is not None, "it reads rows"
+        me, parts, size = self.coord["tp"], self.maps.parts, visit.x_shape[2]
+        reading = reading_of(balanced_rows(size, parts), step.resize)
+        row_bytes = prod(visit.x_shape) // size * visit.element_bytes
+        for other in range(parts):
+            if other != me:
+                gives, gets = reading.num_given(me, other) * row_bytes, reading.num_given(other, me) * row_bytes
+                yield Traffic("send", "tp", gives, parts, visit.num_forwards)
+                yield Traffic("receive", "tp", gets, parts, visit.num_forwards)
+                if visit.needs_gradient:
+                    yield Traffic("send", "tp", gets, parts)
+                    yield Traffic("receive", "tp", gives, parts)

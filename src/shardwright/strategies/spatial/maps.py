@@ -1,0 +1,379 @@
+"""Which feature maps may lie cut in space: a walk through the model's own code, call by call.
+
+Each call of a module or a function is a *step*. A map is *cut* when each rank holds some of its rows (dim 2), balanced.
+Convolutions, pools, norms and elementwise work take and give cut maps; what is not known to do so takes whole ones: the
+map is then gathered before that module, or, where a function wants it, after the module that made it.
+
+How large a picture is, no plan knows. So the plan says what is cut of a picture that is large enough, and every forward
+(and every price) settles it for the picture in hand: a map with fewer rows than ranks is whole as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten
+
+from shardwright.analysis.convolution_chains import CONVOLUTIONS
+from shardwright.analysis.structure import (
+    BATCH_NORMS,
+    COMBINING,
+    COMBINING_METHODS,
+    ELEMENTWISE_FUNCTIONS,
+    ELEMENTWISE_METHODS,
+    is_elementwise_module,
+    is_exactly,
+    module_of,
+    trace,
+)
+from shardwright.operators.picture_rows import Enlarged, Resize, SlidingWindow, Spread
+
+Kind = Literal["input", "resize", "batch norm", "group norm", "dropout", "alone", "mean", "ends", "output"]
+"""What a step does: reads other rows, combines statistics, treats each row alone, takes the mean over rows, or anything
+else, for which it needs whole maps."""
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+MEANS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+MARGINS = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
+"""How many rows on either side an enlargement looks at."""
+ALONE_FUNCTIONS = frozenset(
+    (*ELEMENTWISE_FUNCTIONS, *COMBINING, operator.truediv, operator.pow, torch.div, torch.maximum, torch.minimum)
+)
+ALONE_METHODS = ELEMENTWISE_METHODS | COMBINING_METHODS
+JOINS = (torch.cat, torch.concat, torch.concatenate)
+
+
+@dataclass(frozen=True)
+class MapStep:
+    """One call in the model's code: what it does, and the steps whose values it takes.
+
+    ``path`` is the module called, or the name of a function, and ``call`` how often that module was called before; none
+    for a function. ``arguments`` are the places of the values among a module's arguments; none where some are inside a
+    list or a dict. ``num_groups`` are those of a norm; 0 for as many as there are channels.
+    """
+
+    kind: Kind
+    takes: tuple[int, ...] = ()
+    path: str = ""
+    call: int | None = None
+    resize: Resize | None = None
+    num_groups: int = 0
+    joins: bool = False
+    arguments: Mapping[int | str, int] | None = None
+
+    def num_rows(self, size: int | None) -> int | None:
+        """How many rows come out of so many; None where nobody knows."""
+        if self.kind == "mean":
+            return 1
+        if self.kind == "ends" or size is None:
+            return None
+        return size if self.resize is None else self.resize.num_outputs(size)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What happens at each step, for a picture of some height.
+
+    ``rows`` of each value; which values are ``cut``, which steps ``work`` on cut maps, which modules gather what they
+    ``take``, which what they ``give``; and which whole values of one row, such as the weights of channels, each rank
+    ``shares`` with its own rows alone, so that their gradients are sums.
+    """
+
+    rows: tuple[int | None, ...]
+    cut: frozenset[int]
+    work: frozenset[int]
+    take: frozenset[int]
+    give: frozenset[int]
+    share: frozenset[int]
+    blame: Mapping[int, int]
+    """By value that is gathered where it is made: the step that wants it whole."""
+
+    def touches(self, number: int) -> bool:
+        """Whether anything is done at a step."""
+        return number in self.work or number in self.take or number in self.give or number in self.share
+
+
+@dataclass(frozen=True)
+class Maps:
+    """The steps of one model, in order; the first is its first input, the last its output."""
+
+    steps: tuple[MapStep, ...]
+    parts: int
+    inputs: tuple[str, ...]
+    _known: dict[int | None, Settled] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def calls(self) -> Mapping[str, tuple[int, ...]]:
+        """By module, the steps that call it."""
+        found: dict[str, tuple[int, ...]] = {}
+        for number, step in enumerate(self.steps):
+            if step.call is not None:
+                found[step.path] = (*found.get(step.path, ()), number)
+        return found
+
+    @cached_property
+    def takers(self) -> tuple[tuple[int, ...], ...]:
+        """By value, the steps that take it."""
+        return tuple(
+            tuple(n for n, step in enumerate(self.steps) if value in step.takes) for value in range(len(self.steps))
+        )
+
+    def settled(self, height: int | None = None) -> Settled:
+        """What is cut of a picture of so many rows; of one that is large enough, when left out."""
+        if height not in self._known:
+            self._known[height] = _settle(self, height)
+        return self._known[height]
+
+
+def _settle(maps: Maps, height: int | None) -> Settled:
+    wanted: dict[int, int] = {}
+    while True:
+        found = _Pass(maps, height, dict(wanted))
+        for number in range(len(maps.steps)):
+            found.visit(number)
+        found.check_shared()
+        if found.wanted.keys() == wanted.keys():
+            return found.settled()
+        wanted = found.wanted
+
+
+class _Pass:
+    """One pass over the steps, in which some values are wanted whole; it finds out which others are."""
+
+    def __init__(self, maps: Maps, height: int | None, wanted: dict[int, int]) -> None:
+        self.maps, self.height, self.wanted = maps, height, wanted
+        self.rows: list[int | None] = []
+        self.cut: set[int] = set()
+        self.work: set[int] = set()
+        self.take: set[int] = set()
+        self.give: set[int] = set()
+        self.share: set[int] = set()
+        self.mixed: set[int] = set()
+
+    def settled(self) -> Settled:
+        return Settled(
+            tuple(self.rows),
+            cut=frozenset(self.cut),
+            work=frozenset(self.work),
+            take=frozenset(self.take),
+            give=frozenset(self.give),
+            share=frozenset(self.share),
+            blame=self.wanted,
+        )
+
+    def want(self, values: Collection[int], number: int) -> None:
+        for value in values:
+            self.wanted.setdefault(value, number)
+
+    def visit(self, number: int) -> None:
+        step = self.maps.steps[number]
+        mine = [value for value in step.takes if value in self.cut]
+        size = self.rows[(mine or step.takes)[0]] if step.takes else None
+        self.rows.append(self.height if number == 0 else step.num_rows(size))
+        if step.kind == "input":
+            if number == 0 and number not in self.wanted:
+                self.cut.add(number)
+        elif step.arguments is not None or step.kind == "output":
+            self._module(number, step, mine)
+        elif mine:
+            self._function(number, step, mine)
+
+    def _module(self, number: int, step: MapStep, mine: list[int]) -> None:
+        rows = self.rows[number]
+        large = rows is None or rows >= self.maps.parts or step.kind == "mean"
+        if mine and step.kind not in ("ends", "output") and large:
+            self.work.add(number)
+            if step.kind != "mean":
+                (self.give if number in self.wanted else self.cut).add(number)
+        elif mine:
+            self.take.add(number)
+
+    def _function(self, number: int, step: MapStep, mine: list[int]) -> None:
+        whole = [value for value in step.takes if value not in mine]
+        alike = len({self.rows[value] for value in mine}) == 1
+        spots = all(self.rows[value] == 1 for value in whole) and not (step.joins and whole)
+        if step.kind == "ends" or not alike or not spots or number in self.wanted:
+            self.want(mine, self.wanted.get(number, number))
+            return
+        self.cut.add(number)
+        self.work.add(number)
+        if whole:
+            self.mixed.add(number)
+
+    def check_shared(self) -> None:
+        """A value whose gradient is a sum over the ranks is used in no other way, back to the module that made it."""
+        for number in sorted(self.mixed):
+            takes = self.maps.steps[number].takes
+            for value in takes:
+                if value not in self.cut:
+                    makers = self._makers(value)
+                    self.share |= makers or set()
+                    if makers is None:
+                        self.want([each for each in takes if each in self.cut], number)
+
+    def _makers(self, value: int) -> set[int] | None:
+        step = self.maps.steps[value]
+        if not self._is_used_with_rows_alone(value) or step.kind == "input":
+            return None
+        if step.call is not None:
+            return {value}
+        makers = [self._makers(each) for each in step.takes] if step.kind == "alone" else []
+        return None if None in makers or not makers else set().union(*(each for each in makers if each is not None))
+
+    def _is_used_with_rows_alone(self, value: int) -> bool:
+        steps = self.maps.steps
+        return all(
+            taker in self.mixed
+            or (steps[taker].kind == "alone" and steps[taker].call is None and self._is_used_with_rows_alone(taker))
+            for taker in self.maps.takers[value]
+        )
+
+
+# ---- from the model's code to steps
+
+
+def follow(model: nn.Module, parts: int, copied: Collection[str] = ()) -> Maps | None:
+    """The steps of a model; None where its code cannot be followed, or does something else when it trains.
+
+    The modules ``copied`` take whole maps. Where the code of a module inside cannot be followed, it is one step.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    >>> maps = follow(model, 2)
+    >>> [step.kind for step in maps.steps]
+    ['input', 'resize', 'alone', 'ends', 'ends', 'output']
+    >>> sorted(maps.settled().work), sorted(maps.settled().take), sorted(maps.settled(height=3).work)
+    ([1, 2], [3], [])
+    """
+    for deep in (True, False):
+        graph, other = (_traced(model, deep, training) for training in (model.training, not model.training))
+        if graph is not None and other is not None and _spelled(graph) == _spelled(other):
+            return _maps_of(model, graph, parts, frozenset(copied))
+    return None
+
+
+def _traced(model: nn.Module, deep: bool, training: bool) -> fx.Graph | None:
+    return trace(copy.deepcopy(model).train(training), deep=deep)
+
+
+def _spelled(graph: fx.Graph) -> list[tuple[str, ...]]:
+    return [(node.op, str(node.target), *(each.name for each in node.all_input_nodes)) for node in graph.nodes]
+
+
+def _maps_of(model: nn.Module, graph: fx.Graph, parts: int, copied: frozenset[str]) -> Maps:
+    first_names = {id(module): path for path, module in model.named_modules()}
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    calls: Counter[str] = Counter()
+    steps = []
+    for node in graph.nodes:
+        takes = tuple(numbers[each] for each in node.all_input_nodes)
+        module = module_of(node, model)
+        if node.op in ("placeholder", "output"):
+            leaves = enumerate(tree_flatten(node.args)[0]) if node.op == "output" else ()
+            places: dict[int | str, int] = {at: numbers[each] for at, each in leaves if isinstance(each, fx.Node)}
+            steps.append(
+                MapStep("output" if node.op == "output" else "input", takes, str(node.target), arguments=places)
+            )
+        elif module is not None:
+            path = first_names[id(module)]
+            steps.append(_module_step(node, module, path, calls[path], takes, numbers, path in copied))
+            calls[path] += 1
+        else:
+            joins = node.target in JOINS
+            kind: Kind = "alone" if (_is_join(node) if joins else _is_alone(node)) else "ends"
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+            steps.append(MapStep(kind, takes, name, joins=joins))
+    return Maps(tuple(steps), parts, tuple(str(n.target) for n in graph.nodes if n.op == "placeholder"))
+
+
+def _module_step(
+    node: fx.Node, module: nn.Module, path: str, call: int, takes: tuple[int, ...], numbers: Any, copied: bool
+) -> MapStep:
+    given: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    arguments: dict[int | str, int] = {place: numbers[each] for place, each in given if isinstance(each, fx.Node)}
+    alone = [place for place, _ in given] in ([0], ["input"]) and len(arguments) == 1
+    kind, resize = known(module) if alone and not copied else ("ends", None)
+    nested = set(takes) != set(arguments.values())
+    num_groups = module.num_groups if isinstance(module, nn.GroupNorm) else 0
+    return MapStep(kind, takes, path, call, resize, num_groups, arguments=None if nested else arguments)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether nothing but numbers stands beside the values, and nothing that is trained."""
+    constants = [each for each in tree_flatten((node.args, node.kwargs))[0] if not isinstance(each, fx.Node)]
+    return not any(isinstance(each, Tensor) and (each.dim() or each.requires_grad) for each in constants)
+
+
+def _is_alone(node: fx.Node) -> bool:
+    known_functions = node.op == "call_function" and node.target in ALONE_FUNCTIONS
+    known_methods = node.op == "call_method" and node.target in ALONE_METHODS
+    return (known_functions or known_methods) and _is_plain(node)
+
+
+def _is_join(node: fx.Node) -> bool:
+    """Whether the channels of several maps are put together."""
+    dims = [*node.args[1:], *node.kwargs.values()]
+    return isinstance(node.args[0] if node.args else None, list | tuple) and dims == [1] and _is_plain(node)
+
+
+# ---- what is known of modules
+
+
+def known(module: nn.Module) -> tuple[Kind, Resize | None]:
+    """What a module does to a map, and which rows it reads.
+
+    >>> known(nn.Conv2d(3, 4, 5, stride=2, padding=1))[1]
+    Window(kernel=5, stride=2, padding=1, dilation=1, after=1, border='constant', ceil=False)
+    >>> known(nn.Flatten()), known(nn.Dropout())
+    (('ends', None), ('dropout', None))
+    """
+    kinds = {type(module)} if is_exactly(module, type(module)) else set()
+    one: Any = module
+    resize: Resize | None = None
+    if kinds.intersection(CONVOLUTIONS) and "weight" in module._parameters:
+        before, after = one._reversed_padding_repeated_twice[-2:]
+        border: Any = "constant" if one.padding_mode == "zeros" else one.padding_mode
+        resize = SlidingWindow(_first(one.kernel_size), _first(one.stride), before, _first(one.dilation), after, border)
+    elif kinds.intersection(TRANSPOSED) and "weight" in module._parameters:
+        resize = Spread(*map(_first, (one.kernel_size, one.stride, one.padding, one.dilation, one.output_padding)))
+    elif kinds.intersection(MAX_POOLS) and not one.return_indices:
+        kernel, stride, padding, dilation = map(_first, (one.kernel_size, one.stride, one.padding, one.dilation))
+        resize = SlidingWindow(kernel, stride, padding, dilation, ceil=one.ceil_mode)
+    elif kinds.intersection(AVERAGE_POOLS):
+        kernel, stride, padding = map(_first, (one.kernel_size, one.stride, one.padding))
+        resize = SlidingWindow(kernel, stride, padding, ceil=one.ceil_mode)
+    elif kinds.intersection((nn.Upsample, nn.UpsamplingNearest2d)):
+        factor = _first(one.scale_factor) if one.size is None else 0
+        if factor and factor == int(factor) and one.mode in MARGINS and not one.align_corners:
+            resize = Enlarged(int(factor), MARGINS[one.mode])
+    return ("resize" if resize is not None else _kind(module, kinds)), resize
+
+
+def _kind(module: nn.Module, kinds: set[type[nn.Module]]) -> Kind:
+    one: Any = module
+    if kinds.intersection(BATCH_NORMS):
+        return "batch norm"
+    if nn.GroupNorm in kinds or (kinds.intersection(INSTANCE_NORMS) and not one.track_running_stats):
+        return "group norm"
+    if kinds.intersection(MEANS) and _first(one.output_size) == 1:
+        return "mean"
+    if nn.Dropout in kinds:
+        return "dropout"
+    mixes_channels = kinds.intersection((nn.Softmax, nn.LogSoftmax, nn.GLU)) and one.dim == 1
+    by_channel = kinds.intersection((nn.PReLU, nn.Softmax2d, nn.LocalResponseNorm, nn.CrossMapLRN2d))
+    return "alone" if is_elementwise_module(module) or mixes_channels or by_channel else "ends"
+
+
+def _first(value: Any) -> Any:
+    """A setting along the first dim of pixels."""
+    return value[0] if isinstance(value, tuple | list) else value

@@ -1,0 +1,200 @@
+"""Spatial parallel: pictures cut in space, each rank computing its rows of every feature map, with halos exchanged.
+
+::
+
+      picture     conv 3x3        conv 3x3                flatten, linear
+    +--------+   +--------+      +--------+   gathered   +------+
+    | rank 0 |   | rank 0 |      | rank 0 |  ----------> |      |    every rank: the same
+    +--------+ <> +--------+ <>  +--------+              |      |
+    | rank 1 |   | rank 1 |      | rank 1 |  ----------> |      |
+    +--------+   +--------+      +--------+              +------+
+
+    <> the rows that the other's windows reach into
+
+Shapes: pictures (B, C, H, W), or with one or three dims of pixels; a map is (B, C, H / tp, W) on a rank, rows balanced,
+    and whole from the first layer on that needs whole maps, or that would leave fewer rows than ranks. Weights are
+    whole on every rank.
+Traffic: forward, for each layer whose windows reach over a cut, its halo: (kernel - stride) rows for each cut; backward
+    the same rows' gradients. One all-gather where maps become whole, or one all-reduce of a mean over rows. The
+    gradients of weights used on cut maps: one all-reduce of each unit. Statistics of norms as under dp.
+Source: Dryden et al. 2019, arXiv:1903.06681.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from torch import Tensor, nn
+
+from shardwright.analysis.convolution_chains import CONVOLUTIONS
+from shardwright.analysis.module_calls import given_to
+from shardwright.analysis.structure import owners
+from shardwright.comm.axis import Axis
+from shardwright.errors import LayoutError
+from shardwright.mesh import Coord
+from shardwright.operators.picture_rows import Resize, SlidingWindow, balanced_rows, reading_of
+from shardwright.plan.layer_overrides import overrides_of
+from shardwright.plan.plan import Job, Plan, Shard
+from shardwright.plan.traffic import StepCalls, Traffic
+from shardwright.runtime.applied import Applied
+from shardwright.strategies.spatial.feature_maps import MODEL, apply_maps, check_rows, maps_of, price_maps
+from shardwright.strategies.spatial.maps import Maps, Settled, follow
+
+ROWS = 2
+"""The dim that is cut: of samples, channels, rows, and more."""
+
+
+@dataclass(frozen=True)
+class Spatial:
+    """Cuts pictures and feature maps in rows; weights are copied, windows that reach over a cut fetch a halo."""
+
+    name: ClassVar[str] = "spatial"
+    axis: ClassVar[str] = "tp"
+    phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
+    default: ClassVar[bool] = False
+    options: ClassVar[Mapping[str, str]] = {"spatial": "pictures cut in rows, for maps too large for one device"}
+    source: ClassVar[str] = "Dryden et al. 2019, arXiv:1903.06681"
+
+    def place(self, job: Job, plan: Plan) -> Plan:
+        """Follows the picture through the model.
+
+        Raises LayoutError where no convolution can work on cut maps, or where an example of the pictures is known that
+        has fewer rows than ranks.
+        """
+        parts = plan.mesh["tp"]
+        said = overrides_of(job)
+        if parts > 1:
+            maps = follow(job.model, parts, said.copied)
+            if maps is None or not _cuts_convolutions(job.model, maps):
+                raise _refused(job.model, maps, parts)
+            plan = replace(plan, inputs={**plan.inputs, "tp": ROWS}).note(MODEL, maps)
+            plan = self._placed(job, plan, maps)
+        for path, module, _, _ in owners(job.model):
+            if path not in plan.roles:
+                plan = plan.role(path, self.name, "copied", f"{type(module).__name__}: every rank computes it whole")
+        return said.explained(plan, self.name)
+
+    def _placed(self, job: Job, plan: Plan, maps: Maps) -> Plan:
+        settled, shown, cut = maps.settled(), maps.settled(_height(job, maps)), {"tp": Shard(ROWS)}
+        for path, numbers in maps.calls.items():
+            if any(number in settled.work for number in numbers):
+                plan = plan.use(path, x=cut, dy=cut)
+            touched = [number for number in numbers if settled.touches(number)]
+            names = {_name(each, number) for number in touched for each in (settled, shown)}
+            owns = next(job.model.get_submodule(path).parameters(recurse=False), None) is not None
+            if touched and (owns or names != {"rows"}):
+                number = next((number for number in touched if _name(shown, number) != "rows"), touched[0])
+                plan = plan.role(path, self.name, _name(shown, number), _why(maps, shown, number))
+        return plan
+
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
+        """Gives every module that meets a cut map a forward that knows of it."""
+        maps = maps_of(plan)
+        staged = plan.stages is not None
+        return Applied(frame=apply_maps(job, axes["tp"], maps, staged)) if maps is not None else None
+
+    def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
+        """Halos, statistics and gathered maps of each microbatch, then shared gradients."""
+        maps = maps_of(plan)
+        return tuple(price_maps(plan, batch, coord, maps)) if maps is not None else ()
+
+
+def _cuts_convolutions(model: nn.Module, maps: Maps) -> bool:
+    work = maps.settled().work
+    return any(
+        isinstance(model.get_submodule(maps.steps[n].path), CONVOLUTIONS)
+        for n in work
+        if maps.steps[n].path and maps.steps[n].call is not None
+    )
+
+
+# ---- what `show` prints
+
+
+def _height(job: Job, maps: Maps) -> int | None:
+    """How many rows the pictures have, where an example of them is known. Raises LayoutError for too few."""
+    args, named = given_to(job.example)
+    x = args[0] if args else named.get(maps.inputs[0])
+    if not isinstance(x, Tensor) or x.dim() <= ROWS:
+        return None
+    check_rows(maps, x)
+    return x.shape[ROWS]
+
+
+def _name(settled: Settled, number: int) -> str:
+    if number in settled.take:
+        return "gathers"
+    if number in settled.give:
+        return "rows, then gathers"
+    return "rows" if number in settled.work else "copied"
+
+
+def _why(maps: Maps, settled: Settled, number: int) -> str:
+    step = maps.steps[number]
+    if number in settled.take:
+        few = maps.settled() is not settled and number in maps.settled().work
+        reason = f"fewer than {maps.parts} rows would come out" if few else "from here on every rank computes the whole"
+        return f"its input is gathered over tp: {reason}"
+    if number not in settled.work:
+        return "every rank computes it whole: there are too few rows to cut"
+    why = {
+        "batch norm": "statistics of all rows, combined over tp",
+        "group norm": "statistics of all rows, combined over tp",
+        "mean": "the mean over rows, summed over tp: from here on every rank computes the whole",
+    }.get(step.kind, "each row alone")
+    if step.resize is not None:
+        why = _rows(maps, step.resize, settled.rows[step.takes[0]])
+    if number in settled.give:
+        why += f"; its output is gathered over tp: '{maps.steps[settled.blame[number]].path}' takes whole maps"
+    return f"{why}; its gradient is summed over tp" if number in settled.share else why
+
+
+def _rows(maps: Maps, resize: Resize, size: int | None) -> str:
+    """What of ``size`` rows each rank computes, and its halo; of rows that nobody knows yet, what can be said."""
+    if size is not None:
+        reading = reading_of(balanced_rows(size, maps.parts), resize)
+        own = [sum(b - a for a, b in runs) for runs in reading.needed]
+        halo = [rows - reading.num_given(rank, rank) for rank, rows in enumerate(own)]
+        num = resize.num_outputs(size)
+        computed, read = _listed(balanced_rows(num, maps.parts)), _listed(halo)
+        return f"of {num} rows the ranks compute {computed}, and read {read} of others'"
+    why = "each rank computes its rows"
+    if isinstance(resize, SlidingWindow):
+        halo_rows = max(0, resize.reach - resize.stride)
+        why += f", {halo_rows} of others' read at each cut" if halo_rows else ", along its stride"
+    return f"{why}; whole where fewer than {maps.parts} would come out"
+
+
+def _listed(counts: Sequence[int]) -> str:
+    if len(counts) <= 8:
+        return "+".join(map(str, counts))
+    return f"{min(counts)} to {max(counts)} each" if min(counts) < max(counts) else f"{counts[0]} each"
+
+
+# ---- what is refused
+
+
+def _refused(model: nn.Module, maps: Maps | None, parts: int) -> LayoutError:
+    given, fix = f"{type(model).__name__} without a convolution", f"write tp{parts}, or dp{parts}"
+    if any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
+        if maps is None:
+            given = f"{type(model).__name__}, whose code depends on values, or on whether it trains"
+        else:
+            blame = maps.settled().blame.get(0)
+            given = f"{type(model).__name__}: it goes to no convolution as a picture"
+            if blame is not None:
+                first = f"'{maps.steps[blame].path}' takes the whole picture"
+                given = f"{type(model).__name__}: {first} before any convolution works on it"
+            fix = f"give the picture to a convolution first, as a layer of its own; or write dp{parts}"
+    return LayoutError(
+        f"no feature map of the model can be cut in space over tp={parts}",
+        given=given,
+        allowed="models whose first argument is a picture that goes to torch's own convolutions, pools, norms and "
+        "elementwise layers, in code that can be followed",
+        fix=fix,
+    )
+
+
+STRATEGY = Spatial()

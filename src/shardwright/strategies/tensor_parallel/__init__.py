@@ -1,0 +1,1 @@
+"""What the tensor-parallel strategies share: roles for every layer, where everything lies, forwards, prices."""

@@ -1,0 +1,249 @@
+"""Convolutions and BatchNorms under a tensor-parallel mode: chains of convolutions cut by channels.
+
+::
+
+    x, whole --> | conv: some out-channels | --> norm, pool --> | conv: the same in-channels | --> sum --> y, whole
+
+Every axis over which features are cut or copied between layers cuts the channels of a chain; over an axis that cuts
+samples, weights are copied and BatchNorms share their statistics. Channels are dim 1 of an activation; where a use says
+``Shard(-1)`` it means the features', of which they are the kind that pictures have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwright.analysis.batch_norms import batch_norms
+from shardwright.analysis.convolution_chains import ConvolutionChain, find_convolution_chains
+from shardwright.analysis.module_calls import ModuleCall
+from shardwright.analysis.structure import owners
+from shardwright.comm.axis import Axis
+from shardwright.mesh import Coord
+from shardwright.operators.batch_norm import share_statistics
+from shardwright.operators.convolution import CutConvolution
+from shardwright.plan.plan import ActivationCut, Job, Plan, Replicate, Shard
+from shardwright.plan.traffic import Traffic
+from shardwright.strategies.tensor_parallel.features import Features, width
+from shardwright.strategies.tensor_parallel.mode import LinearNote, Mode
+from shardwright.strategies.tensor_parallel.roles import Layer, RoleName, RoleStep, State, sent_elements
+
+WHOLE: tuple[tuple[str, int], ...] = ()
+_CUT_TO_WHOLE: tuple[State, RoleName, State] = ("F", "k", "C")
+
+
+@dataclass(frozen=True)
+class ConvolutionNote:
+    """How one convolution runs: its in- and out-channels, both cut where it has groups, else one of them.
+
+    ``enters``: its input comes whole; ``leaves``: its output goes whole.
+    """
+
+    x: Features
+    y: Features
+    enters: bool
+    leaves: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes that cut."""
+        return self.x.names or self.y.names
+
+    def joins(self, coord: Coord) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The axes over which the output's channels are joined, the fastest first, with what each member holds."""
+        joined: tuple[str, ...] = ()
+        for name in reversed(self.y.names) if self.leaves else ():
+            yield name, self.y.sizes(coord, name, joined)
+            joined += (name,)
+
+
+@dataclass(frozen=True)
+class ChannelsNote:
+    """A BatchNorm of some channels, or a GroupNorm of some groups: whoever holds one keeps its statistics."""
+
+    features: Features
+
+
+# ---- where everything lies
+
+
+def place_convolutions(job: Job, mode: Mode, plan: Plan, shared: Collection[str], head: str | None) -> Plan:
+    """Cuts every chain of convolutions that has enough channels; ``shared`` parameters and the ``head`` stay out."""
+    over = [axis.name for axis in mode.axes if axis.stream == "T"]
+    busy = {*plan.roles, *plan.notes}
+    for path in plan.statistics if over else ():
+        plan = plan.role(path, mode.name, "statistics", f"of all samples, combined over {' '.join(over)}")
+    taken = {path for path, _, _, name in owners(job.model) if name in shared} | busy
+    if any(axis.stream != "C" for axis in mode.axes):  # there the features of every Linear lie as the mode wants
+        taken |= {path for path, module in job.model.named_modules() if isinstance(module, nn.Linear)}
+    axes = tuple((axis.name, axis.size) for axis in mode.axes if axis.stream != "T")
+    if axes:
+        parts, heads = prod(size for _, size in axes), {head} if head is not None else set()
+        for chain in find_convolution_chains(job.model, taken | heads, parts):
+            plan = _Chain(job, mode, plan, chain, axes).placed()
+        sizes = " ".join(f"{name}={size}" for name, size in axes)
+        for path, norm in job.model.named_modules():
+            if isinstance(norm, nn.GroupNorm) and path not in plan.roles and norm.num_groups < parts:
+                why = f"{norm.num_groups} groups cannot be dealt over {sizes}, nor the channels around it"
+                plan = plan.role(path, mode.name, "copied", why)
+    return plan
+
+
+@dataclass
+class _Chain:
+    job: Job
+    mode: Mode
+    plan: Plan
+    chain: ConvolutionChain
+    axes: tuple[tuple[str, int], ...]
+
+    def placed(self) -> Plan:
+        chain, parts = self.chain, prod(size for _, size in self.axes)
+        if chain.units < parts:
+            sizes = " ".join(f"{name}={size}" for name, size in self.axes)
+            for path in (*chain.firsts, *chain.middles, chain.last):
+                why = f"{chain.units} runs of channels before '{chain.last}' cannot be dealt over {sizes}"
+                self.plan = self.plan.role(path, self.mode.name, "copied", why)
+            return self.plan
+        for path in chain.firsts:
+            self._convolution(path, enters=True)
+        for path in chain.middles:
+            self._convolution(path)
+        for path in chain.between:
+            self._between(path)
+        if isinstance(self._module(chain.last), nn.Linear):
+            self._linear(chain.last)
+        else:
+            self._convolution(chain.last, leaves=True)
+        return self.plan.at_home(chain.homes)
+
+    def _module(self, path: str) -> Any:
+        return self.job.model.get_submodule(path)
+
+    def _dealt(self, size: int) -> Features:
+        """So many channels dealt in the chain's units."""
+        dealt, block = Features.balanced(self.chain.units, self.axes), size // self.chain.units
+        return Features(size, self.axes, tuple(tuple((a * block, b * block) for a, b in part) for part in dealt.parts))
+
+    def cut(self, path: str, own: str, dim: int, features: Features) -> None:
+        name = f"{path}.{own}".lstrip(".")
+        for axis in features.names:
+            if name in self.plan.compute:
+                self.plan = self.plan.cut(name, axis, dim, features.along(axis))
+            else:
+                self.plan = self.plan.cut_buffer(name, features.size, axis, features.along(axis))
+
+    def _convolution(self, path: str, *, enters: bool = False, leaves: bool = False) -> None:
+        layer = self._module(path)
+        grouped = layer.groups > 1
+        whole_x, whole_y = enters and not grouped, leaves and not grouped
+        x = Features.balanced(layer.in_channels, WHOLE) if whole_x else self._dealt(layer.in_channels)
+        y = Features.balanced(layer.out_channels, WHOLE) if whole_y else self._dealt(layer.out_channels)
+        self.cut(path, "weight", 1 if whole_y else 0, x if whole_y else y)
+        if layer.bias is not None and not whole_y:
+            self.cut(path, "bias", 0, y)
+        cut = {name: Shard(-1) for name, _ in self.axes}
+        whole = {name: Replicate() for name, _ in self.axes}
+        self.plan = self.plan.use(path, x=whole if whole_x else cut, dy=whole if whole_y else cut)
+        self.plan = self.plan.note(path, ConvolutionNote(x, y, enters, leaves))
+        role = "h" if whole_x else "k" if whole_y else "groups"
+        roles = " ".join(f"{name}:{role}" for name, _ in self.axes)
+        what = f"{layer.in_channels} channels to {layer.out_channels}"
+        what += f" in {layer.groups} groups" if grouped else ""
+        self.plan = self.plan.role(path, self.mode.name, roles, f"{what}, those between dealt")
+
+    def _between(self, path: str) -> None:
+        module = self._module(path)
+        features = self._dealt(self.chain.channels[path])
+        for axis in features.names:
+            activation = ActivationCut(axis, 1, features.size, features.along(axis))
+            self.plan = self.plan.cut_activation(path, activation)
+        if not isinstance(module, nn.GroupNorm) and path not in dict(batch_norms(self.job.model)):
+            return
+        for own in ("weight", "bias", "running_mean", "running_var"):
+            if getattr(module, own, None) is not None:
+                self.cut(path, own, 0, features)
+        spec = {axis: Shard(-1) for axis in features.names}
+        self.plan = self.plan.use(path, x=spec, dy=spec).note(path, ChannelsNote(features))
+        why = f"{features.size} channels, each normalised by who holds it"
+        before = self.plan.roles.get(path)
+        self.plan = self.plan.role(path, self.mode.name, "channels", f"{why}; {before.why}" if before else why)
+
+    def _linear(self, path: str) -> None:
+        """A ``Linear`` whose in-features are the pixels of the channels, one channel after the other."""
+        layer, axes = self._module(path), self.mode.axes
+        x, y = self._dealt(layer.in_features), Features.balanced(layer.out_features, WHOLE)
+        before, role, after = _CUT_TO_WHOLE
+        step = RoleStep((before,) * len(axes), (role,) * len(axes), (after,) * len(axes))
+        elements = sent_elements(Layer(x.size, y.size), step, axes, self.job.num_tokens)
+        self.cut(path, "weight", 1, x)
+        spec = {axis: Shard(-1) for axis in x.names}
+        self.plan = self.plan.use(path, x=spec, dy={axis: Replicate() for axis in x.names})
+        self.plan = self.plan.note(path, LinearNote(step, x, y, axes, elements=elements))
+        roles = " ".join(f"{name}:k" for name, _ in self.axes)
+        self.plan = self.plan.role(path, self.mode.name, roles, f"pixels of the channels to {y.size} features")
+
+
+# ---- forwards
+
+
+def apply_statistics(model: nn.Module, axes: Mapping[str, Axis], mode: Mode) -> None:
+    """Lets every BatchNorm ask those who hold other samples."""
+    over = [axes[axis.name] for axis in mode.axes if axis.stream == "T"]
+    share_statistics((norm for _, norm in batch_norms(model)), over)
+
+
+def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: Mapping[str, Axis]) -> None:
+    """Gives a convolution or a norm of channels the forward of its note."""
+    if isinstance(note, ChannelsNote) and isinstance(module, nn.GroupNorm):
+        held = note.features.held({name: axes[name].index for name in note.features.names})
+        module.num_groups, module.num_channels = width(held) * module.num_groups // note.features.size, width(held)
+        module.forward = partial(_group_norm, module)  # type: ignore[method-assign]
+        return
+    if isinstance(note, ChannelsNote):
+        share_statistics([module], [], always=True)
+        return
+    coord = {name: axes[name].index for name in note.names}
+    over = tuple(axes[name] for name in reversed(note.names))
+    grouped = bool(note.x.names and note.y.names)
+    run = CutConvolution(
+        shares=over if note.enters else (),
+        held=note.x.held(coord)[0] if note.enters and grouped else None,
+        sums=over if note.leaves and not grouped else (),
+        joins=tuple((axes[name], sizes) for name, sizes in note.joins(coord)),
+    )
+    if grouped:
+        module.groups = width(note.x.held(coord)) * module.groups // note.x.size
+
+    def forward(input: Any) -> Any:
+        return run(module._conv_forward, input, module._parameters["weight"], module._parameters["bias"])
+
+    module.forward = forward
+
+
+def _group_norm(module: nn.GroupNorm, input: Tensor) -> Tensor:
+    own = module._parameters
+    return functional.group_norm(input, module.num_groups, own["weight"], own["bias"], module.eps)
+
+
+# ---- prices
+
+
+def price_convolution(note: ConvolutionNote, plan: Plan, coord: Coord, visit: ModuleCall) -> Iterator[Traffic]:
+    """What one visit of a convolution sends: sums of what is whole, and joins of what is in groups."""
+    for axis in note.names:
+        if note.enters and visit.needs_gradient:
+            yield Traffic("all_reduce", axis, prod(visit.x_shape) * visit.element_bytes, plan.mesh[axis])
+        if note.leaves and not note.y.names:
+            num_bytes = prod(visit.y_shape) * visit.element_bytes
+            yield Traffic("all_reduce", axis, num_bytes, plan.mesh[axis], visit.num_forwards)
+    pixels = prod(visit.y_shape) // note.y.size
+    for axis, sizes in note.joins(coord):
+        num_bytes = pixels * sum(sizes) * visit.element_bytes
+        yield Traffic("all_gather", axis, num_bytes, plan.mesh[axis], visit.num_forwards)

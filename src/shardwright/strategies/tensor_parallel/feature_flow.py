@@ -1,0 +1,290 @@
+"""Where features may stay cut between layers: a walk through the model's own code, module by module.
+
+A value is *cut* when its last dim holds a part of the features. Layers, norms, tables and elementwise work take cut
+values; where a module's code does anything else with one, or somebody has hooks on it, that module takes in whole
+values and gives out whole ones, and is walked again inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from shardwright.analysis.structure import (
+    COMBINING,
+    COMBINING_METHODS,
+    ELEMENTWISE_FUNCTIONS,
+    ELEMENTWISE_METHODS,
+    LayerChain,
+    has_choices,
+    has_hooks,
+    is_elementwise_module,
+    is_exactly,
+    trace,
+)
+from shardwright.models.attention import Attention
+
+NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+class Value(NamedTuple):
+    """What is known of a value in the model's code."""
+
+    cut: bool = False
+    size: int = 0
+    chain: str = ""
+    producer: str = ""
+    is_input: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is done at one module: how its input comes and its output goes."""
+
+    kind: Literal["linear", "chain", "attention", "norm", "table", "elementwise", "gate", "inside"]
+    takes_cut: bool = False
+    gives_cut: bool = False
+    size: int = 0
+    from_input: bool = False
+    sizes: tuple[int, ...] = ()
+    """Of a gate, for each argument: its features where they come cut, else 0."""
+
+
+@dataclass
+class Flow:
+    """The places found, and the features of the model's output where they are cut (its producer could not help it)."""
+
+    places: dict[str, Place] = field(default_factory=dict)
+    output_size: int = 0
+    callers: dict[str, set[str]] = field(default_factory=dict)
+    """By module, those whose code calls it."""
+
+
+class _UnknownError(Exception):
+    """The code does something with a cut value that is not known to be right."""
+
+
+class _ConflictError(Exception):
+    """One module is called in two ways."""
+
+
+@dataclass
+class _Walk:
+    model: nn.Module
+    parts: int
+    chains: Mapping[str, LayerChain]
+    columns: Mapping[str, str]
+    kept_whole: frozenset[str]
+    head: str | None
+    never_cut: frozenset[str]
+    names: Mapping[nn.Module, str]
+    places: dict[str, Place] = field(default_factory=dict)
+    used: dict[int, int] = field(default_factory=dict)
+    callers: dict[str, set[str]] = field(default_factory=dict)
+    values: list[Value] = field(default_factory=list)
+
+    def note(self, path: str, place: Place) -> None:
+        known = self.places.get(path, place)
+        if known.kind != "table" and known.from_input != place.from_input:  # a gradient flows back for one of them
+            known, place = replace(known, from_input=False), replace(place, from_input=False)
+        self.places[path] = known
+        if known != place:
+            raise _ConflictError(path)
+
+    def new(self, **known: object) -> Value:
+        value = Value(**known)  # type: ignore[arg-type]
+        self.values.append(value)  # kept alive: values are told apart by identity
+        return value
+
+    def visit(self, path: str, module: nn.Module, args: Sequence[Value], may_cut: bool) -> Value:
+        x = args[0] if args else Value()
+        if path in self.never_cut and any(value.cut for value in args):
+            raise _UnknownError
+        if path in self.kept_whole and path:
+            return self._gate(path, args)
+        if isinstance(module, nn.MultiheadAttention) and any(value.cut for value in args):
+            raise _UnknownError  # who calls it takes in whole features
+        leaf = self._leaf(path, module, x, args, may_cut)
+        if leaf is not None:
+            return leaf
+        graph = None if has_choices(module) or not _has_children(module) else trace(module)
+        if graph is not None and not (path and has_hooks(module)):
+            before = dict(self.places)
+            try:
+                result = self._run(path, module, graph, args, may_cut)
+                self.note(path, Place("inside", takes_cut=any(value.cut for value in args)))
+                return result
+            except _UnknownError:
+                self.places = before
+        self._gate(path, args)
+        if graph is not None:
+            self._run(path, module, graph, [value._replace(cut=False) for value in args], may_cut=False)
+        return self.new()
+
+    def _leaf(self, path: str, module: nn.Module, x: Value, args: Sequence[Value], may_cut: bool) -> Value | None:
+        if x.chain and path != x.chain:
+            return x
+        if path in self.columns:
+            self._open_chain(self.columns[path], x, may_cut)
+            return self.new(chain=self.columns[path])
+        if path in self.chains:
+            place = self.places.get(path)
+            if place is None:
+                raise _ConflictError(path)  # before its columns
+            return self.new(cut=place.gives_cut, size=place.size, producer=path)
+        if path == self.head:
+            self.note(path, Place("linear", x.cut, False, x.size, x.is_input))
+            return self.new()
+        if isinstance(module, Attention) and is_exactly(module, Attention):  # another than those kept whole
+            return self._layer(path, "attention", x, module.o.out_features, may_cut)
+        if is_exactly(module, nn.Linear):
+            width: int = min(module.in_features, module.out_features)  # type: ignore[type-var, assignment]
+            if width < self.parts:
+                return self._gate(path, args)
+            return self._layer(path, "linear", x, module.out_features, may_cut)  # type: ignore
+        if is_exactly(module, nn.Embedding):
+            return self._table(path, module, x, may_cut)  # type: ignore[arg-type]
+        if any(is_exactly(module, kind) for kind in NORMS) and len(module.normalized_shape) == 1:  # type: ignore
+            self.note(path, Place("norm", x.cut, x.cut, x.size * x.cut))
+            return self.new(cut=x.cut, size=x.size)
+        if is_elementwise_module(module):
+            self.note(path, Place("elementwise", x.cut, x.cut, x.size * x.cut))
+            return self.new(cut=x.cut, size=x.size)
+        cut = any(value.cut for value in args)
+        return self._gate(path, args) if cut and not _has_children(module) else None
+
+    def _open_chain(self, row: str, x: Value, may_cut: bool) -> None:
+        size = int(self.model.get_submodule(row).out_features)  # type: ignore[arg-type]
+        self.note(row, Place("chain", x.cut, may_cut and size >= self.parts, size, x.is_input))
+
+    def _layer(self, path: str, kind: Literal["linear", "attention"], x: Value, size: int, may_cut: bool) -> Value:
+        if size < self.parts:
+            return self._gate(path, [x])
+        self.note(path, Place(kind, x.cut, may_cut, size, x.is_input))
+        if not (may_cut or x.cut):
+            return self.new()
+        return self.new(cut=may_cut, size=size, producer=path)
+
+    def _table(self, path: str, table: nn.Embedding, x: Value, may_cut: bool) -> Value:
+        if not_to_cut(table):
+            return self.new()
+        cut = may_cut and table.embedding_dim >= self.parts
+        self.note(path, Place("table", False, cut, table.embedding_dim, x.is_input))
+        return self.new(cut=cut, size=table.embedding_dim)
+
+    def _gate(self, path: str, args: Sequence[Value]) -> Value:
+        cut = any(value.cut for value in args)
+        self.note(path, Place("gate", sizes=tuple(value.size if value.cut else 0 for value in args) if cut else ()))
+        return self.new()
+
+    def _run(self, path: str, module: nn.Module, graph: fx.Graph, args: Sequence[Value], may_cut: bool) -> Value:
+        env: dict[fx.Node, Value] = {}
+        inputs = iter(args)
+        result = self.new()
+        for node in graph.nodes:
+            given = [env[arg] for arg in node.all_input_nodes]
+            for value in given if node.op != "output" else ():
+                self.used[id(value)] = self.used.get(id(value), 0) + 1
+            if node.op == "placeholder":
+                env[node] = next(inputs, Value())
+            elif node.op == "call_module":
+                called = module.get_submodule(str(node.target))
+                child = self.names[called]
+                in_order = list(node.args) == list(node.all_input_nodes) and not node.kwargs
+                if not in_order and any(value.cut for value in given):
+                    raise _UnknownError
+                self.callers.setdefault(child, set()).add(path)
+                env[node] = self.visit(child, called, given, may_cut)
+            elif node.op == "output":
+                if any(value.cut for value in given) and node.args[0] is not node.all_input_nodes[0]:
+                    raise _UnknownError
+                result = given[0] if len(given) == 1 and node.args[0] is node.all_input_nodes[0] else self.new()
+            else:
+                env[node] = self._function(node, given)
+        return result
+
+    def _function(self, node: fx.Node, given: Sequence[Value]) -> Value:
+        for value in given:
+            if value.chain:
+                return value
+        if not any(value.cut for value in given):
+            return self.new()
+        constants = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
+        plain = not any(isinstance(c, Tensor) and c.dim() for c in constants) and not node.kwargs.get("out")
+        sizes = {value.size if value.cut else None for value in given}
+        alike = len(sizes) == 1 and plain
+        combines = node.target in COMBINING or node.target in COMBINING_METHODS
+        simple = node.target in ELEMENTWISE_FUNCTIONS or node.target in ELEMENTWISE_METHODS
+        if alike and (combines or (simple and len(given) == 1)) and not _trained_constant(constants):
+            return self.new(cut=True, size=given[0].size)
+        raise _UnknownError
+
+
+def not_to_cut(table: nn.Embedding) -> str:
+    """What a table does to rows or gradients that a part of it could not; nothing where it may be cut.
+
+    >>> not_to_cut(nn.Embedding(9, 3, padding_idx=2)), not_to_cut(nn.Embedding(9, 3, max_norm=1.0))
+    ('', 'max_norm changes whole rows')
+    """
+    if table.max_norm is not None:
+        return "max_norm changes whole rows"
+    if table.scale_grad_by_freq:
+        return "scale_grad_by_freq counts all tokens of a row"
+    return "its gradients are sparse" if table.sparse else ""
+
+
+def _does_something(place: Place) -> bool:
+    """Whether a module is not just called as it stands, on whole values."""
+    does = place.kind not in ("linear", "gate", "inside") or place.gives_cut or any(place.sizes)
+    return does or (place.kind == "linear" and place.takes_cut)
+
+
+def _trained_constant(constants: Sequence[object]) -> bool:
+    return any(isinstance(c, Tensor) and c.requires_grad for c in constants)
+
+
+def _has_children(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def follow(
+    model: nn.Module, parts: int, chains: Sequence[LayerChain], kept_whole: frozenset[str], head: str | None
+) -> Flow:
+    """What is done at each module when features are cut in ``parts`` between layers; 1 keeps them whole.
+
+    >>> from shardwright.analysis.structure import find_chains
+    >>> model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4))
+    >>> for path, place in follow(model, 2, find_chains(model), frozenset(), None).places.items():
+    ...     print(path, place.kind, place.takes_cut, place.gives_cut)
+    0 norm False False
+    3 chain False True
+    4 norm True True
+    """
+    whole, never_cut = kept_whole, frozenset[str]()
+    names = {module: path for path, module in model.named_modules()}
+    while True:
+        by_row = {chain.row: chain for chain in chains if not whole.intersection((*chain.columns, chain.row))}
+        columns = {column: chain.row for chain in by_row.values() for column in chain.columns}
+        walk = _Walk(model, parts, by_row, columns, whole, head, never_cut, names)
+        try:
+            result = walk.visit("", model, [Value(is_input=True)] * 8, may_cut=parts > 1)
+        except _ConflictError as conflict:
+            path = str(conflict)  # called in two ways: then in the plain one, and if that is two, never on a part
+            never_cut |= whole & {path}
+            whole |= {path}
+            continue
+        break
+    flow = Flow({path: place for path, place in walk.places.items() if _does_something(place)}, callers=walk.callers)
+    if result.cut:
+        place = walk.places.get(result.producer)
+        once = sum(value.producer == result.producer for value in walk.values) == 1
+        if place is not None and once and walk.used.get(id(result), 0) == 0:
+            flow.places[result.producer] = replace(place, gives_cut=False)
+            if place.kind == "linear" and not place.takes_cut:
+                del flow.places[result.producer]  # whole in and whole out: nothing cuts it
+        else:
+            flow.output_size = result.size
+    return flow

@@ -1,0 +1,280 @@
+"""The cheapest roles for a path of layers: pure numbers, a shortest path over how the activations lie.
+
+Each axis of a grid leaves an activation in one of three *states*, and a layer moves it from one to another by the role
+it plays there::
+
+    T  rows (samples) are cut          T -t-> T     T -h-> F
+    F  features are cut                F -h-> F     F -k-> T, F or C
+    C  copied: every member has it     C -h-> F
+
+A path begins and ends in the states that the mode promises; in between the roles are free. What a layer sends is
+rings send: an operand gathered by g members costs (g - 1) / g of the gathered whole, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+from math import inf, prod
+from typing import Literal, NamedTuple
+
+from shardwright.plan.batch_shard import Rows
+
+State = Literal["T", "F", "C"]
+RoleName = Literal["t", "h", "k"]
+States = tuple[State, ...]
+"""One state for each axis of the grid, in the mesh's order."""
+
+ROLE: Mapping[tuple[State, State], tuple[RoleName, ...]] = {
+    ("T", "T"): ("t",),
+    ("T", "F"): ("h",),
+    ("F", "F"): ("h", "k"),
+    ("F", "T"): ("k",),
+    ("F", "C"): ("k",),
+    ("C", "F"): ("h",),
+}
+"""The roles that lead from one state to another."""
+
+
+class GridAxis(NamedTuple):
+    """An axis of the grid: how activations lie along it between layers, and whether weights are cut over it."""
+
+    name: str
+    size: int
+    stream: State
+    stored: bool = True
+
+
+class Layer(NamedTuple):
+    """One product of a path: its sizes, and whether a gradient flows back into its input."""
+
+    in_features: int
+    out_features: int
+    needs_gradient: bool = True
+
+
+class Boundary(NamedTuple):
+    """What may lie between two layers: the most parts that the features make, and the states if they are given.
+
+    ``sums``: whether a sum of the features can be cut; parts that are not runs of features cannot. ``rows``: whether
+    axes that do not cut the model's input may cut rows. ``most_alone``: the most parts that one axis makes alone.
+    ``joined``: where rows are the tokens of a sequence, the features of each token that all its others need here:
+    gathered over the axes that cut rows, whose rows must follow each other.
+    """
+
+    most_parts: int
+    states: States | None = None
+    sums: bool = True
+    rows: bool = True
+    most_alone: int = 0
+    joined: int = 0
+
+
+class RoleStep(NamedTuple):
+    """One layer's roles: the states before and after, and the axes that gather and cut rows, in that order."""
+
+    before: States
+    roles: tuple[RoleName, ...]
+    after: States
+    gathers: tuple[str, ...] = ()
+    cuts: tuple[str, ...] = ()
+    rows_before: Rows = ()
+
+    def num_fetched(self, axes: Sequence[GridAxis]) -> int:
+        """How many parts of the weight's rows are stored apart and gathered for the product."""
+        return prod(a.size for a, role in zip(axes, self.roles, strict=True) if role == "t" and a.stored)
+
+    @property
+    def rows_gathered(self) -> Rows:
+        """How the rows lie in the product."""
+        return rows_after(self.rows_before, "gather", self.gathers)
+
+    @property
+    def rows_after(self) -> Rows:
+        """How the rows of the output lie."""
+        return rows_after(self.rows_gathered, "cut", self.cuts)
+
+
+def rows_after(rows: Rows, what: Literal["gather", "cut"], axes: Sequence[str]) -> Rows:
+    """The rows once these axes have gathered or cut them: what undoes the last thing done takes it back.
+
+    >>> rows_after((("gather", "row"),), "cut", ["row", "col"])
+    (('cut', 'col'),)
+    """
+    undone: Literal["gather", "cut"] = "cut" if what == "gather" else "gather"
+    for axis in axes:
+        rows = rows[:-1] if rows and rows[-1] == (undone, axis) else (*rows, (what, axis))
+    return rows
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Roles for every layer of a path, and the elements that one rank sends for them in a step."""
+
+    steps: tuple[RoleStep, ...]
+    elements: float
+
+
+def sent_elements(
+    layer: Layer,
+    step: RoleStep,
+    axes: Sequence[GridAxis],
+    num_tokens: int,
+    *,
+    regather: bool = False,
+    with_input: bool = True,
+) -> float:
+    """What one rank sends for one layer, forward and backward, ranks forming rings.
+
+    ``with_input=False`` leaves out the input: another layer that shares it is counted with it.
+
+    >>> tp = [GridAxis("tp", 4, "C")]
+    >>> column = RoleStep(("C",), ("h",), ("F",))
+    >>> sent_elements(Layer(1024, 4096), column, tp, 1024) == 2 * 3 / 4 * 1024 * 1024
+    True
+    """
+    cut_x = prod(a.size for a, state in zip(axes, step.before, strict=True) if state != "C")
+    x = num_tokens * layer.in_features / cut_x
+    w = layer.in_features * layer.out_features / prod(a.size for a in axes if a.stored)
+    elements, held_x = 0.0, x
+    for axis, state, role in zip(axes, step.before, step.roles, strict=True):
+        share = (axis.size - 1) / axis.size
+        if role == "h" and not with_input:
+            continue
+        if role == "h" and state == "C":
+            elements += 2 * share * held_x if layer.needs_gradient else 0.0
+        elif role == "h":
+            x *= axis.size
+            elements += (1 + regather + layer.needs_gradient) * share * x
+        elif role == "t":
+            w *= axis.size if axis.stored else 1
+            elements += (2 + (regather and axis.stored and layer.needs_gradient)) * share * w
+    y = _output_elements(layer, step, axes, num_tokens)
+    outputs = list(zip(axes, step.after, step.roles, strict=True))
+    for axis, state, role in sorted(outputs, key=lambda each: each[1] == "C"):  # parts are summed before copies
+        if role == "k":
+            elements += 2 * (axis.size - 1) / axis.size * y
+            y /= axis.size if state != "C" else 1
+    return elements
+
+
+def _output_elements(layer: Layer, step: RoleStep, axes: Sequence[GridAxis], num_tokens: int) -> float:
+    """One rank's part of the output before it is summed over the axes that cut the contraction."""
+    kept = prod(axis.size for axis, role in zip(axes, step.roles, strict=True) if role in ("t", "h"))
+    return num_tokens * layer.out_features / kept
+
+
+def joined_elements(boundary: Boundary, states: States, axes: Sequence[GridAxis], num_tokens: int) -> float:
+    """What one rank sends so that each token sees all of its sequence, forward and backward.
+
+    >>> axes = [GridAxis("row", 2, "T"), GridAxis("col", 2, "F")]
+    >>> joined_elements(Boundary(4, joined=16), ("T", "F"), axes, 100)
+    800.0
+    """
+    over, kept = (prod(a.size for a, s in zip(axes, states, strict=True) if s == state) for state in "TF")
+    return 2 * (over - 1) / over * num_tokens * boundary.joined / kept
+
+
+def follow_each_other(rows: Rows, axes: Sequence[GridAxis]) -> bool:
+    """Whether every rank's rows are a run, in their order: gathered over the fastest axes first, and cut after that.
+
+    >>> axes = [GridAxis("depth", 2, "T"), GridAxis("row", 2, "T")]
+    >>> follow_each_other((("gather", "row"),), axes), follow_each_other((("gather", "depth"),), axes)
+    (True, False)
+    """
+    gathers = [axis for what, axis in rows if what == "gather"]
+    fastest = [axis.name for axis in reversed(axes) if axis.stream == "T"][: len(gathers)]
+    return gathers == fastest and all(what == "gather" for what, _ in rows[: len(gathers)])
+
+
+def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
+    """Whether every rank holds a part of the features, and the rows are cut as they may be."""
+    sizes = [a.size for a, state in zip(axes, states, strict=True) if state == "F"]
+    new_rows = any(state == "T" and a.stream != "T" for a, state in zip(axes, states, strict=True))
+    enough = prod(sizes) <= boundary.most_parts or (len(sizes) == 1 and sizes[0] <= boundary.most_alone)
+    return enough and (boundary.rows or not new_rows)
+
+
+def steps_from(
+    layer: Layer, before: States, rows: Rows, boundary: Boundary, axes: Sequence[GridAxis]
+) -> Iterator[RoleStep]:
+    """Every way to run one layer from ``before`` to a state that the boundary allows.
+
+    Where the boundary leaves it open nothing comes out copied, even if that sent less: every rank would keep the whole.
+    """
+    either: tuple[State, State] = "T", "F"
+    targets = [boundary.states] if boundary.states is not None else product(either, repeat=len(axes))
+    for after in targets:
+        if not fits(boundary, after, axes):
+            continue
+        choices = [ROLE.get((s, e), ()) for s, e in zip(before, after, strict=True)]
+        for roles in product(*choices):
+            if any(role != "t" for axis, role in zip(axes, roles, strict=True) if not axis.stored):
+                continue  # a copied weight is not cut
+            if not boundary.sums and ("k", "F") in zip(roles, after, strict=True):
+                continue
+            kept = prod(a.size for a, role in zip(axes, roles, strict=True) if role == "h")
+            if layer.out_features // kept < RoleStep(before, roles, after).num_fetched(axes):
+                continue  # some rank would store nothing of the weight
+            for orders in _moved(rows, axes, before, roles, after):
+                step = RoleStep(before, roles, after, *orders, rows)
+                if not boundary.joined or follow_each_other(step.rows_after, axes):
+                    yield step
+
+
+def _moved(
+    rows: Rows, axes: Sequence[GridAxis], before: States, roles: Sequence[RoleName], after: States
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The orders in which dim 0 can be gathered for the product and then cut again so that all can be taken back."""
+    gathers = [a for a, s, r in zip(axes, before, roles, strict=True) if r == "h" and s == "T"]
+    cuts = [a for a, e, r in zip(axes, after, roles, strict=True) if r == "k" and e == "T"]
+    for first in permutations(reversed(gathers)):
+        for second in permutations(cuts):
+            gathered = rows_after(rows, "gather", [axis.name for axis in first])
+            ended = rows_after(gathered, "cut", [axis.name for axis in second])
+            if _in_place(gathered, axes) and _in_place(ended, axes):
+                yield tuple(axis.name for axis in first), tuple(axis.name for axis in second)
+
+
+def _in_place(rows: Rows, axes: Sequence[GridAxis]) -> bool:
+    """Whether an axis that cuts the model's input is only gathered and another only cut: all can be taken back."""
+    from_input = {axis.name: axis.stream == "T" for axis in axes}
+    return all(from_input[axis] is (what == "gather") for what, axis in rows)
+
+
+def cheapest(
+    layers: Sequence[Layer],
+    boundaries: Sequence[Boundary],
+    axes: Sequence[GridAxis],
+    num_tokens: int,
+    *,
+    regather: bool = False,
+    rows_end: Rows | None = (),
+) -> Choice | None:
+    """The roles that send least, from the first boundary to the last; None where nothing fits.
+
+    ``boundaries[0].states`` is where the path begins; ``rows_end`` how the rows lie at its end, anything if None.
+    Equal costs are settled by the order of the states, so every rank finds the same.
+
+    >>> axes = [GridAxis("row", 2, "T"), GridAxis("col", 2, "F")]
+    >>> stream = Boundary(1024, ("T", "F"))
+    >>> found = cheapest([Layer(1024, 4096), Layer(4096, 1024)], [stream, Boundary(4096), stream], axes, 1024)
+    >>> [step.roles for step in found.steps], round(found.elements * 4 / 1e6, 1)
+    ([('h', 'h'), ('k', 'k')], 12.6)
+    """
+    start = boundaries[0].states
+    assert start is not None, "a path begins somewhere"
+    best: dict[tuple[States, Rows], Choice] = {(start, ()): Choice((), 0.0)}
+    for layer, boundary in zip(layers, boundaries[1:], strict=True):
+        found: dict[tuple[States, Rows], Choice] = {}
+        for (before, rows), so_far in best.items():
+            for step in steps_from(layer, before, rows, boundary, axes):
+                elements = so_far.elements + sent_elements(layer, step, axes, num_tokens, regather=regather)
+                elements += joined_elements(boundary, step.after, axes, num_tokens)
+                key = (step.after, step.rows_after)
+                if elements < found.get(key, Choice((), inf)).elements - 1e-6:
+                    found[key] = Choice((*so_far.steps, step), elements)
+        best = found
+    ends = [choice for (_, rows), choice in best.items() if rows_end is None or rows == rows_end]
+    return min(ends, key=lambda choice: choice.elements, default=None)

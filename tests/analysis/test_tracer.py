@@ -1,0 +1,57 @@
+"""Weights that a model's own code reads: a trace shows what is done with them and computes nothing of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.analysis.arguments import bind
+from shardwright.analysis.call_graph import Chunked, prepare, read_graph, run, sites
+from shardwright.analysis.structure import trace
+from shardwright.errors import LayoutError
+
+
+class Reads(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.layer, self.read = nn.Linear(3, 3), read
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        return self.layer(x) * self.read(self)
+
+
+READS = {
+    "a method": lambda m: m.layer.weight.sum(),
+    "a function": lambda m: torch.linalg.norm(m.layer.weight),
+    "a property": lambda m: m.layer.weight.T[0],
+    "an operator": lambda m: 2 * m.layer.bias,
+    "a buffer": lambda m: m.count + 1,
+    "two weights": lambda m: torch.stack([m.layer.bias, m.layer.weight[0]]).mean(0),
+    "a shape": lambda m: m.layer.weight.shape[0],
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_is_computed_from_a_weight_follows_the_weight(name):
+    model, x = Reads(READS[name]), torch.randn(2, 3)
+    graph = read_graph(model)
+    chunked = Chunked(graph, {site: 0 for _, site in sites(graph) if site is not None}, 1)
+    ready = prepare(model, chunked, 0)
+    for _ in range(2):
+        torch.testing.assert_close(run(ready, bind(chunked, x)), model(x), rtol=0, atol=0)
+        with torch.no_grad():  # a number kept from the trace would be an old one
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.add_(1)
+
+
+def test_a_trace_writes_into_nothing():
+    model = Reads(lambda m: m.count.add_(1))
+    trace(model, shows_weights=True)
+    assert model.count.item() == 0
+
+
+def test_code_that_counts_in_a_buffer_of_its_own_is_not_cut_into_stages():
+    with pytest.raises(LayoutError, match="writes into 'count'"):
+        read_graph(Reads(lambda m: m.count.add_(1)))

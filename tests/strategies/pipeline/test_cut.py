@@ -1,0 +1,70 @@
+"""Where a model is cut: the slowest chunk first, then the largest."""
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis.strategies import integers, lists, sampled_from, tuples
+from torch import nn
+
+from shardwright.analysis.costs import total
+from shardwright.errors import LayoutError
+from shardwright.strategies.pipeline.cut import cut
+
+
+def layers(sizes):
+    """Layers that hold so many rows of four numbers each."""
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(4, size, bias=False) for size in sizes))
+
+
+def held(cost):
+    """Parameters with their gradients and two moments, and what one microbatch keeps."""
+    return 4 * cost.parameter_bytes + cost.activation_bytes
+
+
+SECONDS = sampled_from([0.25, 0.5, 1.0])  # their sums are exact, so that cuts tie
+
+
+@settings(max_examples=25, deadline=None)
+@given(lists(tuples(integers(1, 4000), SECONDS), min_size=3, max_size=6), integers(2, 5))
+def test_of_the_fastest_cuts_the_one_with_the_smallest_chunks_is_taken(each, num_chunks):
+    model, calls = layers([size for size, _ in each]), len(each)
+    num_chunks = min(num_chunks, calls)
+    seconds = {str(number): taken for number, (_, taken) in enumerate(each)}
+    alone = cut(model, calls, names=list(seconds), seconds=seconds).costs
+    every = [
+        [total(alone[a:b]) for a, b in pairwise((0, *where, calls))]
+        for where in combinations(range(1, calls), num_chunks - 1)
+    ]
+    fastest = min(max(cost.work for cost in chunks) for chunks in every)
+    good = [chunks for chunks in every if max(cost.work for cost in chunks) == fastest]
+    found = cut(model, num_chunks, seconds=seconds).costs
+    assert max(cost.work for cost in found) == fastest
+    assert max(map(held, found)) == min(max(map(held, chunks)) for chunks in good)
+
+
+def test_a_large_head_has_a_stage_of_its_own_where_time_does_not_care():
+    seconds = {"0": 1.0, "1": 0.25, "2": 1.0}
+    stages = cut(layers([4, 4, 4000]), 2, seconds=seconds)
+    assert [stages.chunked.calls_of(chunk) for chunk in range(2)] == [("0", "1"), ("2",)]
+
+
+class AsksValues(nn.Linear):
+    def forward(self, x):
+        if x.sum() > 0:
+            return super().forward(x)
+        return x
+
+
+def test_the_line_that_cannot_be_followed_is_named():
+    with pytest.raises(LayoutError, match=r"test_cutting\.py:\d+: if x\.sum\(\) > 0:"):
+        cut(AsksValues(4, 4), 2)
+
+
+def test_thirty_equal_layers_on_four_stages_are_thirty_layers():
+    with torch.device("meta"):
+        stages = cut(nn.Sequential(*(nn.Linear(8, 8) for _ in range(30))), 4)
+    held = [len(stages.chunked.calls_of(chunk)) for chunk in range(4)]
+    assert sorted(held) == [7, 7, 8, 8]

@@ -1,0 +1,133 @@
+"""Modules with two names, or called in two ways: each grid finds them by one name, and never a part for a whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import verify, without_values
+from shardwright.analysis.structure import find_chains, find_head
+from shardwright.layout import Layout
+from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError
+from shardwright.parallelize.planning import make_plan
+from shardwright.plan.plan import Job
+from shardwright.strategies.tensor_parallel.feature_flow import follow
+
+WIDTH = 12
+X = torch.randn(5, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(19, (5, 7), generator=torch.Generator().manual_seed(1))
+LINES = ["tp2", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d", "pp2 mb2"]
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.pair, self.last = nn.Linear(WIDTH, WIDTH), Pair(), nn.Linear(WIDTH, WIDTH)
+        self.name_twice()
+
+    def name_twice(self):
+        self.again = self.pair
+
+
+class PairTwice(Around):
+    def forward(self, x):
+        return self.again(self.pair(self.first(x)))
+
+
+class PairTwiceAndLast(Around):
+    def forward(self, x):
+        return self.last(self.again(self.pair(self.first(x))))
+
+
+class ByItsSecondName(Around):
+    def name_twice(self):
+        self.box = nn.ModuleDict({"pair": self.pair, "first": self.first})
+
+    def forward(self, x):
+        return self.last(self.box["pair"](self.box["first"](x)))
+
+
+class ResidualAroundOne(Around):
+    """The norm, and the pair, come on a part of the features first and then on the whole."""
+
+    def name_twice(self):
+        self.norm, self.again = nn.LayerNorm(WIDTH), self.pair
+        self.other = self.norm
+
+    def forward(self, x):
+        return self.last(self.other(x + self.again(self.norm(self.pair(self.first(x))))))
+
+
+class ConvolutionsOfABox(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.chain = nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.Conv1d(8, 3, 1))
+        self.box, self.pair = nn.ModuleDict({"chain": self.chain}), Pair()
+
+    def forward(self, x):
+        return self.pair(self.box["chain"](x))
+
+
+TWICE = [PairTwice, PairTwiceAndLast, ByItsSecondName, ResidualAroundOne, ConvolutionsOfABox]
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("kind", TWICE, ids=lambda kind: kind.__name__)
+def test_a_module_with_two_names_comes_out_right(kind, line):
+    with without_values():
+        model = kind()
+    verdict = verify(model, line, [(X, X.roll(1))], loss=MeanSquaredError())
+    assert verdict.equal, str(verdict)
+
+
+class HeadInside(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.table = nn.Embedding(19, WIDTH)
+        self.inside = nn.ModuleDict({"pair": Pair(), "out": nn.Linear(WIDTH, 19, bias=False)})
+        self.head = self.inside["out"]
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(self.inside["pair"](self.table(tokens)))
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_with_two_names_is_a_layer_like_any_other(line, tied):
+    with without_values():
+        model = HeadInside(tied)
+    assert find_head(model) is None
+    verdict = verify(model, line, [(TOKENS[:, :-1], TOKENS[:, 1:])])
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_blocks_in_two_places_come_out_right(line):
+    with without_values():
+        model = GPT(GPTConfig(num_layers=3, width=24, num_heads=3, vocabulary=19))
+        model.blocks[2] = model.blocks[0]
+    plan, _ = make_plan(Job(model, CrossEntropy()), Layout.parse(line))
+    assert line.startswith("pp") or set(plan.compute["blocks.0.mlp.up.weight"].axes)
+    verdict = verify(model, line, [(TOKENS[:, :-1], TOKENS[:, 1:])])
+    assert verdict.equal, str(verdict)
+
+
+def test_what_is_called_on_a_part_and_on_the_whole_is_only_called_on_the_whole():
+    with without_values():
+        model = ResidualAroundOne()
+    places = follow(model, 2, find_chains(model), frozenset(), None).places
+    assert not places["norm"].takes_cut
+    assert not places["pair.down"].takes_cut
+    assert not any(place.kind == "gate" for place in places.values())
