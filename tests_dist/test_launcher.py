@@ -99,7 +99,7 @@ def test_a_rank_that_is_told_to_stop_is_named_and_all_save_and_stop(running, fol
     assert process.wait(timeout=10) == 130
     said, done = said_by(out), len(read_metrics(out))
     assert f"rank 2 was told to stop by {number.name}; all ranks have saved and ended" in said
-    assert f"step-{done:08d} is complete, go on with --resume" in said
+    assert f"step-{done:08d} is complete, continue with --resume" in said
     assert steps_in(out / "checkpoints")[-1].name == f"step-{done:08d}"
     assert left_in(folder) == []
 

@@ -1,6 +1,5 @@
 """Trains one plain PyTorch model over many devices, and proves the result equal to one."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwright.analysis.costs import time_layers
@@ -16,6 +15,7 @@ from shardwright.parallelize import parallelize
 from shardwright.parallelize.layer_alone import layer_alone
 from shardwright.parallelize.run import Run
 from shardwright.rng import without_values
+from shardwright.tensor_store import TensorStore, provide_tensor_store
 from shardwright.verify import Verdict, verify
 
 if TYPE_CHECKING:
@@ -47,5 +47,16 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "global_tensor":  # loads DTensor, which takes as long as all the rest: only when it is used
-        return import_module("shardwright.global_tensor")
+        import shardwright.global_tensor as found
+
+        return found
     raise AttributeError(f"module 'shardwright' has no attribute '{name}'")
+
+
+def _checkpoint_of_tensors() -> TensorStore:
+    from shardwright.checkpoint import tensors  # loads DTensor, too
+
+    return tensors
+
+
+provide_tensor_store(_checkpoint_of_tensors)

@@ -177,7 +177,7 @@ def test_a_run_whose_loss_is_not_finite_fails_with_a_fix_and_prints_json_all_the
     step = summary["diverged"]
     assert f"warning: step {step} went wrong" in found.stderr
     assert f"error: the run ended at step {step}, which was not saved" in found.stderr
-    assert f"--resume goes on from {out}/checkpoints/step-{step - 1:08d}" in found.stderr
+    assert f"--resume continues from {out}/checkpoints/step-{step - 1:08d}" in found.stderr
     assert (tmp_path / "run" / "report.html").exists()
 
 

@@ -164,7 +164,7 @@ def test_data_is_chosen_by_name_and_by_what_the_model_reads(cifar, tmp_path):
         (__file__, ConvNetConfig(), "bytes of text"),
         (".", GPTConfig(), "pictures of 10 classes"),
         (".", ConvNetConfig(image_size=64), "pictures of 10 classes"),
-        ("synthetic", "a model of one's own", "no made-up samples"),
+        ("synthetic", "a model of one's own", "no synthetic samples"),
         ("no/such/thing", GPTConfig(), "there is no data"),
     ],
 )

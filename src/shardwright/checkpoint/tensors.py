@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,11 +18,13 @@ from shardwright.checkpoint.saving import Entries, check_extra, flush, joined_te
 from shardwright.comm.current_world import everyone_here, here
 from shardwright.comm.values import gather_json
 from shardwright.errors import CheckpointError
+from shardwright.global_tensor import GlobalTensor
+from shardwright.global_tensor.agreement import check_everywhere
+from shardwright.global_tensor.geometry import boxes, terms, whole_piece
+from shardwright.global_tensor.tensor import global_layout_of, moved, without_sums
+from shardwright.global_tensor.view_tracking import check_fresh, is_apart, note_writes
 from shardwright.sharding.box import Piece, write
 from shardwright.sharding.transfer import plan_transfer
-
-if TYPE_CHECKING:
-    from shardwright.global_tensor import GlobalTensor
 
 
 def save_tensors(
@@ -62,10 +64,6 @@ def save_tensors(
 
 def _check_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
     """Raises CheckpointError for what is not global; PlanError for stale views; LayoutError for different names."""
-    from shardwright.global_tensor.agreement import check_everywhere
-    from shardwright.global_tensor.tensor import GlobalTensor, global_layout_of
-    from shardwright.global_tensor.view_tracking import check_fresh
-
     for name, tensor in tensors.items():
         if not isinstance(tensor, GlobalTensor):
             raise CheckpointError(
@@ -80,9 +78,6 @@ def _check_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
 
 
 def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dict[str, Tensor]]:
-    from shardwright.global_tensor.geometry import boxes
-    from shardwright.global_tensor.tensor import global_layout_of, moved, without_sums
-
     entries: Entries = {}
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -107,8 +102,6 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
 
     Raises: CheckpointError, on every rank: missing, broken or foreign; or without one of the tensors.
     """
-    from shardwright.global_tensor.view_tracking import is_apart, note_writes
-
     _check_tensors(tensors)
     folder = find(Path(path))
     manifest = read_manifest(folder)
@@ -156,9 +149,6 @@ def _check_everywhere(folder: Path, manifest: Manifest, tensors: Mapping[str, Gl
 
 
 def _fill(folder: Path, manifest: Manifest, name: str, tensor: GlobalTensor) -> None:
-    from shardwright.global_tensor.geometry import boxes, terms, whole_piece
-    from shardwright.global_tensor.tensor import global_layout_of
-
     where, local = global_layout_of(tensor), tensor._local_tensor
     box = boxes(tuple(tensor.shape), where).get(here().rank)
     if box is None or 0 in box.shape:

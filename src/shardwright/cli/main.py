@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
+# Only what `import shardwright` loads anyway stands here. A verb imports train and report when it runs:
+# they load rich and psutil, which --help and checkpoint do not need.
 import shardwright
+from shardwright.checkpoint.loading import read_whole
+from shardwright.checkpoint.manifest import check_files, find, read, steps_in
 from shardwright.cli import options as opt
 from shardwright.cli.options import emit, exits_well, given, roles_of, say, settings_of, takes
+from shardwright.errors import PlanError, explain
+from shardwright.formatting import format_bytes, format_count
+from shardwright.layout import Layout
+from shardwright.parallelize.planning import job_for
+from shardwright.rng import without_values
+from shardwright.verify import verify as compare
 
 app = typer.Typer(
     name="shardwright",
@@ -20,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-checkpoints = typer.Typer(help="Looks into checkpoints and takes them elsewhere.", no_args_is_help=True)
+checkpoints = typer.Typer(help="Inspects and exports checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoints, name="checkpoint")
 
 Json = Annotated[bool, opt.JSON]
@@ -51,12 +66,12 @@ def _config(shared: opt.Shared, base: dict[str, Any] | None = None, **flags: Any
 @takes("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "seed", "config")
 def train(
     shared: opt.Shared,
-    steps: Annotated[int | None, typer.Option(help="Steps in all.", show_default="100")] = None,
-    stop_at: Annotated[int | None, typer.Option(help="End after this step, to resume later; 0: after all.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Total number of steps.", show_default="100")] = None,
+    stop_at: Annotated[int | None, typer.Option(help="End after this step, to resume later; 0: run all steps.")] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate.", show_default="0.001")] = None,
     schedule: Annotated[str | None, typer.Option(help="cosine, linear or constant.", show_default="cosine")] = None,
-    warmup: Annotated[int | None, typer.Option(help="Steps until the highest rate.", show_default="10")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="AdamW's.", show_default="0.1")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Warm-up steps until the highest rate.", show_default="10")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="AdamW's weight decay.", show_default="0.1")] = None,
     clip: Annotated[
         float | None, typer.Option(help="Largest global gradient norm; 0 for none.", show_default="1")
     ] = None,
@@ -66,13 +81,13 @@ def train(
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = None,
     deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Repeatable kernels only.")] = None,
     debug: Annotated[bool | None, typer.Option("--debug", help="Check that ranks make the same calls.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="How long a call may wait.", show_default="600")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds a collective may wait.", show_default="600")] = None,
     bind_cores: Annotated[bool | None, typer.Option("--bind-cores", help="Give each process cores of its own.")] = None,
     offload_folder: Annotated[
         str | None, typer.Option(help="Where /offload:disk keeps its files.", show_default="the temporary folder")
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/train"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
     ranks: Annotated[str, opt.RANKS] = "processes",
     as_json: Json = False,
 ) -> None:
@@ -80,7 +95,6 @@ def train(
 
     A step whose loss or gradients are not finite ends the run with exit code 1, and is not saved.
     """
-    from shardwright.checkpoint.manifest import steps_in
     from shardwright.train.config import read_run
     from shardwright.train.loop import CHECKPOINTS
     from shardwright.train.loop import train as run_training
@@ -98,43 +112,37 @@ def train(
         saved = steps_in(out / CHECKPOINTS)
         why = f"{stop}\n" if str(stop) else ""
         if _is_first_rank():
-            done = f"stopped; {saved[-1]} is complete, go on with --resume" if saved else "stopped before a checkpoint"
-            say(why + done)
+            done = f"; {saved[-1]} is complete, continue with --resume" if saved else " before the first checkpoint"
+            say(f"{why}stopped{done}")
         raise typer.Exit(opt.INTERRUPTED) from None
     if _is_first_rank():
         _tell(summary, out, whole, as_json=as_json)
 
 
 def _tell(summary: dict[str, Any], out: Path, config: Any, *, as_json: bool) -> None:
-    """What came of a run, and its exit code."""
-    from shardwright.errors import explain
-
+    """Prints the summary of a run, and exits with its code."""
     summary["report"] = str(_report(out, config, summary))
     emit(summary, _summary_text(summary, out), as_json=as_json)
     if summary["diverged"] is not None:
-        after = f"--resume goes on from {summary['checkpoint']}" if summary["checkpoint"] else "start anew"
+        after = f"--resume continues from {summary['checkpoint']}" if summary["checkpoint"] else "start anew"
         wrong = explain(
             f"the run ended at step {summary['diverged']}, which was not saved",
             given="a loss or gradients that are not finite",
-            allowed="finite ones: AdamW does not recover",
+            allowed="finite values: AdamW does not recover from others",
             fix=f"{after}, with a lower --lr or --clip, or a longer --warmup",
         )
         say(f"error: {wrong}")
         raise typer.Exit(opt.FAILURE)
     if summary["stopped"]:
-        say(f"stopped at step {summary['steps']}; go on with --resume")
+        say(f"stopped at step {summary['steps']}; continue with --resume")
         raise typer.Exit(opt.INTERRUPTED)
 
 
 def _is_first_rank() -> bool:
-    import os
-
     return os.environ.get("RANK", "0") == "0"
 
 
 def _summary_text(summary: dict[str, Any], out: Path) -> str:
-    from shardwright.formatting import format_bytes, format_count
-
     loss = "no steps" if summary["first_loss"] is None else f"{summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
     speed = ""
     if summary["step_ms_median"] is not None:
@@ -143,7 +151,7 @@ def _summary_text(summary: dict[str, Any], out: Path) -> str:
     return (
         f"trained {summary['layout']} on {summary['world_size']} ranks: {summary['steps']} steps, "
         f"{format_count(summary['parameters'])} parameters\n  loss        {loss}{speed}\n"
-        f"  memory      {format_bytes(max(summary['peak_memory_bytes']))} peak a rank\n"
+        f"  memory      {format_bytes(max(summary['peak_memory_bytes']))} peak per rank\n"
         f"  checkpoint  {summary['checkpoint']}\n  report      {summary['report']}\n"
         f"  metrics     {out / 'metrics.jsonl'}"
     )
@@ -151,21 +159,16 @@ def _summary_text(summary: dict[str, Any], out: Path) -> str:
 
 def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
     """The page of a run, with its pictures."""
-    import json
-
-    from shardwright.layout import Layout as LayoutLine
-    from shardwright.parallelize.planning import job_for
     from shardwright.report.description import describe
     from shardwright.report.page import write_page
     from shardwright.report.pictures import draw_layout, draw_loss
-    from shardwright.rng import without_values
     from shardwright.train.data import open_data
     from shardwright.train.loop import inputs_of
     from shardwright.train.progress import read_metrics
 
     with without_values():
         model, loss, model_config = config.build()
-    layout, data = LayoutLine.parse(config.layout), open_data(config.data, seq=config.seq, model=model_config)
+    layout, data = Layout.parse(config.layout), open_data(config.data, seq=config.seq, model=model_config)
     kept = json.loads((out / "run.json").read_text())
     job = job_for(model, loss, layout, inputs_of(data, config.batch), config.num_tokens, config.roles)
     description = describe(job._replace(seconds=kept["seconds"]), layout)
@@ -195,17 +198,14 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Proves a layout equal to one device: the loss, every gradient, the parameters after some steps."""
-    import torch
-
-    from shardwright.errors import PlanError
-    from shardwright.rng import without_values
     from shardwright.train.data import Order, global_batch, open_data
     from shardwright.train.measuring import layer_seconds
-    from shardwright.verify import verify as compare
 
     where = opt.ranks_of(ranks)
     if dtype not in ("float64", "float32"):
-        raise PlanError("verify compares in float64 or float32", given=dtype, allowed="both", fix="float64")
+        raise PlanError(
+            "verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="--dtype float64"
+        )
     whole = _config(shared, {"seq": 64}, steps=steps)
     opt.check_alone(whole)
     with without_values():
@@ -238,29 +238,26 @@ def show(
         Path | None, typer.Option(help="Draw a pipeline's timeline: .png, .html to hover over, .json for Perfetto.")
     ] = None,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Rehearse a step, and list every byte that ranks hold at its peak.")
+        bool, typer.Option("--memory", help="Predict, by kind, what ranks hold at a step's peak.")
     ] = False,
     memory_png: Annotated[
-        Path | None, typer.Option(help="Draw what a rank holds over the step into this file; takes --memory.")
+        Path | None, typer.Option(help="Draw what a rank holds during the step into this file; implies --memory.")
     ] = None,
     measured: Annotated[
-        bool, typer.Option("--measured", help="Run some steps, and draw what happened below what was predicted.")
+        bool, typer.Option("--measured", help="Run some steps, and show measured beside predicted.")
     ] = False,
     ranks: Annotated[str, opt.RANKS] = "processes",
     as_json: Json = False,
 ) -> None:
-    """Draws a layout: which rank holds what, what was done to each layer and why, what is sent, a pipeline's schedule.
+    """Draws a layout: what each rank holds and sends, how each layer is parallelized and why, a pipeline's schedule.
 
-    Of more than 4,096 ranks it lists those that differ, and says how many are like each.
+    With more than 4,096 ranks it lists one of each set of identical ranks, and the size of the set.
     """
-    from shardwright.layout import Layout as LayoutLine
-    from shardwright.parallelize.planning import job_for
     from shardwright.report.description import describe, timeline_data, timeline_of
     from shardwright.report.pictures import draw_layout
     from shardwright.report.show import show_text
     from shardwright.report.timeline_text import timeline_text
     from shardwright.report.timelines import write_timelines
-    from shardwright.rng import without_values
     from shardwright.train.measuring import layer_seconds, measure
 
     where = opt.ranks_of(ranks)
@@ -269,7 +266,7 @@ def show(
     with without_values():
         plain, loss, model_config = whole.build()
     inputs = whole.example(model_config)
-    layout = LayoutLine.parse(whole.layout)
+    layout = Layout.parse(whole.layout)
     job = job_for(plain, loss, layout, inputs, whole.num_tokens, whole.roles)._replace(seconds=layer_seconds(whole))
     description = describe(job, layout, inputs=inputs)
     if png is not None:
@@ -300,19 +297,18 @@ def show(
 def sample(
     shared: opt.Shared,
     run: Annotated[Path, typer.Option("--from", help="The --out folder of a run.")] = Path("runs/train"),
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "def ",
+    prompt: Annotated[str, typer.Option(help="The text to continue.")] = "def ",
     num: Annotated[int, typer.Option(help="Bytes to write, or samples to classify.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest.")] = 0.8,
+    temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the most likely token.")] = 0.8,
     ranks: Annotated[str, opt.RANKS] = "threads",
     as_json: Json = False,
 ) -> None:
     """Writes text with a trained model, or classifies pictures, under any layout."""
-    from shardwright.layout import Layout as LayoutLine
     from shardwright.train.config import TrainConfig, read_run
     from shardwright.train.sampling import sample as draw
 
     where = opt.ranks_of(ranks)
-    layout, trained = LayoutLine.parse(shared.get("layout", "single")), TrainConfig(**read_run(run))
+    layout, trained = Layout.parse(shared.get("layout", "single")), TrainConfig(**read_run(run))
     seed = shared.get("seed", 0)
     text = draw(trained, run, layout, prompt=prompt, num=num, temperature=temperature, seed=seed, ranks=where)
     emit({"text": text, "layout": str(layout)}, text, as_json=as_json)
@@ -321,7 +317,7 @@ def sample(
 @app.command()
 @exits_well
 def doctor(as_json: Json = False) -> None:
-    """What this machine has, and how fast it computes and sends."""
+    """Shows what this machine has, and how fast it computes and communicates."""
     from shardwright.report.machine import examine, machine_text
 
     found = examine()
@@ -333,10 +329,7 @@ def doctor(as_json: Json = False) -> None:
 def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")], as_json: Json = False
 ) -> None:
-    """What a checkpoint holds: step, layout, tensors, files."""
-    from shardwright.checkpoint.manifest import find, read
-    from shardwright.formatting import format_bytes
-
+    """Shows what a checkpoint holds: step, layout, tensors, files."""
     folder = find(_inside(path))
     manifest = read(folder)
     tensors = {name: list(shape) for name, (_, shape, _) in manifest.tensors.items()}
@@ -363,12 +356,6 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Writes the model alone into one safetensors file, under the plain model's names."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    from shardwright.checkpoint.loading import read_whole
-    from shardwright.checkpoint.manifest import check_files, find, read
-    from shardwright.errors import PlanError
 
     folder = find(_inside(path))
     manifest = read(folder)
@@ -387,7 +374,7 @@ def export(
 
 
 def _inside(path: Path) -> Path:
-    """The folder of a run keeps its checkpoints in one of their own."""
+    """The folder of checkpoints, where ``path`` is the folder of a run; else ``path``."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 

@@ -1,4 +1,4 @@
-"""What ``show --memory`` does: the ledger of the ranks worth listing, rehearsed, and measured where asked for."""
+"""What ``show --memory`` does: the memory ledger of the ranks to list, predicted and, with --measured, measured."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shardwright.train.measuring import measure_accounts
 def ledger_of(
     config: TrainConfig, job: Job, model_config: Any, ranks: Ranks | None, png: Path | None, width: int
 ) -> tuple[list[dict[str, Any]], str]:
-    """The ledger as data and as text, and drawn into ``png``; measured on ``ranks``, unless there are none.
+    """Returns the ledger as data and as text, and draws it into ``png``; measured on ``ranks``, unless that is None.
 
-    Raises: PlanError: a model of one's own, of whose batches nobody knows.
+    Raises: PlanError: the model is a user's own factory, so the shape of its batches is unknown.
     """
     batch, layout = config.example_batch(model_config), Layout.parse(config.layout)
     if batch is None:
         raise PlanError(
-            "nobody knows what a batch of this model looks like, so no step can be rehearsed",
+            "the memory of a step of this model cannot be predicted: the shape of its batches is unknown",
             given=f"--memory with --model {config.model}",
             allowed="the models mlp, attention, convnet and gpt",
             fix="call shardwright.ledger.predict_memory(job, layout, rank, batch) with a batch of your own",

@@ -1,4 +1,4 @@
-"""What the verbs share: how options are read, and how results and errors leave."""
+"""What the verbs share: how options are read, and how results and errors are printed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 
+from shardwright.comm.launch import Ranks
 from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError, RankFailedError
 from shardwright.formatting import json_text
-
-if TYPE_CHECKING:
-    from shardwright.comm.launch import Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,7 +34,7 @@ SHARED: Mapping[str, Any] = {
     ],
     "role": Annotated[
         list[str] | None,
-        typer.Option("--role", help="PATTERN=column, row or copied for the layers so named; repeat for more."),
+        typer.Option("--role", help="PATTERN=column, row or copied for the layers whose names match; repeat for more."),
     ],
     "measured_costs": Annotated[
         bool | None,
@@ -96,11 +94,11 @@ def ranks_of(given: str) -> Ranks:
 
 
 def check_alone(config: Any) -> None:
-    """Raises PlanError where each of several processes would time the layers, and find another cut."""
+    """Raises PlanError where each of several processes would time the layers and cut the model elsewhere."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.measured_costs and size > 1:
         raise PlanError(
-            "layers are timed in one process, and several would each find other times",
+            "layers are timed in one process: several processes would each measure other times",
             given=f"--measured-costs in a world of {size} processes",
             allowed="one process, or train, whose first rank measures for all",
             fix="start it without torchrun, or leave out --measured-costs",
@@ -119,7 +117,7 @@ def given(**options: Any) -> dict[str, Any]:
 
 
 def takes(*names: str) -> Callable[[F], F]:
-    """Gives a verb options of ``SHARED``; those that the person gave are in its first argument, by name."""
+    """Adds options of ``SHARED`` to a verb; its first argument maps the name of each that was given to its value."""
 
     def give(verb: F) -> F:
         own = [*inspect.signature(verb, eval_str=True).parameters.values()][1:]
@@ -140,12 +138,12 @@ def takes(*names: str) -> Callable[[F], F]:
 
 
 def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
-    """Prints a result: for a program or for a person."""
+    """Prints a result on standard output: ``value`` as one JSON object, or ``text``."""
     print(json_text(value) if as_json else text)  # noqa: T201
 
 
 def say(text: str) -> None:
-    """Prints to a person, beside the result."""
+    """Prints on standard error, where it does not mix with the result."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 

@@ -3,22 +3,14 @@
 A person writes tensor code as for one device, and says where each tensor lies.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from shardwright.global_tensor import sbp
 from shardwright.global_tensor.boxing_plan import BoxingPlan, plan_to_global
 from shardwright.global_tensor.creation import arange, empty, full, ones, rand, randn, zeros
 from shardwright.global_tensor.from_local import from_local
 from shardwright.global_tensor.module_to_global import module_to_global
 from shardwright.global_tensor.placement import Placement, placement
+from shardwright.global_tensor.saving import load, save
 from shardwright.global_tensor.tensor import GlobalTensor, to_global
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    save: Callable[..., Any]
-    load: Callable[..., Any]
 
 __all__ = [
     "BoxingPlan",
@@ -40,9 +32,3 @@ __all__ = [
     "to_global",
     "zeros",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("save", "load"):  # the checkpoint's, a layer above: found when they are asked for
-        return getattr(import_module("shardwright.checkpoint.tensors"), f"{name}_tensors")
-    raise AttributeError(f"module 'shardwright.global_tensor' has no attribute '{name}'")

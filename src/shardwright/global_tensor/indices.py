@@ -62,7 +62,7 @@ def _num_dims(each: Any) -> int:
 
 
 def _tensors(x: GlobalTensor, table: Tensor, dim: int) -> list[Tensor]:
-    from shardwright.global_tensor.tensor import wrap
+    from shardwright.global_tensor.tensor import wrap  # that file imports this one, for its __getitem__
 
     sizes = tuple(x.shape[dim : dim + (table.ndim if table.dtype == torch.bool else 1)])
     if table.dtype == torch.bool:

@@ -45,7 +45,7 @@ class GlobalTensor(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Runs an operator by our rules."""
-        from shardwright.global_tensor.rules import dispatch
+        from shardwright.global_tensor.rules import dispatch  # the rules make global tensors: they import this file
 
         return dispatch(func, args, kwargs or {})
 
@@ -270,7 +270,7 @@ def to_global(
     calls it for those.
     """
     if not isinstance(x, DTensor):
-        from shardwright.global_tensor.from_local import from_local
+        from shardwright.global_tensor.from_local import from_local  # makes a global tensor: it imports this file
 
         if placement is None or sbp is None:
             raise LayoutError(

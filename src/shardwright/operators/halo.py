@@ -1,7 +1,7 @@
 """Operators on pictures whose rows lie cut: each rank computes some rows of the output, and fetches those it reads.
 
-Which rows these are is in :mod:`shardwright.operators.picture_rows`. The joined input is not kept for the backward: its parts
-are, and this rank's own part is kept anyway by the operator that made it.
+Which rows these are is in :mod:`shardwright.operators.picture_rows`. What is joined from own and fetched rows is not
+kept for the backward: the parts are, and the own part is kept anyway by the operator that made it.
 
 B batch, C channels, h this rank's rows of H, W columns
 """

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shardwright.comm.values import gather_json
 from shardwright.errors import PlanError, nearest
+from shardwright.global_tensor import GlobalTensor, Placement
+from shardwright.global_tensor import sbp as words
+from shardwright.global_tensor.boxing import carry
+from shardwright.global_tensor.geometry import GlobalLayout, boxes, local_shape, whole_piece
+from shardwright.global_tensor.sbp import Sbp
+from shardwright.global_tensor.tensor import everywhere, global_layout_of, moved, without_sums, wrap
+from shardwright.global_tensor.view_tracking import check_fresh
 from shardwright.mesh import Mesh
+from shardwright.parallelize.run import Run
 from shardwright.sharding.box import Piece
 from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.sharding.transfer import plan_transfer
-
-if TYPE_CHECKING:
-    from shardwright.global_tensor import GlobalTensor, Placement
-    from shardwright.global_tensor.geometry import GlobalLayout
-    from shardwright.global_tensor.sbp import Sbp
-    from shardwright.parallelize.run import Run
 
 Pieces = dict[int, tuple[Piece, ...]]
 
@@ -28,9 +29,6 @@ def to_global_parameters(
     run: Run, placement: Placement | None, sbp: Sbp | Sequence[Sbp] | None
 ) -> dict[str, GlobalTensor]:
     """Every parameter of the run: by default over all ranks, cut along dim 0; see :meth:`Run.global_parameters`."""
-    from shardwright.global_tensor.boxing import carry
-    from shardwright.global_tensor.tensor import without_sums, wrap
-
     _check_processes(run)
     found, kinds = {}, _kinds(run)
     for name, lies in _lies(run).items():
@@ -46,9 +44,6 @@ def to_global_parameters(
 @torch.no_grad()
 def from_global_parameters(run: Run, tensors: Mapping[str, GlobalTensor]) -> None:
     """Fills the run's parameters from global tensors that lie anywhere; see :meth:`Run.load_global_parameters`."""
-    from shardwright.global_tensor.boxing import carry
-    from shardwright.global_tensor.tensor import global_layout_of, moved, without_sums
-
     _check_processes(run)
     every = _lies(run)
     _check_given(every, tensors)
@@ -65,9 +60,6 @@ def from_global_parameters(run: Run, tensors: Mapping[str, GlobalTensor]) -> Non
 
 
 def _check_given(every: Mapping[str, TensorLayout], tensors: Mapping[str, GlobalTensor]) -> None:
-    from shardwright.global_tensor.tensor import GlobalTensor
-    from shardwright.global_tensor.view_tracking import check_fresh
-
     for name, tensor in tensors.items():
         if not isinstance(tensor, GlobalTensor):
             raise PlanError(
@@ -111,22 +103,14 @@ def _resting(run: Run, name: str, lies: TensorLayout, kind: torch.dtype) -> Tens
 
 
 def _boxes(lies: TensorLayout, where: GlobalLayout) -> Pieces:
-    from shardwright.global_tensor.geometry import boxes, whole_piece
-
     return {rank: (whole_piece(box),) for rank, box in boxes(lies.shape, where).items()}
 
 
 def _local_shape(run: Run, lies: TensorLayout, where: GlobalLayout) -> tuple[int, ...]:
-    from shardwright.global_tensor.geometry import local_shape
-
     return local_shape(lies.shape, where, run.world.rank)
 
 
 def _where(run: Run, lies: TensorLayout, placement: Placement | None, sbp: Sbp | Sequence[Sbp] | None) -> GlobalLayout:
-    from shardwright.global_tensor import sbp as words
-    from shardwright.global_tensor.geometry import GlobalLayout
-    from shardwright.global_tensor.tensor import everywhere
-
     where = everywhere(run.world.device.type) if placement is None else placement
     plain: list[Sbp] = [words.split(0) if lies.shape and axis == 0 else words.broadcast for axis in range(where.ndim)]
     return GlobalLayout(where, words.checked(plain if sbp is None else sbp, where, len(lies.shape)))

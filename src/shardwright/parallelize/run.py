@@ -19,7 +19,6 @@ from shardwright.comm.world import World
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.losses import mean_of
 from shardwright.parallelize.checks import check_frozen, check_full, check_own, check_trains
-from shardwright.parallelize.global_parameters import from_global_parameters, to_global_parameters
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.overlapped_update import updates_beside, updating
 from shardwright.parallelize.planning import local_samples, num_rows, numbers_per_sample, on_device, rows
@@ -363,6 +362,10 @@ class Run:
         All ranks call it, and get every name. Traffic: each element that lies elsewhere, once for each copy wanted.
         Raises: PlanError: ranks that are threads. LayoutError: an sbp that does not fit.
         """
+        from shardwright.parallelize.global_parameters import (
+            to_global_parameters,  # loads DTensor: only when it is used
+        )
+
         return to_global_parameters(self, placement, sbp)
 
     def load_global_parameters(self, tensors: Mapping[str, GlobalTensor]) -> None:
@@ -370,6 +373,8 @@ class Run:
 
         Raises: PlanError: a name or shape that the run does not have.
         """
+        from shardwright.parallelize.global_parameters import from_global_parameters
+
         from_global_parameters(self, tensors)
 
 

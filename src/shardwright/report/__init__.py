@@ -1,1 +1,1 @@
-"""What a layout does and what a run did, for a person: text, pictures and one page."""
+"""What a layout does and what a run did, as text, as pictures and as one page."""

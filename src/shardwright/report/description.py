@@ -1,4 +1,4 @@
-"""A layout as plain data: what each rank holds and sends, how each parameter lies, what is done at each layer, why."""
+"""A layout as plain data: what each rank holds and sends, each parameter's layout, each layer's role and why."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
     """
     if layout.num_ranks > MOST_IN_ALL:
         raise LayoutError(
-            "these are too many ranks to describe",
+            "the layout has too many ranks to describe",
             given=f"{layout}: {layout.num_ranks:,} ranks",
             allowed=f"up to {MOST_IN_ALL:,}",
             fix="describe the same layout with fewer data-parallel ranks",
@@ -213,7 +213,7 @@ def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator
         starts[axis] = sorted(firsts)
     if prod(map(len, starts.values())) > MOST_RANKS:
         raise LayoutError(
-            "these ranks are too many to describe, and too few are alike",
+            "the layout has too many ranks that differ from each other to describe",
             given=f"{plan.layout}: {plan.mesh.size:,} ranks",
             allowed=f"up to {MOST_RANKS:,} ranks that differ",
             fix="describe the same layout with fewer ranks that cut parameters",
@@ -271,7 +271,7 @@ def _parameter(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def cut_words(lies: TensorLayout) -> str:
-    """How a tensor lies, in words.
+    """A tensor's layout in words: which dim is cut over which axis.
 
     >>> cut_words(TensorLayout.whole((4, 6))), cut_words(TensorLayout.whole((4, 6)).flat("dp", 3).only("pp", [1]))
     ('copied', 'only at pp 1, flat slices over dp')

@@ -59,7 +59,7 @@ def _links(world: World) -> list[float]:
 
 
 def machine_text(found: Mapping[str, Any]) -> str:
-    """The same, for a person."""
+    """What :func:`examine` found, as text."""
     links = ", ".join(f"{format_bytes(int(n))} in {s * 1000:.2f} ms" for n, s in found["all_reduce_s"].items())
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""The ledger for a person: what each rank holds at its peak, predicted and measured, as a table and as a picture."""
+"""The memory ledger as a table and as a picture: what each rank holds at its peak, predicted and measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.report.pictures import _INK, _LEFT, _MUTED, _RULE, _WIDTH, _fig
 from shardwright.report.show import table_of, table_text
 
 MOST_RANKS = 8
-"""Of more ranks than this, the first of each stage is rehearsed."""
+"""With more ranks than this, only the first of each stage is listed."""
 
 _COLOURS = dict(
     zip(KINDS, ("#08519c", "#b3d3e8", "#4a98c9", "#c9ced3", "#e69f00", "#d55e00", "#009e73", "#cc79a7"), strict=True)
@@ -30,7 +30,7 @@ Accounts = Mapping[int, Account]
 
 
 def ranks_to_rehearse(mesh: Mesh) -> tuple[int, ...]:
-    """All ranks where there are few; else the first of each stage, of whose copies it holds most.
+    """All ranks where there are few; else the first of each stage: its share of an uneven split is the largest.
 
     >>> ranks_to_rehearse(Mesh(pp=2, dp=8)), ranks_to_rehearse(Mesh(dp=2))
     ((0, 8), (0, 1))
@@ -43,12 +43,12 @@ def ranks_to_rehearse(mesh: Mesh) -> tuple[int, ...]:
 
 
 def predicted_accounts(job: Job, layout: Layout, batch: tuple[Any, Any]) -> dict[int, Account]:
-    """The ledger of the ranks worth listing, with AdamW, on a global batch of which shapes alone count."""
+    """The ledger of the ranks to list, with AdamW. Of the global batch only the shapes matter."""
     return {rank: predict_memory(job, layout, rank, batch) for rank in ranks_to_rehearse(layout.mesh)}
 
 
 def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[dict[str, Any]]:
-    """The peaks as JSON takes them: bytes in all and of each kind, and when; what rests elsewhere, where some does."""
+    """The peaks as JSON takes them: the bytes, in all and of each kind, the action, and what is offloaded."""
 
     def of(account: Account) -> dict[str, Any]:
         found = {"peak_bytes": account.peak_bytes, "action": account.peak.action, "at_peak": account.at_peak()}
@@ -95,7 +95,7 @@ def memory_text(predicted: Accounts, measured: Accounts | None = None, width: in
     text = table_text(table, width)
     for place in ELSEWHERE:
         most = max(account.elsewhere.get(place, 0) for _, account in rows)
-        text += f"Beside it, on {place}: up to {format_bytes(most)} a rank.\n" if most else ""
+        text += f"Offloaded to {place}: up to {format_bytes(most)} per rank.\n" if most else ""
     if measured is not None:
         off = [predicted[rank].peak_bytes / measured[rank].peak_bytes - 1 for rank in predicted]
         text += f"The prediction is off by {100 * max(off, key=abs):+.2f} %, at most.\n"

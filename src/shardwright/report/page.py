@@ -11,50 +11,10 @@ from statistics import median
 from typing import Any
 
 from shardwright.formatting import format_bytes, format_count, format_duration
+from shardwright.report.assets import fill_template, read_asset
 from shardwright.report.description import STATES, Description
 from shardwright.report.outline import RankGroup, layer_rows, rank_groups
 from shardwright.report.pictures import Rows
-
-_STYLE = """
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1f2933; --muted: #5d6973; --rule: #e3e7eb;
-  --accent: #0072b2; --code: #f0f3f6; }
-@media (prefers-color-scheme: dark) { :root { --page: #12161b; --card: #1b2128; --ink: #e4e9ee; --muted: #9aa7b3;
-  --rule: #2d3640; --accent: #56b4e9; --code: #232b34; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI",
-  Roboto, "Liberation Sans", Arial, sans-serif; }
-main { max-width: 1040px; margin: 0 auto; padding: 48px 24px 64px; }
-h1 { margin: 0; font-size: 30px; line-height: 1.2; letter-spacing: -0.01em; }
-h2 { margin: 0 0 14px; font-size: 19px; }
-p { margin: 0 0 14px; }
-.under { margin: 8px 0 28px; color: var(--muted); }
-code, pre { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 0.87em; }
-section { background: var(--card); border: 1px solid var(--rule); border-radius: 12px; padding: 22px 24px;
-  margin: 0 0 20px; overflow: hidden; }
-section.picture { padding: 4px; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 20px; margin: 0; }
-dt { color: var(--muted); font-size: 13px; }
-dd { margin: 2px 0 0; font-size: 20px; font-weight: 600; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-dd small { display: block; font-size: 13px; font-weight: 400; color: var(--muted); }
-figure { margin: 0; }
-figure img { display: block; width: 100%; height: auto; mix-blend-mode: multiply; }
-@media (prefers-color-scheme: dark) { figure img { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; } }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th { text-align: left; vertical-align: bottom; font-weight: 600; color: var(--muted);
-  border-bottom: 1px solid var(--rule); padding: 6px 18px 6px 0; }
-td { vertical-align: top; border-bottom: 1px solid var(--rule); padding: 8px 18px 8px 0; }
-tr:last-child td { border-bottom: 0; }
-th:last-child, td:last-child { padding-right: 0; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.nowrap { white-space: nowrap; }
-.times { color: var(--muted); font-size: 13px; }
-.copied { color: var(--muted); }
-pre { margin: 0 0 12px; padding: 14px 16px; background: var(--code); border-radius: 8px; white-space: pre-wrap;
-  overflow-wrap: anywhere; }
-pre:last-child { margin-bottom: 0; }
-.note { color: var(--muted); font-size: 14px; }
-"""
 
 _HEADINGS = {"loss": "Loss", "layout": "Layout", "speed": "Speed", "schedule": "Schedule"}
 """The headings of pictures; any other has its own name."""
@@ -92,12 +52,12 @@ def write_page(
         [f"<code>{escape(str(run[key]))}</code>" for key in ("model", "layout", "data") if run.get(key)]
         + ([escape(str(run["started"]))] if run.get("started") else [])
     )
-    page = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f'<h1>{escape(title)}</h1>\n<p class="under">{under}</p>\n' + "\n".join(filter(None, sections)) + "\n"
-        "</main>\n</body>\n</html>\n"
+    page = fill_template(
+        "page.html",
+        title=escape(title),
+        style=read_asset("page.css"),
+        under=under,
+        sections="\n".join(filter(None, sections)),
     )
     path = Path(out) if Path(out).suffix == ".html" else Path(out) / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,8 +92,8 @@ def _summary(run: Mapping[str, Any], rows: Rows) -> str:
         ("loss", _arrow(losses), "of training, first and last"),
         ("evaluation loss", _arrow(evaluated), "first and last"),
         ("tokens/s", format_count(median(speeds)) if speeds else "", "median"),
-        ("time of a step", format_duration(median(times) / 1000) if times else "", "median"),
-        ("peak memory", format_bytes(max(peaks)) if peaks else "", "of the rank with most"),
+        ("step time", format_duration(median(times) / 1000) if times else "", "median"),
+        ("peak memory", format_bytes(max(peaks)) if peaks else "", "on the rank that holds most"),
     ]
     cells = "\n".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(words)}</small>' * bool(words)}</dd></div>"
@@ -171,12 +131,10 @@ def _memory(description: Description, rows: Rows) -> str:
         body.append([*cells, *([_measured(group, peaks)] if measured else [])])
     note = "State is parameters, gradients and the two moments of AdamW, as the layout places them."
     if "offloaded_bytes" in description["ranks"][0]:
-        note += " What it has offloaded to host memory or disk is not among it."
+        note += " State that is offloaded to host memory or disk is not counted."
     if measured:
         heads.append("peak, measured")
-        note += (
-            " The measured peak also holds activations, buffers and all else that the rank's process or device keeps."
-        )
+        note += " The measured peak also counts activations, buffers and all else in the rank's process or device."
     return _section("Memory of each rank", _table(heads, body, numbers_from=1), note)
 
 
@@ -220,7 +178,7 @@ def _samples(samples: Sequence[str]) -> str:
 
 
 def _about(run: Mapping[str, Any]) -> str:
-    """What is needed to run it again: every key of the run, nested ones as name=value."""
+    """What is needed to repeat the run: each of its keys, nested ones as name=value."""
 
     def spelled(value: Any) -> str:
         if isinstance(value, Mapping):

@@ -25,7 +25,7 @@ from shardwright.report.outline import (
     slice_letter,
 )
 
-if TYPE_CHECKING:  # matplotlib takes a second to import, so only who draws waits for it
+if TYPE_CHECKING:  # matplotlib takes a second to import, so the functions that draw import it themselves
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -210,7 +210,7 @@ def losses_figure(runs: Mapping[str, Rows]) -> Figure:
     for n, (label, rows) in enumerate(runs.items()):
         colour = COLOURS[n % len(COLOURS)]
         train, evaluated = _points(rows, "loss"), _points(rows, "eval_loss")
-        below = (len(runs) - 1 - n) * min(1, 3 / len(runs))  # the first run lies broad below the rest
+        below = (len(runs) - 1 - n) * min(1, 3 / len(runs))  # the first run is drawn first and widest, below the others
         axes.plot(
             *_columns(train), color=_mixed(colour, 0.45) if below else colour, linewidth=1.8 + 4 * below,
             marker="o" if len(train) == 1 else "", label=label or "training", solid_capstyle="round",

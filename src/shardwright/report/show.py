@@ -84,7 +84,7 @@ def _layer_table(description: Description) -> Table:
 
 
 def _stage_table(description: Description) -> Iterable[Table]:
-    """Which layers live on which stage, and its share of time and memory."""
+    """The layers of each stage, and its share of time and memory."""
     if "stages" not in description:
         return
     table = table_of("stages", "layers", "share of time", "parameters", "activations of a microbatch")
@@ -103,7 +103,7 @@ def _stage_table(description: Description) -> Iterable[Table]:
 
 
 def _calls(names: Sequence[str]) -> str:
-    """Names in order, what lies between the first and the last of a list shortened."""
+    """Names in order; of a long list the first three and the last two."""
     return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, ... {', '.join(names[-2:])}"
 
 

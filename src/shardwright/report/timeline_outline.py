@@ -1,4 +1,4 @@
-"""What every drawing of a timeline needs: names, times from zero, units, shares of waiting, the order of chunks."""
+"""What every drawing of a timeline needs: names, times from zero, units, bubbles, the order of chunks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NOTHING = "nothing to draw: no action takes any time"
 class Outline(NamedTuple):
     """A timeline as it is drawn: its first action begins at zero, and what is told of it is counted.
 
-    ``bubbles[s]`` is the share of the makespan in which stage ``s`` waits; ``peaks[s]`` the most bytes that it holds, 0
-    where nobody counted. ``chunks[s]`` are the chunks that the stage runs, each with its place among them. Where memory
-    changes more than once at one time, the last change is kept.
+    ``bubbles[s]`` is the share of the makespan in which stage ``s`` is idle; ``peaks[s]`` the most bytes that it holds,
+    0 where memory was not counted. ``chunks[s]`` are the chunks that the stage runs, each with its place among them.
+    Where memory changes more than once at one time, the last change is kept.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A timeline as a page to hover over: one HTML file, drawn by its own script, with all of it as text below."""
+"""A timeline as an interactive page: one HTML file, drawn by its own script, with the same as text below."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.formatting import format_bytes
-from shardwright.report.page import _STYLE, _section, _table
+from shardwright.report.assets import fill_template, read_asset
+from shardwright.report.page import _section, _table
 from shardwright.report.timeline_outline import (
     KINDS,
     NOTHING,
@@ -22,56 +23,17 @@ from shardwright.report.timeline_outline import (
     times_as_long,
 )
 from shardwright.report.timeline_picture import KIND_COLOURS, shade
-from shardwright.report.timeline_script import SCRIPT
 from shardwright.report.timeline_text import timeline_text
 from shardwright.runtime.timeline import Timeline
 
-_TIMELINE_STYLE = """
-main { max-width: 1500px; }
-:root { --idle: #eef1f4; --first: 26 38 115; --last: 214 94 0; }
-@media (prefers-color-scheme: dark) { :root { --idle: #2a323b; --first: 132 170 255; --last: 255 170 90; } }
-.bar { display: flex; flex-wrap: wrap; gap: 8px 22px; align-items: center; margin: 0 0 20px; font-size: 14px; }
-.key { display: inline-flex; align-items: center; gap: 7px; }
-.swatch { display: inline-block; width: 15px; height: 15px; border-radius: 3px;
-  border: 1px solid rgb(128 128 128 / 0.2); }
-.swatch + .swatch { margin-left: -4px; }
-.bar .tools { margin-left: auto; display: flex; gap: 6px; }
-button { font: inherit; color: var(--ink); background: var(--card); border: 1px solid var(--rule); border-radius: 7px;
-  padding: 3px 12px; cursor: pointer; }
-button:hover { border-color: var(--accent); }
-.head { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 20px; margin: 0 0 8px; }
-.head h2 { margin: 0; overflow-wrap: anywhere; }
-.head span { color: var(--muted); font-size: 14px; align-self: end; font-variant-numeric: tabular-nums; }
-.panel { position: relative; overflow: hidden; }
-canvas { display: block; width: 100%; cursor: crosshair; touch-action: pan-y; border-radius: 4px; }
-canvas:focus-visible, button:focus-visible, summary:focus-visible { outline: 2px solid var(--accent);
-  outline-offset: 2px; }
-.cursor, .mark { position: absolute; pointer-events: none; display: none; top: 0; left: 0; }
-.cursor { width: 1px; background: var(--muted); opacity: 0.6; }
-.mark { border: 2px solid var(--ink); border-radius: 3px; box-shadow: 0 0 0 1px var(--card); }
-#tip { position: fixed; z-index: 2; display: none; pointer-events: none; max-width: 360px; padding: 9px 12px;
-  background: var(--card); border: 1px solid var(--rule); border-radius: 8px; font-size: 13px; line-height: 1.5;
-  box-shadow: 0 4px 18px rgb(0 0 0 / 0.18); }
-#tip b { display: block; margin: 0 0 3px; }
-#tip div { display: flex; justify-content: space-between; gap: 22px; font-variant-numeric: tabular-nums; }
-#tip div span:first-child { color: var(--muted); overflow-wrap: anywhere; }
-#tip div span:last-child { white-space: nowrap; }
-#live { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-summary { cursor: pointer; font-size: 19px; font-weight: 600; }
-th.number { white-space: normal; }
-details > :nth-child(2) { margin-top: 14px; }
-pre.drawing { white-space: pre; overflow-x: auto; line-height: 1.3; }
-"""
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _KEYS = (
-    "Hover for what lies under the pointer; the wheel zooms, dragging moves, a double click shows the whole. "
-    "Keys: arrows from action to action, + and - zoom, 0 shows the whole."
+    "Hover for details; the wheel zooms, dragging pans, a double click shows all of it. "
+    "Keys: arrows from action to action, + and - zoom, 0 shows all of it."
 )
 
 
 def write_timeline_page(path: Path, timelines: Sequence[Timeline], title: str = "Timeline") -> Path:
-    """Writes a page of timelines below each other on one axis of time, to hover over and zoom. Returns the path.
+    """Writes an interactive page of timelines below each other on one axis of time. Returns the path.
 
     Everything is in the one file: it opens without a network, and follows the reader's light or dark setting. An action
     that another of the timelines also has is marked in both, and their durations are compared. Below stand the numbers
@@ -88,8 +50,7 @@ def write_timeline_page(path: Path, timelines: Sequence[Timeline], title: str = 
     """
     drawn = outlines(timelines)
     under = filter(None, (_counts(drawn), times_as_long(drawn)))
-    body = [
-        f'<h1>{escape(title)}</h1>\n<p class="under">{escape("; ".join(under))}</p>',
+    sections = [
         _bar(drawn) if any(outline.makespan_s for outline in drawn) else "",
         *(_panel(place, outline) for place, outline in enumerate(drawn)),
         "" if drawn else _section("No timeline", f"<p>{NOTHING}</p>"),
@@ -97,15 +58,15 @@ def write_timeline_page(path: Path, timelines: Sequence[Timeline], title: str = 
         '<section>\n<details>\n<summary>As text</summary>\n<pre class="drawing">'
         f"{escape(timeline_text(timelines, width=130))}</pre>\n</details>\n</section>",
     ]
-    page = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}{_TIMELINE_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(filter(None, body))
-        + '\n</main>\n<div id="tip"></div>\n<div id="live" aria-live="polite"></div>\n'
-        f'<script id="timelines" type="application/json">{_data(drawn)}</script>\n<script>{SCRIPT}</script>\n'
-        "</body>\n</html>\n"
+    page = fill_template(
+        "timeline.html",
+        title=escape(title),
+        style=read_asset("page.css"),
+        timeline_style=read_asset("timeline.css"),
+        under=escape("; ".join(under)),
+        sections="\n".join(filter(None, sections)),
+        data=_data(drawn),
+        script=read_asset("timeline.js"),
     )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,10 +93,10 @@ def _bar(drawn: Sequence[Outline]) -> str:
             shades = [_css(shade(kind, place, most_chunks)) for place in spread(most_chunks, 2)]
             swatches = "".join(f'<span class="swatch" style="background:{colour}"></span>' for colour in shades)
             keys.append(f'<span class="key">{swatches}{escape(words)}</span>')
-    keys.append('<span class="key"><span class="swatch" style="background:var(--idle)"></span>waits</span>')
+    keys.append('<span class="key"><span class="swatch" style="background:var(--idle)"></span>idle</span>')
     if most_chunks > 1:
         keys.append('<span class="key note">lighter: later chunks</span>')
-    tools = (("in", "zoom in", "+"), ("out", "zoom out", "&minus;"), ("whole", "show the whole", "whole"))
+    tools = (("in", "zoom in", "+"), ("out", "zoom out", "&minus;"), ("whole", "show all of it", "all"))
     buttons = "".join(
         f'<button type="button" data-tool="{tool}" aria-label="{words}">{face}</button>' for tool, words, face in tools
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from shardwright.formatting import format_bytes
 from shardwright.plan.schedule import Kind
 from shardwright.report.pictures import _DPI, _INK, _LEFT, _MUTED, _RULE, _WIDTH, COLOURS, _figure, _mixed, _save
@@ -24,7 +26,7 @@ from shardwright.report.timeline_outline import (
 )
 from shardwright.runtime.timeline import Timeline
 
-if TYPE_CHECKING:  # matplotlib takes a second to import, so only who draws waits for it
+if TYPE_CHECKING:  # matplotlib takes a second to import, so the functions that draw import it themselves
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.text import Text
@@ -187,8 +189,6 @@ def _many(outline: Outline, sizes: _Sizes) -> bool:
 
 def _draw_many(axes: Axes, outline: Outline, end: float) -> None:
     """Of actions narrower than a pixel or two, each pixel shows the mean colour."""
-    import numpy as np
-
     num_stages, num_pixels = len(outline.spans), round((_END - _START) * _DPI)
     edges = np.linspace(0, outline.makespan_s, num_pixels + 1)
     idle = np.array(_mixed(_IDLE, 1))
@@ -263,7 +263,7 @@ def _draw_legend(figure: Figure, drawn: Sequence[Outline]) -> None:
         if any(kind in outline.kinds for outline in drawn)
     ]
     left = _LEFT
-    for word, colours in [*entries, ("waits", [_mixed(_IDLE, 1)])] if entries else []:
+    for word, colours in [*entries, ("idle", [_mixed(_IDLE, 1)])] if entries else []:
         for colour in colours:
             corner = left / _WIDTH, 1 - 0.98 / figure.get_figheight()
             size = 0.16 / _WIDTH, 0.16 / figure.get_figheight()

@@ -3,7 +3,7 @@
 ::
 
     stage 0 |F0F1      B0==  B1==|   kind, microbatch, and a fill as long as the action takes
-    stage 1 |  F0B0==F1B1==      |   a blank: the stage waits
+    stage 1 |  F0B0==F1B1==      |   a blank: the stage is idle
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Scale(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Cells beside each other in which a stage does one thing; without an action it waits."""
+    """Cells beside each other in which a stage does one thing; without an action it is idle."""
 
     action: Action | None
     text: str
@@ -61,7 +61,7 @@ class _Run(NamedTuple):
 def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool = False) -> str:
     """Timelines drawn for a terminal, below each other on one scale of time: a row of cells for each stage.
 
-    An action shows its kind, and its microbatch and fill where they fit; a blank is a wait. Behind each row stand the
+    An action shows its kind, and its microbatch and fill where they fit; a blank is idle time. Each row ends with the
     stage's bubble and, where counted, the most that it holds. Of more than 16 stages 16 are drawn; the text says so,
     and how many actions are too short to be seen. A timeline without actions is a line that says so.
 
@@ -77,7 +77,7 @@ def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool 
     stage 1 |   F0-B0====      | 50.0 %
              0     2     4     6 s
     <BLANKLINE>
-    F forward, B backward, blank waits. The
+    F forward, B backward, blank idle. The
     number is the microbatch.
     """
     drawn = outlines(timelines)
@@ -171,7 +171,7 @@ def _legend(drawn: Sequence[Outline]) -> Iterator[str]:
     kinds = [kind for kind in KINDS if any(kind in outline.kinds for outline in drawn)]
     if kinds:
         told = ", ".join(f"{kind} {KINDS[kind]}" for kind in kinds)
-        yield f"{told}, blank waits. The number is the microbatch."
+        yield f"{told}, blank idle. The number is the microbatch."
     most_chunks = max((outline.most_chunks for outline in drawn), default=0)
     if most_chunks > 1:
         yield f"Upper case is a stage's first chunk, lower case {'its' if most_chunks == 2 else 'every'} second."

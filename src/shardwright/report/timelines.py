@@ -1,4 +1,4 @@
-"""Timelines, predicted or measured, for a person: as text, as a picture, as a page to hover over, and as a trace."""
+"""Timelines, predicted or measured: as text, as a picture, as an interactive page, and as a trace."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class TrainConfig:
         return model, MODELS[self.model].loss(), configure(self.model, self.settings)
 
     def example(self, model_config: Any) -> Any:
-        """The inputs of a batch of the right shapes; None for a model of one's own, of which nobody knows."""
+        """The inputs of a batch of the right shapes; None for a user's own factory: its inputs are unknown."""
         batch = self.example_batch(model_config)
         return None if batch is None else batch[0]
 

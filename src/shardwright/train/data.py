@@ -223,7 +223,7 @@ class Synthetic:
         entry = entry_of(config)
         if entry is None:
             raise PlanError(
-                "there are no made-up samples for this model",
+                "there are no synthetic samples for this model",
                 given=f"a config of type {type(config).__name__}",
                 allowed="the config of a named model",
                 fix="name a text file or a CIFAR-10 folder",

@@ -32,6 +32,7 @@ from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
+from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.parallelize.run import Run
 from shardwright.rng import without_values
 from shardwright.train.config import RUN_FILE, TrainConfig, read_run
@@ -44,9 +45,9 @@ LOCK = ".lock"
 
 
 class Stop:
-    """Whether somebody asked the run to stop: after the step under way it saves and ends.
+    """A request to stop the run: it finishes the current step, saves and ends.
 
-    Ranks that are processes hear SIGINT and SIGTERM themselves; ranks that are threads share one value.
+    Ranks that are processes each handle SIGINT and SIGTERM; ranks that are threads share one object.
     """
 
     def __init__(self) -> None:
@@ -54,12 +55,12 @@ class Stop:
         self.signal = 0
 
     def ask(self, number: int = 0, *_: Any) -> None:
-        """Asks."""
+        """Requests the stop; a signal handler."""
         self.asked, self.signal = True, number
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Hears signals in the main thread while the block runs."""
+        """Handles SIGINT and SIGTERM while the block runs, if this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -95,8 +96,6 @@ def train(
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     """What needs no ranks: the data is there, the layout fits the model, the folder is free or can be resumed."""
-    from shardwright.parallelize.planning import job_for, make_plan
-
     with without_values():
         model, loss, model_config = config.build()
     layout = Layout.parse(config.layout)
@@ -129,7 +128,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
             f"'{out}' holds a run already",
             given=f"{METRICS_FILE} in it" + ("" if saved else ", and no checkpoint"),
             allowed="a new or empty folder, or --resume" if saved else "a new or empty folder",
-            fix="add --resume to go on with it, or give another --out" if saved else "give another --out, or remove it",
+            fix="add --resume to continue it, or give another --out" if saved else "give another --out, or remove it",
         )
 
 
@@ -152,7 +151,7 @@ def _make_folder(out: Path) -> None:
         raise PlanError(
             f"cannot write to '{out}'",
             given=failure.strerror or str(failure),
-            allowed="a folder that is there and can be written, or can be made",
+            allowed="a folder that can be written, or can be created",
             fix="give another --out",
         ) from failure
 
@@ -170,7 +169,7 @@ def _check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
             raise PlanError(
                 f"a resumed run cannot change '{key}'",
                 given=f"{key}={now}, and the run was started with {before[key]}",
-                allowed="another layout, more steps, another rate, schedule, clipping or saving",
+                allowed="another layout, more steps, another learning rate, schedule, clipping or saving",
                 fix=f"leave out --{key}, or start a new run in another --out",
             )
 
@@ -286,7 +285,7 @@ class _Training:
                 log.add(row)
                 rows.append(row)
                 broken = [f"its {key} is {row[key]}" for key in ("loss", "grad_norm") if not isfinite(row[key] or 0.0)]
-                stopped, diverged = self._anyone(self.stop.asked, bool(broken))
+                stopped, diverged = self._on_any_rank(self.stop.asked, bool(broken))
                 if diverged:
                     log.warn(f"warning: step {row['step']} went wrong, {' and '.join(broken)}: the run ends here")
                     break
@@ -343,8 +342,8 @@ class _Training:
         mine = torch.tensor([peak], dtype=torch.int64, device=self.world.device)
         return [int(value) for value in self.everyone.for_strategy("progress").all_gather(mine)]
 
-    def _anyone(self, *here: bool) -> list[bool]:
-        """Of several things, which hold on any rank."""
+    def _on_any_rank(self, *here: bool) -> list[bool]:
+        """For each flag, whether it is set on any rank."""
         flags = torch.tensor(here, dtype=torch.uint8, device=self.world.device)
         return [bool(flag) for flag in self.everyone.for_strategy("progress").all_reduce(flags, "max")]
 

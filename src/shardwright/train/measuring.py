@@ -1,6 +1,6 @@
-"""What really happened: some steps of a run, and of the last what stages did when, or what every rank held.
+"""Measurements: the timeline or the memory of a step, after some steps of warm-up, and the time of each layer.
 
-And what layers take, before there is a run: stages are balanced by it.
+The layers are timed before there is a run, so that a pipeline's stages can be balanced by their times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARM_UP = 3
 def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> dict[str, float]:
     """By module, what a forward of one microbatch of one model copy spends in it, on this process's own device.
 
-    Empty where nobody asked for measured costs, or where there are no stages to balance by them. The model is built
+    Empty unless the config asks for measured costs and the layout has stages to balance by them. The model is built
     whole, with values.
     """
     layout = Layout.parse(config.layout)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on, and what is kept of it."""
+"""The progress bar of a run, and the metrics that it writes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Log:
                     self._board.add_scalar(key, row[key], row["step"])
         now = f"loss {row['loss']:.4f}  {format_count(row['tokens_per_s'])} tokens/s"
         if row["memory_bytes"]:
-            now += f"  {format_bytes(max(row['memory_bytes']))} a rank"
+            now += f"  {format_bytes(max(row['memory_bytes']))} per rank"
         if self._bar is not None:
             self._bar.update(self._task, completed=row["step"], now=now)
         elif time.monotonic() - self._last_line_s > _LINE_EVERY_S or row["step"] == self._steps:
@@ -73,7 +73,7 @@ class Log:
             print(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left", file=sys.stderr, flush=True)  # noqa: T201
 
     def warn(self, text: str) -> None:
-        """Tells the person, beside the bar."""
+        """Prints a warning, above the progress bar where there is one."""
         if self.writes:
             Console(stderr=True).print(text) if self._bar is None else self._bar.console.print(text)
 

@@ -28,7 +28,7 @@ def sample(
     check_finite("temperature", temperature)
     check_at_least("num", num, 0, fix="set num=200")
     if not prompt:
-        raise PlanError("there is nothing to go on from", given="an empty prompt", allowed="text", fix="a space")
+        raise PlanError("the prompt is empty", given="no text", allowed="at least one character", fix="--prompt 'def '")
     return launch(_rank, layout, config, run, layout, prompt, num, temperature, seed, ranks=ranks)[0]
 
 
@@ -53,7 +53,9 @@ def _rank(
     data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
     inputs, targets = global_batch(data, range(min(num, len(data))))
     if targets.is_floating_point():
-        raise PlanError("this model has nothing to say", given=config.model, allowed="gpt, mlp, convnet", fix="use gpt")
+        raise PlanError(
+            "this model cannot be sampled from", given=config.model, allowed="gpt, mlp, convnet", fix="use gpt"
+        )
     classes = run.predict(inputs).argmax(-1).cpu()
     lines = [
         f"{i}: {c}{'' if c == t else f' (is {t})'}"

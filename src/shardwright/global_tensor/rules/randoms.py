@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.current_world import here
+from shardwright.global_tensor.creation import agreed_seed
 from shardwright.global_tensor.geometry import GlobalLayout, boxes, terms
 from shardwright.global_tensor.rules.call import OperatorCall, refusal
 from shardwright.global_tensor.sbp import broadcast
@@ -19,8 +20,6 @@ def _drawn(
     call: OperatorCall, shape: tuple[int, ...], where: GlobalLayout, dtype: torch.dtype, fill: str, *numbers: Any
 ) -> Tensor:
     """This rank's part of a whole that is drawn from a seed all ranks agree on."""
-    from shardwright.global_tensor.creation import agreed_seed
-
     if call.kwargs.get("generator") is not None:
         raise refusal(call, "a generator of one rank's own", "torch's default generator")
     generator = torch.Generator().manual_seed(agreed_seed())

@@ -1,6 +1,3 @@
-"""The script of the page of a timeline: it draws, zooms, and tells what lies under the pointer."""
-
-SCRIPT = r"""
 (() => {
 "use strict";
 const data = JSON.parse(document.getElementById("timelines").textContent);
@@ -218,7 +215,7 @@ function about(panel, s, i) {
     const twin = other.timeline.stages[s], length = field(twin, there, END) - field(twin, there, START);
     rows.push([other.timeline.name, spell(length) + (own ? `, ${(length / own).toFixed(2)} times` : "")]);
   }
-  if (stage.memory.length) rows.push(["holds at its end", bytes(held(stage, field(stage, i, END)))]);
+  if (stage.memory.length) rows.push(["memory at its end", bytes(held(stage, field(stage, i, END)))]);
   const [letter, words] = data.kinds[field(stage, i, KIND)];
   return {title: `${field(stage, i, CHUNK)}${letter}${field(stage, i, MICROBATCH)}: ${words}`, rows};
 }
@@ -227,7 +224,7 @@ function aboutWait(panel, s, time) {
   const from = next ? field(stage, next - 1, END) : 0;
   const to = next < count(stage) ? field(stage, next, START) : panel.timeline.makespan;
   const rows = [["start", spell(from)], ["end", spell(to)], ["duration", spell(to - from)]];
-  return {title: `stage ${s} waits`, rows};
+  return {title: `stage ${s} is idle`, rows};
 }
 function aboutMemory(panel, time) {
   const stages = panel.timeline.stages, step = Math.max(1, Math.ceil(stages.length / 16));
@@ -378,4 +375,3 @@ new ResizeObserver(redraw).observe(document.querySelector("main"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 redraw();
 })();
-"""

@@ -1,0 +1,87 @@
+"""What the import linter does not see, or cannot judge: imports by string, and imports inside functions."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import shardwright
+
+SOURCE = Path(shardwright.__file__).parent
+PROJECT = SOURCE.parents[1] / "pyproject.toml"
+
+BY_STRING = {
+    "strategies/__init__.py": "the registry imports the files of its own folder",
+    "models/__init__.py": "a user's own factory, package.module:factory, is known by its name alone",
+}
+
+DTENSOR, VERBS, CYCLE = "loads DTensor", "loads rich and psutil: only for verbs that train or report", "needs this file"
+INSIDE = {
+    ("__init__.py", "global_tensor"): DTENSOR,
+    ("__init__.py", "checkpoint"): DTENSOR,
+    ("parallelize/run.py", "parallelize"): DTENSOR,
+    ("cli/main.py", "train"): VERBS,
+    ("cli/main.py", "report"): VERBS,
+    ("cli/main.py", "cli"): VERBS,
+    ("global_tensor/tensor.py", "global_tensor"): CYCLE,
+    ("global_tensor/indices.py", "global_tensor"): CYCLE,
+    ("comm/launch.py", "comm"): "threads do not need what starts processes",
+}
+
+
+def heights():
+    """The place of each package among the layers of pyproject.toml, the lowest first; the root knows all of them."""
+    contracts = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    found = {name: n for n, layer in enumerate(reversed(layers)) for name in re.findall(r"\w+", layer)}
+    return {**found, "__init__": len(layers)}
+
+
+def trees():
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def inside_functions(tree):
+    """The packages of ours that functions of a file import."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+        for node in ast.walk(function):
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module] if node.module != "shardwright" else [f"shardwright.{a.name}" for a in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            assert not getattr(node, "level", 0), "imports name the whole path"
+            yield from (name.split(".")[1] for name in names if name.startswith("shardwright."))
+
+
+def is_by_string(node):
+    if not isinstance(node, ast.Call):
+        return False
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    return name in ("import_module", "__import__")
+
+
+def test_a_module_is_imported_by_string_only_where_the_code_cannot_know_its_name():
+    found = {file for file, tree in trees() if any(is_by_string(node) for node in ast.walk(tree))}
+    assert found == set(BY_STRING)
+
+
+def test_an_import_inside_a_function_has_a_reason_and_goes_downward():
+    found = {(file, target) for file, tree in trees() for target in inside_functions(tree)}
+    assert found == set(INSIDE)
+    height = heights()
+    for file, target in found:
+        assert height[target] <= height[re.split(r"[/.]", file)[0]], f"{file} imports {target}, a higher layer"
+
+
+def test_importing_the_package_loads_neither_dtensor_nor_matplotlib_nor_rich():
+    program = "import sys, shardwright; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "shardwright.verify" in loaded
+    assert not {"torch.distributed.tensor", "shardwright.global_tensor", "matplotlib", "rich"} & set(loaded)
