@@ -7,10 +7,10 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-dist lint types size check docs bench tables format clean
+.PHONY: help demo test test-dist lint types size check docs bench bench-smallest tables format clean
 
 help:           ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -47,6 +47,9 @@ docs: $(READY)  ## API pages from docstrings, into docs/api
 
 bench: $(READY) ## the committed benchmarks, measured again
 	$(BIN)/python -m benchmarks
+
+bench-smallest: $(READY) ## every benchmark in tiny sizes: whether it runs (2 minutes)
+	$(BIN)/python -m benchmarks --smallest
 
 tables: $(READY) ## tables in the README files, rebuilt from the raw rows and the code
 	$(BIN)/python tools/tables.py

@@ -1,5 +1,6 @@
 """What the benchmarks share: rows, medians, and the facts of the machine."""
 
+import argparse
 import gc
 import json
 import os
@@ -7,10 +8,12 @@ import platform
 import resource
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
@@ -19,8 +22,42 @@ import torch.distributed as dist
 import shardwright as sw
 from shardwright.comm.backends.message_blocks import Link
 
-LINKS = {"none": None, "10 Gbit/s": (50e-6, 1.25e9), "1 Gbit/s": (100e-6, 0.125e9)}
+SMALLEST = "--smallest" in sys.argv
+"""Whether this run only shows that the benchmark runs. Ranks are started with the arguments of the command."""
+
+T = TypeVar("T")
+
+
+def sized(usual: T, smallest: T) -> T:
+    """A size that is measured, or under ``--smallest`` the one that takes the least time."""
+    return smallest if SMALLEST else usual
+
+
+LINKS = {"none": None, "10 Gbit/s": (50e-6, 1.25e9), **sized({"1 Gbit/s": (100e-6, 0.125e9)}, {})}
 """Latency in seconds, and bytes per second."""
+
+
+def options_of(
+    parser: argparse.ArgumentParser, smallest: Mapping[str, object], ours: Mapping[str, object] | None = None
+) -> argparse.Namespace:
+    """The options of the command line, with those that every benchmark has: where rows go, and ``--smallest``.
+
+    ``smallest`` and ``ours`` are the defaults under ``--smallest`` and ``--ours``; what the command line says comes
+    first. A benchmark without ``ours`` has no ``--ours``.
+    """
+    parser.add_argument("--write", action="store_true", help="keep the raw rows under results/")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="write the raw rows into this file")
+    parser.add_argument("--smallest", action="store_true", help="tiny sizes, one round: whether all of it runs")
+    if ours is not None:
+        parser.add_argument("--ours", action="store_true", help="no peers, few rounds: for comparing source trees")
+    options = parser.parse_args()
+    if options.smallest and options.write:
+        parser.error("--smallest measures nothing worth committing; fix: --rows FILE in place of --write")
+    if options.smallest:
+        parser.set_defaults(**smallest)
+    elif ours is not None and options.ours:
+        parser.set_defaults(**ours)
+    return parser.parse_args()
 
 
 def machine() -> dict:
@@ -125,9 +162,13 @@ def over_links(
     return table, rounds
 
 
-def write(folder: str, result: dict) -> None:
-    """Writes ``results/<measured>.json`` beside the benchmark, raw rows and all."""
-    path = Path(folder) / "results"
-    path.mkdir(exist_ok=True)
-    stamp = result["machine"]["measured"].replace(":", "").replace("+0000", "")
-    (path / f"{stamp}.json").write_text(json.dumps(result, indent=1) + "\n")
+def write(options: argparse.Namespace, script: str, result: dict) -> None:
+    """Writes the result, raw rows and all: to ``--rows``, and under ``--write`` to ``results/`` beside the script."""
+    text = json.dumps(result, indent=1) + "\n"
+    if options.rows is not None:
+        options.rows.write_text(text)
+    if options.write:
+        folder = Path(script).parent / "results"
+        folder.mkdir(exist_ok=True)
+        stamp = result["machine"]["measured"].replace(":", "").replace("+0000", "")
+        (folder / f"{stamp}.json").write_text(text)

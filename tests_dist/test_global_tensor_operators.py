@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests_dist.operators import outputs, sweep, whole_of
-from tests_dist.rarer_operators import EVERY
+from cases.operators import outputs, sweep, whole_of
+from cases.rarer_operators import EVERY
 
 from shardwright.global_tensor import from_local, placement, rules, sbp
 

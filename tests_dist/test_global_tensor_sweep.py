@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.global_tensors.sweep import draw, pairs, placements, sweep
+from cases.transfers import draw, pairs, placements, sweep
 
 SHARE = 150
 STARTS = (0, 400, 900, 7_000)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import shardwright as sw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, write
+from benchmarks.common import machine, options_of, sized, write
 
-SIZES = {"4 KB": 2**12, "1 MB": 2**20, "64 MB": 2**26}
+SIZES = {"4 KB": 2**12, **sized({"1 MB": 2**20, "64 MB": 2**26}, {})}
 
 
 def ways_of(call, size, axes):
@@ -77,8 +77,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
+    options = options_of(parser, smallest={"rounds": 1, "ranks": [2]})
     os.environ["OMP_NUM_THREADS"] = "1"
     facts, table = machine(), []
     for ranks in options.ranks:
@@ -86,8 +85,7 @@ def main():
             table.append(row)
             times = "  ".join(f"{way} {row[way]:8.2f} ms" for way in ("gloo", "sockets", "shared"))
             print(f"{ranks} ranks  {row['size']:>5}  {row['call']:15} {times}", flush=True)
-    if options.write:
-        write(Path(__file__).parent, {"machine": facts, "table": table})
+    write(options, __file__, {"machine": facts, "table": table})
 
 
 if __name__ == "__main__":

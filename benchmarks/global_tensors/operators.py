@@ -8,14 +8,14 @@ from pathlib import Path
 import shardwright as sw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, write
-from tests_dist.operators import sweep
-from tests_dist.rarer_operators import EVERY
+from benchmarks.common import machine, options_of, write
+from cases.operators import sweep
+from cases.rarer_operators import EVERY
 
 
-def swept(world, most):
+def swept(world, most, nth):
     rows = []
-    for operator in EVERY:
+    for operator in EVERY[::nth]:
         tried, wrong, refused = sweep(world, operator, most)
         rows.append({"name": operator.name, "tried": tried, "wrong": wrong, "refused": len(refused)})
     return rows
@@ -24,11 +24,11 @@ def swept(world, most):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, default=400, help="layouts of each placement; 400 is all of most operators")
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--nth", type=int, default=1, help="takes each nth operator only")
+    options = options_of(parser, smallest={"most": 1, "nth": 20})
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     facts = machine()
-    found = sw.launch(swept, 4, options.most)
+    found = sw.launch(swept, 4, options.most, options.nth)
     rows = found[0]
     for row, *others in zip(*found, strict=True):  # what one rank finds wrong with its copy is wrong
         row["wrong"] = sorted({each for other in (row, *others) for each in other["wrong"]})
@@ -36,8 +36,7 @@ def main():
         if row["wrong"] or row["refused"]:
             print(row)
     print(sum(row["tried"] for row in rows), "layouts,", sum(len(row["wrong"]) for row in rows), "wrong")
-    if options.write:
-        write(Path(__file__).parent, {"machine": facts, "most": options.most, "operators": rows})
+    write(options, __file__, {"machine": facts, "most": options.most, "operators": rows})
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import shardwright as sw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, write
+from benchmarks.common import machine, options_of, sized, write
 
-SHAPES = {"even": (1024, 1024), "uneven": (1021, 1019), "small": (13, 17)}
+SHAPES = {**sized({"even": (1024, 1024), "uneven": (1021, 1019)}, {}), "small": (13, 17)}
 PAIRS = ("S(0)->B", "S(1)->B", "P->B", "P->S(0)", "S(0)->S(1)", "B->S(0)")
 
 
@@ -102,16 +102,14 @@ def main():
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--times", type=int, default=10, help="transfers between barriers")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
+    options = options_of(parser, smallest={"rounds": 1, "times": 1, "ranks": 2})
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     facts = machine()
     rows = sw.launch(measure, options.ranks, options.rounds, options.times)[0]
     for row in rows:
         times = f"{row['ours_ms']:8.2f} {row['dtensor_ms']:8.2f} {row['ratio_median']:.3f}"
         print(f"{row['shape']:7} {row['pair']:12} {times}")
-    if options.write:
-        write(Path(__file__).parent, {"machine": facts, "redistribute": rows, "transfers": transfers()})
+    write(options, __file__, {"machine": facts, "redistribute": rows, "transfers": transfers()})
 
 
 if __name__ == "__main__":

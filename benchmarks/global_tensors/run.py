@@ -9,8 +9,8 @@ from pathlib import Path
 import shardwright as sw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, write
-from benchmarks.global_tensors.sweep import draw, pairs, placements, sweep
+from benchmarks.common import machine, options_of, write
+from cases.transfers import draw, pairs, placements, sweep
 
 
 def swept(world, num, chunk):
@@ -23,8 +23,7 @@ def swept(world, num, chunk):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num", type=int, default=20_000)
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
+    options = options_of(parser, smallest={"num": 40})
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     facts = machine()
     found = sw.launch(swept, 4, options.num, 200)
@@ -41,8 +40,7 @@ def main():
         "of_placements": len(placements(1)) + len(placements(2)),
     }
     print(row)
-    if options.write:
-        write(Path(__file__).parent, {"machine": facts, "sweep": row})
+    write(options, __file__, {"machine": facts, "sweep": row})
 
 
 if __name__ == "__main__":

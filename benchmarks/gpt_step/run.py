@@ -19,10 +19,13 @@ import shardwright as sw
 from shardwright.models.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import in_turn, machine, ratio_rows, write
+from benchmarks.common import in_turn, machine, options_of, ratio_rows, sized, write
 
-CONFIG = {"num_layers": 4, "width": 256, "num_heads": 4, "vocabulary": 1024, "max_tokens": 128}
-BATCH, SEQ = 8, 128
+CONFIG = sized(
+    {"num_layers": 4, "width": 256, "num_heads": 4, "vocabulary": 1024, "max_tokens": 128},
+    {"num_layers": 4, "width": 32, "num_heads": 4, "vocabulary": 64, "max_tokens": 16},
+)
+BATCH, SEQ = 8, CONFIG["max_tokens"]
 LIMITS = {
     "tp2": "tp limit", "tp2 torch": "tp limit", "tp2 megatron": "tp limit",
     "dp2": "dp limit", "dp2 DDP": "dp limit", "dp2 DDP view": "dp limit",
@@ -30,7 +33,7 @@ LIMITS = {
 
 
 def batch_of(rank):
-    tokens = torch.randint(1024, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(rank))
+    tokens = torch.randint(CONFIG["vocabulary"], (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(rank))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -138,13 +141,10 @@ def megatron_tp(world):
     return step
 
 
-def variants(world):
+def variants(world, peers):
     rank = world.rank
     limit, silent = plain(), plain()
     limit_optimizer, silent_optimizer = adamw(limit.parameters()), adamw(silent.parameters())
-    ddp = DistributedDataParallel(plain())
-    view = DistributedDataParallel(plain(), gradient_as_bucket_view=True)
-    ddp_optimizer, view_optimizer = adamw(ddp.parameters()), adamw(view.parameters())
     own = batch_of(rank)
 
     def alone():
@@ -158,9 +158,14 @@ def variants(world):
         "dp limit": lambda: plain_step(silent, silent_optimizer, own),
         "tp2": ours(world, "tp2"),
         "dp2": ours(world, "dp2"),
-        "dp2 DDP": lambda: plain_step(ddp, ddp_optimizer, own),
-        "dp2 DDP view": lambda: plain_step(view, view_optimizer, own),
     }
+    if not peers:
+        return found
+    ddp = DistributedDataParallel(plain())
+    view = DistributedDataParallel(plain(), gradient_as_bucket_view=True)
+    ddp_optimizer, view_optimizer = adamw(ddp.parameters()), adamw(view.parameters())
+    found["dp2 DDP"] = lambda: plain_step(ddp, ddp_optimizer, own)
+    found["dp2 DDP view"] = lambda: plain_step(view, view_optimizer, own)
     for name, build in (("tp2 torch", torch_tp), ("tp2 megatron", megatron_tp)):
         try:
             found[name] = build(world)
@@ -175,8 +180,8 @@ def variants(world):
     return found
 
 
-def measure(world, rounds, steps):
-    each = variants(world)
+def measure(world, rounds, steps, peers):
+    each = variants(world, peers)
     return in_turn(each, rounds, steps)
 
 
@@ -184,11 +189,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--write", action="store_true", help="keep the raw rows under results/")
-    options = parser.parse_args()
+    options = options_of(parser, smallest={"rounds": 1, "steps": 1}, ours={"rounds": 3})
     os.environ["OMP_NUM_THREADS"] = "1"
     facts = machine()
-    rows, cpu_rows = sw.launch(measure, 2, options.rounds, options.steps)[0]
+    rows, cpu_rows = sw.launch(measure, 2, options.rounds, options.steps, not options.ours)[0]
     if "tp2 megatron" in rows[0]:
         facts["megatron-core"] = metadata.version("megatron-core")
     limits = {name: limit for name, limit in LIMITS.items() if name in rows[0]}
@@ -199,9 +203,8 @@ def main():
             f"({row['ratio_min']:.3f} to {row['ratio_max']:.3f})   CPU seconds {used['ratio_median']:.3f}"
         )
     print("limits:", {n: round(statistics.median(r[n] for r in rows) * 1000, 1) for n in ("tp limit", "dp limit")})
-    if options.write:
-        write(Path(__file__).parent, {"machine": facts, "config": {**CONFIG, "batch": BATCH, "seq": SEQ},
-              "table": table, "cpu": cpu, "rounds": rows, "cpu_rounds": cpu_rows})  # fmt: skip
+    write(options, __file__, {"machine": facts, "config": {**CONFIG, "batch": BATCH, "seq": SEQ},
+          "table": table, "cpu": cpu, "rounds": rows, "cpu_rounds": cpu_rows})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from shardwright.models import GPT, CrossEntropy, GPTConfig
 from shardwright.plan.plan import Job
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, write
+from benchmarks.common import machine, options_of, sized, write
 
-CONFIG = {"num_layers": 4, "num_heads": 4, "width": 128, "vocabulary": 512, "max_tokens": 64, "dropout": 0.1}
+CONFIG = {"num_layers": sized(4, 1), "num_heads": 4, "width": 128, "vocabulary": 512, "max_tokens": 64, "dropout": 0.1}
 BATCH = 16
 STAGES = ("", "/zero1", "/zero2", "/zero3")
-WORDS = ("", "recompute:full")
-PRECISIONS = ("", "bf16")
+WORDS = ("", *sized(("recompute:full",), ()))
+PRECISIONS = ("", *sized(("bf16",), ()))
 SIZES = (1, 2, 4, 8)
 OVER, UNDER = 0.02, 0.01
 
@@ -80,16 +80,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--stages", nargs="+", default=list(STAGES))
-    parser.add_argument("--quick", action="store_true", help="two ranks, fp32, nothing computed again: whether it runs")
-    parser.add_argument("--write", action="store_true", help="keep the rows under results/")
-    options = parser.parse_args()
+    options = options_of(parser, smallest={"ranks": [2], "stages": ["", "/zero3"]})
     os.environ["OMP_NUM_THREADS"] = "1"
     facts, table = machine(), []
-    for size in [2] if options.quick else options.ranks:
+    for size in options.ranks:
         cases = {
             " ".join(f"dp{size}{stage} {precision} {word}".split()): (stage, word, precision)
             for stage, word, precision in product(options.stages, WORDS, PRECISIONS)
-            if not (options.quick and (word or precision))
         }
         ranks = sw.launch(both, size, list(cases))
         for line, case in cases.items():
@@ -100,8 +97,8 @@ def main():
                 f"{row['off_min']:+.2%} to {row['off_max']:+.2%}",
                 flush=True,
             )
-        if options.write:  # after each size: the next takes longer
-            write(Path(__file__).parent, {"machine": facts, "gpt": {**CONFIG, "batch": BATCH}, "table": table})
+        # after each size: the next takes longer
+        write(options, __file__, {"machine": facts, "gpt": {**CONFIG, "batch": BATCH}, "table": table})
     worst = [row["layout"] for row in table if row["off_min"] < -UNDER or row["off_max"] > OVER]
     print("out of bounds:", ", ".join(worst) or "none")
 

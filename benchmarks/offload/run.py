@@ -20,10 +20,10 @@ import shardwright as sw
 from shardwright.ledger.account import measure_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, write
+from benchmarks.common import machine, options_of, sized, write
 from benchmarks.zero_step.run import SIZES, batch_of, plain
 
-BASES = ("zero1", "zero3")
+BASES = (*sized(("zero1",), ()), "zero3")
 OPTIONS = ("", "/offload:disk", "/offload:disk, update", "/offload:disk, update, bound")
 CHECKED_STEPS = 2
 
@@ -108,11 +108,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of each variant in a round")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where files of state go; a folder on a disk")
-    parser.add_argument("--quick", action="store_true", help="small, one round of two steps: whether it runs")
-    parser.add_argument("--write", action="store_true", help="keep the raw rows under results/")
-    options = parser.parse_args()
-    if options.quick:
-        options.size, options.rounds, options.steps = "small", 1, 2
+    options = options_of(parser, smallest={"size": "small", "rounds": 1, "steps": 1})
     os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed goes back at once
     facts = {**machine(), "file_system": file_system(options.folder)}
     raw = {}
@@ -135,8 +131,7 @@ def main():
             f"resident {row['resident_bytes'] / 2**20:7.1f} MiB   tensors {row['tensor_bytes'] / 2**20:7.1f} MiB   "
             f"on disk {row['disk_bytes'] / 2**20:7.1f} MiB"
         )
-    if options.write:
-        write(Path(__file__).parent, {"machine": facts, "sizes": SIZES, "table": table, "raw": raw})
+    write(options, __file__, {"machine": facts, "sizes": SIZES, "table": table, "raw": raw})
 
 
 def file_system(folder):

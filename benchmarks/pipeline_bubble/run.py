@@ -23,7 +23,7 @@ from shardwright.strategies.pipeline.schedules import SCHEDULES, build
 from shardwright.strategies.pipeline.simulate import Times, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, write
+from benchmarks.common import machine, options_of, write
 
 STAGES = (2, 4, 8)
 PER_STAGE = 2  # layers, so that a stage can hold two chunks
@@ -168,11 +168,7 @@ def main():
     parser.add_argument("--schedules", nargs="*", default=tuple(SCHEDULES))
     parser.add_argument("--sleep-ms", type=float, nargs=3, default=(20, 20, 20), help="of a stage: F, I and W")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="4 stages, once: whether all of it runs")
-    parser.add_argument("--write", action="store_true", help="keep the raw rows under results/")
-    options = parser.parse_args()
-    if options.quick:
-        options.stages, options.per_stage, options.repeats = (4,), (2,), 1
+    options = options_of(parser, smallest={"stages": [2], "per_stage": [2], "sleep_ms": [2, 2, 2], "repeats": 1})
     os.environ["OMP_NUM_THREADS"] = "1"
     facts, sleeps_s = machine(), [ms / 1000 for ms in options.sleep_ms]
     names = list(dict.fromkeys(["naive", *options.schedules]))
@@ -193,8 +189,7 @@ def main():
         )
     worst = max(table, key=lambda row: abs(row["points_off"]))
     print(f"farthest off: {worst['points_off']:+.2f} points; within {GOAL_POINTS:g} wanted")
-    if options.write:
-        write(Path(__file__).parent, {"machine": facts, "sleep_ms": list(options.sleep_ms), "table": table})
+    write(options, __file__, {"machine": facts, "sleep_ms": list(options.sleep_ms), "table": table})
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import gc
 import math
 import os
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from shardwright.models.convnet import ConvNetConfig, build_convnet
 from shardwright.train.data import Cifar10, Order, global_batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, ratio_rows, write
+from benchmarks.common import machine, options_of, ratio_rows, write
 
 BATCH = 64
 SGD = {"lr": 0.02, "momentum": 0.9}
@@ -99,6 +100,15 @@ class Pipelined:
 
     def predict(self, pictures):
         return self.run.predict(pictures)
+
+
+def made_up(folder):
+    """Two batches of random pictures as CIFAR-10's files, for a run that only shows that it runs."""
+    draw = torch.Generator().manual_seed(0)
+    for name in ("data_batch_1.bin", "test_batch.bin"):
+        records = torch.randint(10, (2 * BATCH, Cifar10.record_bytes), dtype=torch.uint8, generator=draw)
+        Path(folder, name).write_bytes(records.numpy().tobytes())
+    return folder
 
 
 def variants(world, layouts, dtype):
@@ -198,22 +208,24 @@ def main():
     parser.add_argument("--epochs", type=int, default=7, help="each is a round: every variant trains it in turn")
     parser.add_argument("--share", type=float, default=1.0, help="of each epoch's batches")
     parser.add_argument("--layouts", nargs="*", default=LAYOUTS)
-    parser.add_argument("--quick", action="store_true", help="a tenth of two epochs: whether all of it runs")
-    parser.add_argument("--write", action="store_true", help="keep the raw rows under results/")
-    options = parser.parse_args()
-    if options.folder is None:
+    options = options_of(parser, smallest={"epochs": 2, "layouts": ["pp2/1f1b mb4", "tp2/spatial"]})
+    with tempfile.TemporaryDirectory() as empty:
+        compare(options, made_up(empty) if options.smallest and options.folder is None else options.folder)
+
+
+def compare(options, folder):
+    """Trains all variants on the pictures of the folder, checks their curves and writes the rows."""
+    if folder is None:
         print(
             "left out: name a folder with CIFAR-10's binary version, python benchmarks/pipeline_convnet/run.py FOLDER"
         )
         return
     try:
-        Cifar10(options.folder)
+        Cifar10(folder)
     except PlanError as problem:
         sys.exit(str(problem))
-    if options.quick:
-        options.epochs, options.share = 2, 0.1
     os.environ["OMP_NUM_THREADS"] = "1"
-    facts, folder = machine(), str(Path(options.folder).resolve())
+    facts, folder = machine(), str(Path(folder).resolve())
     size = max(sw.Layout.parse(line).num_ranks for line in options.layouts)
     work = (measure, size, folder, options.layouts)
     exact_rows, *_ = sw.launch(*work, EXACT_EPOCHS, options.share, torch.float64)[0]
@@ -228,10 +240,9 @@ def main():
             f"{row['loss_off']:.1e} (float64: {row['exact_off']:.1e})   accuracy {row['accuracies'][-1]:.3f}, "
             f"off by {row['accuracy_off']:.3f}"
         )
-    if options.write:
-        data = {"train": num_train, "test": num_test, "batches": num_steps, "batch": BATCH, **SGD}
-        write(Path(__file__).parent, {"machine": facts, "data": data, "table": table, "rounds": rows,
-              "exact_rounds": exact_rows})  # fmt: skip
+    data = {"train": num_train, "test": num_test, "batches": num_steps, "batch": BATCH, **SGD}
+    write(options, __file__, {"machine": facts, "data": data, "table": table, "rounds": rows,
+          "exact_rounds": exact_rows})  # fmt: skip
 
 
 if __name__ == "__main__":

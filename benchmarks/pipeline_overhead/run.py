@@ -21,11 +21,11 @@ from shardwright.strategies.pipeline.schedules import SCHEDULES, build
 from shardwright.strategies.pipeline.simulate import Memory, Times, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, write
+from benchmarks.common import machine, options_of, sized, write
 
 NUM_MICROBATCHES = 32
-STAGES = (2, 4)
-LARGE = (64, 1024)  # stages and microbatches of the lists
+STAGES = sized((2, 4), (2,))
+LARGE = sized((64, 1024), (4, 16))  # stages and microbatches of the lists
 GOAL_S = {"build": 1.0, "simulate": 2.0}
 AHEAD_S = 0.02  # from agreeing on a moment to that moment
 BY_HAND = "by hand"
@@ -177,16 +177,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="of each variant in its turn")
     parser.add_argument("--schedules", nargs="*", default=tuple(SCHEDULES))
-    parser.add_argument("--quick", action="store_true", help="one round, 2 stages: whether all of it runs")
-    parser.add_argument("--write", action="store_true", help="keep the raw rows under results/")
-    options = parser.parse_args()
-    stages = STAGES
-    if options.quick:
-        stages, options.rounds, options.steps = (2,), 1, 5
+    options = options_of(parser, smallest={"rounds": 1, "steps": 1})
     os.environ["OMP_NUM_THREADS"] = "1"
     facts, rounds, table = machine(), {}, []
     for kind in ("processes", "threads"):
-        for size in (1, *stages):
+        for size in (1, *STAGES):
             lines = [f"pp{size}/{name} mb{NUM_MICROBATCHES}" for name in options.schedules]
             lines = lines if size > 1 else [f"mb{NUM_MICROBATCHES}"]
             rows = sw.launch(measure, size, lines, options.rounds, options.steps, ranks=kind)[0]
@@ -198,16 +193,15 @@ def main():
             f"{row['ranks']:10} {row['name']:22} {row['wall_us_median']:7.1f} us an action "
             f"({low:.1f} to {high:.1f})   CPU {row['cpu_us_median']:7.1f} us"
         )
-    lists = lists_table(1 if options.quick else 5)
+    lists = lists_table(sized(5, 1))
     print(f"lists of {LARGE[0]} stages and {LARGE[1]} microbatches: goals {GOAL_S}, in seconds")
     for row in lists:
         print(
             f"{row['name']:12} {row['actions']:7} actions   built in {row['build_s_median']:.2f} s   "
             f"simulated in {row['simulate_s_median']:.2f} s"
         )
-    if options.write:
-        write(Path(__file__).parent, {"machine": facts, "microbatches": NUM_MICROBATCHES, "table": table,
-              "lists": lists, "rounds": rounds})  # fmt: skip
+    write(options, __file__, {"machine": facts, "microbatches": NUM_MICROBATCHES, "table": table,
+          "lists": lists, "rounds": rounds})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import shardwright as sw
 from shardwright.strategies.pipeline.schedules import SCHEDULES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import in_turn, machine, ratio_rows, write
+from benchmarks.common import in_turn, machine, options_of, ratio_rows, write
 from benchmarks.gpt_step.run import BATCH, CONFIG, SEQ, adamw, batch_of, plain
 from benchmarks.pipeline_step.peers import Part, cross_entropy, deepspeed_pipeline, torch_pipeline
 
@@ -88,14 +88,15 @@ def ours(world, line):
     return step
 
 
-def variants(world):
-    """The step of every variant; and of those that cannot run here, why."""
+def variants(world, peers):
+    """The step of every variant, peers only if wanted; and of those that cannot run here, why."""
     builders = {"limit": alone, "silent": silent, **{line: partial(ours, line=line) for line in OURS}}
-    for name, (kind, chunks_of) in TORCH.items():
+    for name, (kind, chunks_of) in TORCH.items() if peers else ():
         builders[name] = lambda world, kind=kind, chunks_of=chunks_of: torch_pipeline(
             plain(), batch_of(0), NUM_MICROBATCHES, kind, chunks_of, adamw
         )
-    builders[DEEPSPEED] = lambda world: deepspeed_pipeline(plain(), batch_of(0), NUM_MICROBATCHES, adamw)
+    if peers:
+        builders[DEEPSPEED] = lambda world: deepspeed_pipeline(plain(), batch_of(0), NUM_MICROBATCHES, adamw)
     found, left_out, wanted = {}, {}, None
     for name, build in builders.items():
         try:
@@ -126,8 +127,8 @@ def check(name, losses, wanted):
     assert off < TOLERANCE, f"{name}: losses {losses} are off by {off:.1e} from {wanted}"
 
 
-def measure(world, rounds, steps):
-    each, left_out = variants(world)
+def measure(world, rounds, steps, peers):
+    each, left_out = variants(world, peers)
     return *in_turn(each, rounds, steps), left_out
 
 
@@ -145,14 +146,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4, help="of each variant in its turn")
-    parser.add_argument("--quick", action="store_true", help="one round of two steps: whether all of it runs")
-    parser.add_argument("--write", action="store_true", help="keep the raw rows under results/")
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.steps = 1, 2
+    options = options_of(parser, smallest={"rounds": 1, "steps": 1}, ours={"rounds": 2, "steps": 2})
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     facts = machine()
-    rows, cpu_rows, left_out = sw.launch(measure, 2, options.rounds, options.steps)[0]
+    rows, cpu_rows, left_out = sw.launch(measure, 2, options.rounds, options.steps, not options.ours)[0]
     if DEEPSPEED in rows[0]:
         facts["deepspeed"] = metadata.version("deepspeed")
     table = table_of(rows, cpu_rows)
@@ -164,10 +161,9 @@ def main():
     print(f"limit: {statistics.median(row['limit'] for row in rows) * 1000:.1f} ms")
     for name, why in left_out.items():
         print(f"{name} is left out: {why}")
-    if options.write:
-        write(Path(__file__).parent, {"machine": facts, "config": {**CONFIG, "batch": BATCH, "seq": SEQ,
-              "microbatches": NUM_MICROBATCHES}, "table": table, "left_out": left_out, "rounds": rows,
-              "cpu_rounds": cpu_rows})  # fmt: skip
+    write(options, __file__, {"machine": facts, "config": {**CONFIG, "batch": BATCH, "seq": SEQ,
+          "microbatches": NUM_MICROBATCHES}, "table": table, "left_out": left_out, "rounds": rows,
+          "cpu_rounds": cpu_rows})  # fmt: skip
 
 
 if __name__ == "__main__":

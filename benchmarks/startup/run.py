@@ -11,10 +11,13 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, write
+from benchmarks.common import machine, options_of, sized, write
 
 HERE = Path(__file__).parent
-BARE = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(HERE / "bare.py")]
+NUM_RANKS, LAYOUT = sized((4, "dp2 tp2"), (2, "dp2"))
+BARE = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS),
+        str(HERE / "bare.py")]  # fmt: skip
+WARM_UPS = sized(1, 0)
 SETTINGS = ["--set", "num_layers=1", "--set", "width=32", "--seq", "32", "--batch", "4"]
 
 
@@ -31,7 +34,7 @@ def seconds_of(command):
 
 def first_step_of(out):
     """From the start of the command until the first row of metrics is on disk."""
-    command = [sys.executable, "-m", "shardwright.cli", "train", "--layout", "dp2 tp2", "--steps", "1", "--out", out]
+    command = [sys.executable, "-m", "shardwright.cli", "train", "--layout", LAYOUT, "--steps", "1", "--out", out]
     start = time.perf_counter()
     process = subprocess.Popen([*command, *SETTINGS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     metrics = Path(out) / "metrics.jsonl"
@@ -45,15 +48,14 @@ def first_step_of(out):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
+    options = options_of(parser, smallest={"rounds": 1}, ours={"rounds": 1})
     os.environ["OMP_NUM_THREADS"] = "1"
     facts, rows = machine(), []
-    for number in range(options.rounds + 1):
+    for number in range(options.rounds + WARM_UPS):
         folder = tempfile.mkdtemp()
         row = {"bare torchrun": seconds_of(BARE), "first step": first_step_of(folder)}
         shutil.rmtree(folder)
-        if number:
+        if number >= WARM_UPS:
             rows.append(row)
     table = []
     for name in ("bare torchrun", "first step"):
@@ -62,8 +64,7 @@ def main():
         table.append({"name": name, "s_median": statistics.median(found), "s_min": min(found), "s_max": max(found),
                       "ratio": statistics.median(ratios)})  # fmt: skip
         print(f"{name:15} {statistics.median(found):.2f} s  {statistics.median(ratios):.2f} x bare")
-    if options.write:
-        write(HERE, {"machine": facts, "table": table, "rounds": rows})
+    write(options, __file__, {"machine": facts, "table": table, "rounds": rows})
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ import shardwright as sw
 from shardwright.models.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, write
+from benchmarks.common import machine, options_of, write
 from benchmarks.gpt_step.run import BATCH, CONFIG, SEQ, batch_of, plain
 from benchmarks.tensor_modes.cases import (
     CHOSEN,
     CLASSIC,
     HIDDEN,
     REGATHER,
+    SMALL,
     TOKENS,
     WIDTH,
     InsideMLP,
@@ -62,8 +63,8 @@ def one_device():
     }
 
 
-def one_rank(world, line):
-    mlp = InsideMLP(world, line, plain_mlp(), *mlp_data())
+def one_rank(world, line, reference):
+    mlp = InsideMLP(world, line, reference, *mlp_data())
     inside = [p for name, p in mlp.run.model.named_parameters() if name.startswith("linear")]
     with torch.device("meta"):
         model = GPT(GPTConfig(**CONFIG))
@@ -80,7 +81,7 @@ def one_rank(world, line):
 def rows_of(line, whole):
     """For each model the largest rank, and how many shares of one device that is."""
     layout = sw.Layout.parse(line)
-    ranks = sw.launch(one_rank, layout, line, ranks="threads")
+    ranks = sw.launch(one_rank, layout, line, plain_mlp(), ranks="threads")  # built once: threads share torch's seed
     for model in whole:
         row = {"model": model, "layout": line, "ranks": layout.num_ranks}
         for what, at in (("parameter", 0), ("saved", 1)):
@@ -92,8 +93,7 @@ def rows_of(line, whole):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layouts", nargs="*", default=[*CHOSEN, *REGATHER, *CLASSIC])
-    parser.add_argument("--write", action="store_true", help="keep the rows under results/")
-    options = parser.parse_args()
+    options = options_of(parser, smallest={"layouts": SMALL})
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     facts = machine()
@@ -109,10 +109,9 @@ def main():
             f"{row['saved_shares']:.2f} shares"
         )
     print("one device:", {model: [f"{each / 1e6:.2f} MB" for each in found] for model, found in whole.items()})
-    if options.write:
-        sizes = {"width": WIDTH, "hidden": HIDDEN, "tokens": TOKENS}
-        write(Path(__file__).parent, {"machine": facts, "mlp": sizes, "gpt": {**CONFIG, "batch": BATCH, "seq": SEQ},
-              "refused": refused, "one_device": whole, "table": table})  # fmt: skip
+    sizes = {"width": WIDTH, "hidden": HIDDEN, "tokens": TOKENS}
+    write(options, __file__, {"machine": facts, "mlp": sizes, "gpt": {**CONFIG, "batch": BATCH, "seq": SEQ},
+          "refused": refused, "one_device": whole, "table": table})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 
 import torch
+from benchmarks.common import sized
 from torch import nn
 
 import shardwright as sw
@@ -12,6 +13,8 @@ from shardwright.models.mlp import MLPConfig, build_mlp
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
 
+SMALL = ("tp2/sp", "tp2x1/2d", "tp1x1x2/3d")
+"""Those of two ranks."""
 CHOSEN = ("tp4", "tp4/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d")
 REGATHER = tuple(f"{line}/regather" for line in CHOSEN)
 CLASSIC = ("tp2x2/2d:summa", "tp2x2x2/2.5d:summa", "tp2x2x2/3d:classic")
@@ -19,7 +22,7 @@ GOALS = dict(zip((*CHOSEN, *CLASSIC), (1.10, 1.10, 1.15, 1.30, 1.28, 1.22, 1.45,
 PEER_MB = {1: 12.6, 2: 40.9, 2.5: 33.0, 3: 18.9}
 """Sent per rank and step by a known peer's mode on the MLP, by its number of dimensions."""
 
-WIDTH, HIDDEN, TOKENS = 1024, 4096, 1024
+WIDTH, HIDDEN, TOKENS = sized((1024, 4096, 1024), (32, 128, 128))
 
 
 def dimensions(line):
@@ -54,9 +57,12 @@ def plain_mlp():
 def mlp_inside(mlp):
     """The MLP with a layer before and one after it, so that what it takes and gives lies as between layers.
 
-    They are never run: :class:`InsideMLP` hands over what would come from the one and go to the other.
+    They are never run: :class:`InsideMLP` hands over what would come from the one and go to the other. Their weights
+    are zeros, since every rank must give ``parallelize`` the same model.
     """
     before, after = nn.Embedding(1, WIDTH).requires_grad_(False), nn.Linear(WIDTH, 8).requires_grad_(False)
+    for parameter in (*before.parameters(), *after.parameters()):
+        nn.init.zeros_(parameter)
     return nn.Sequential(OrderedDict([("before", before), *mlp.named_children(), ("after", after)]))
 
 

@@ -22,7 +22,7 @@ from shardwright.comm.recorder import ring_factor
 from shardwright.models.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, orders, ratio_rows, write
+from benchmarks.common import machine, options_of, orders, ratio_rows, sized, write
 from benchmarks.gpt_step.run import BATCH, CONFIG, SEQ, adamw, batch_of, plain, plain_step
 from benchmarks.tensor_modes.cases import (
     CHOSEN,
@@ -31,6 +31,7 @@ from benchmarks.tensor_modes.cases import (
     HIDDEN,
     PEER_MB,
     REGATHER,
+    SMALL,
     TOKENS,
     WIDTH,
     InsideMLP,
@@ -40,7 +41,7 @@ from benchmarks.tensor_modes.cases import (
     plain_mlp,
 )
 
-NUM_RANKS = 8
+NUM_RANKS = sized(8, 2)
 AHEAD_S = 0.02  # from agreeing on a moment to that moment
 
 
@@ -195,8 +196,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="of each variant in its turn")
     parser.add_argument("--layouts", nargs="*", default=[*CHOSEN, *REGATHER, *CLASSIC])
-    parser.add_argument("--write", action="store_true", help="keep the raw rows under results/")
-    options = parser.parse_args()
+    options = options_of(
+        parser, smallest={"rounds": 1, "steps": 1, "layouts": SMALL}, ours={"rounds": 1, "steps": 1, "layouts": CHOSEN}
+    )
     os.environ["OMP_NUM_THREADS"] = "1"
     facts = machine()
     lines, refused = accepted(options.layouts, CONFIG)
@@ -214,11 +216,10 @@ def main():
         )
     limits = {n: round(statistics.median(r[n] for r in rows) * 1000, 1) for n in ("mlp limit", "gpt limit")}
     print("limits:", limits)
-    if options.write:
-        sizes = {"width": WIDTH, "hidden": HIDDEN, "tokens": TOKENS}
-        write(Path(__file__).parent, {"machine": facts, "mlp": sizes, "gpt": {**CONFIG, "batch": BATCH, "seq": SEQ},
-              "steps": options.steps, "refused": refused, "table": table, "rounds": rows,
-              "cpu_rounds": cpu_rows})  # fmt: skip
+    sizes = {"width": WIDTH, "hidden": HIDDEN, "tokens": TOKENS}
+    write(options, __file__, {"machine": facts, "mlp": sizes, "gpt": {**CONFIG, "batch": BATCH, "seq": SEQ},
+          "steps": options.steps, "refused": refused, "table": table, "rounds": rows,
+          "cpu_rounds": cpu_rows})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import shardwright as sw
 from shardwright.ledger.tracking import Tracker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, write
+from benchmarks.common import machine, options_of, write
 from benchmarks.gpt_step.run import adamw
 from benchmarks.zero_step import peers
 from benchmarks.zero_step.run import SIZES, batch_of, plain
@@ -135,8 +135,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--write", action="store_true", help="keep the rows under results/")
-    options = parser.parse_args()
+    options = options_of(parser, smallest={"sizes": ["small"]})
     os.environ["OMP_NUM_THREADS"] = "1"
     facts, table = machine(), []
     for size in options.sizes:
@@ -150,8 +149,7 @@ def main():
                 around, inside = most.get("around", 0) / num_bytes, most.get("inside", 0) / num_bytes
                 print(f"{size} {num_ranks} {name:16} peak {most['peak_bytes'] / 1e6:8.2f} MB, copied around calls "
                       f"{around:.2f} P, inside {inside:.2f} P   {most['at_peak']}", flush=True)  # fmt: skip
-    if options.write:
-        write(Path(__file__).parent, {"machine": facts, "sizes": SIZES, "table": table})
+    write(options, __file__, {"machine": facts, "sizes": SIZES, "table": table})
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ import shardwright as sw
 from shardwright.models.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import in_turn, machine, ratio_rows, write
-from benchmarks.gpt_step.run import adamw
+from benchmarks.common import in_turn, machine, options_of, ratio_rows, write
+from benchmarks.gpt_step.run import CONFIG, adamw
 from benchmarks.zero_step import peers
 
 SIZES = {
-    "small": ({"num_layers": 4, "width": 256, "num_heads": 4, "vocabulary": 1024, "max_tokens": 128}, 8),
+    "small": (CONFIG, 8),
     "large": ({"num_layers": 19, "width": 512, "num_heads": 8, "vocabulary": 1024, "max_tokens": 128}, 1),
 }
 """By name, the model and the samples of a rank; the large one has 60 M parameters, and traffic rules."""
@@ -186,18 +186,17 @@ def main():
     parser.add_argument("--only", nargs="*", default=[], help="names of variants, where not all are to run")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4, help="of each variant in its turn")
-    parser.add_argument(
-        "--quick", action="store_true", help="small, two ranks, one round of two steps: whether it runs"
+    options = options_of(
+        parser,
+        smallest={"ranks": [2], "sizes": ["small"], "rounds": 1, "steps": 1},
+        ours={"ranks": [2], "sizes": ["small"], "rounds": 2, "steps": 2},
     )
-    parser.add_argument("--write", action="store_true", help="keep the raw rows under results/")
-    options = parser.parse_args()
-    if options.quick:
-        options.ranks, options.sizes, options.rounds, options.steps = [2], ["small"], 1, 2
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     facts, table, raw, left_out = machine(), [], {}, {}
     for size in options.sizes:
         for num_ranks in options.ranks:
-            for case, names in runs_of(size, num_ranks, options.only, facts["memory_gib"]).items():
+            wanted = [f"dp{num_ranks}{option}" for option in OURS] if options.ours else options.only
+            for case, names in runs_of(size, num_ranks, wanted, facts["memory_gib"]).items():
                 if (need := held_gib(size, num_ranks, names)) > IN_MEMORY * facts["memory_gib"]:
                     left_out[case] = f"about {need:.0f} GiB of state at once, on {facts['memory_gib']:.0f} GiB"
                     continue
@@ -210,9 +209,9 @@ def main():
         print(f"{name} is left out: {why}")
     if any(name.startswith("DeepSpeed") for rows in raw.values() for name in rows["rounds"][0]):
         facts["deepspeed"] = metadata.version("deepspeed")
-    if options.write:
-        write(Path(__file__).parent, {"machine": facts, "sizes": SIZES, "table": table, "left_out": left_out,
-              "raw": raw})  # fmt: skip
+    case = {"rounds": next(iter(raw.values()))["rounds"]} if options.ours else {}  # of one size and number of ranks
+    write(options, __file__, {"machine": facts, "sizes": SIZES, "table": table, "left_out": left_out,
+          "raw": raw, **case})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from tests_dist.operators import OPERATORS, Operator, X, integers
+
+from cases.operators import OPERATORS, Operator, X, integers
 
 LINE, PICTURE, CUBE = (3, 4, 6), (3, 2, 5, 4), (2, 2, 4, 3, 4)
 

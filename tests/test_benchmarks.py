@@ -1,0 +1,71 @@
+"""Benchmarks stand by themselves, and none is forgotten. That each one runs, ``make bench-smallest`` proves."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.__main__ import run_smallest
+
+ROOT = Path(__file__).resolve().parents[1]
+WRITES_ROWS = "import sys; open(sys.argv[sys.argv.index('--rows') + 1], 'w').close()"
+FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
+def imported_by(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def benchmarks(*words):
+    command = [sys.executable, "-m", "benchmarks", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "benchmarks")))
+def test_no_benchmark_imports_a_test(path):
+    rooms = {name.partition(".")[0] for name in imported_by(path)}
+    assert not rooms & {"tests", "tests_dist", *(each.stem for each in (ROOT / "tests").iterdir())}
+
+
+def test_every_benchmark_is_listed():
+    folders = {path.parent.name for path in FILES if path.name == "run.py"}
+    assert len(folders) > 10
+    assert folders <= set(benchmarks("--list").stdout.splitlines())
+
+
+def test_a_smallest_run_names_each_benchmark_that_fails_with_its_traceback(tmp_path, capsys):
+    texts = {"raising": "raise ValueError('too small')", "silent": "", "good": WRITES_ROWS}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert run_smallest({name: tmp_path / f"{name}.py" for name in texts}) == ["raising", "silent"]
+    said = capsys.readouterr().out
+    assert re.search(r"== raising failed\nTraceback.*raising\.py.*ValueError: too small", said, re.DOTALL)
+    assert "silent wrote no rows" in said
+    assert "== good ran in" in said
+
+
+def test_two_trees_are_compared_by_the_ratios_of_their_own_benchmarks(tmp_path):
+    for tree, seconds in (("old", 0.4), ("new", 0.1)):
+        folder = tmp_path / tree / "benchmarks" / "gpt_step"
+        folder.mkdir(parents=True)
+        result = json.dumps({"rounds": [{"tp2": seconds}, {"tp2": 3 * seconds}, {"tp2": seconds}]})
+        (folder / "run.py").write_text(WRITES_ROWS.replace(".close()", f".write({result!r})"))
+    given = ["--old", tmp_path / "old", "--new", tmp_path / "new", "--only", "gpt_step", "--out", tmp_path / "out.json"]
+    done = benchmarks("compare", *map(str, given), "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "out.json").read_text())["table"]
+    assert (row["name"], row["old_s_median"], row["ratio_median"], row["rounds"]) == ("tp2", 0.4, 0.25, 2)
+    assert "new / old 0.250 (0.250 to 0.250)" in done.stdout
+
+
+def test_a_benchmark_that_does_not_exist_is_refused_by_name():
+    done = benchmarks("--only", "gpt_stap")
+    assert done.returncode == 2
+    assert "no such benchmark: gpt_stap" in done.stderr
