@@ -1,4 +1,4 @@
-"""bf16 and fp16: what computes narrow, what rests wide, and steps that are left out."""
+"""bf16 and fp16: compute dtypes, fp32 master weights, loss scales and skipped steps."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_parameters_compute_narrow_and_rest_wide_and_what_they_compute_with_is_r
         assert not torch.equal(seen[1], seen[2])  # a step of 1e-3 is seen, since none is lost by rounding
 
 
-def test_small_steps_add_up_in_the_masters_where_bf16_alone_would_lose_them():
+def test_small_steps_add_up_in_the_master_weights_where_bf16_alone_would_lose_them():
     def work(world):
         run = parallelize(mlp(), "dp2/zero2 bf16", world)
         optimizer = run.optimizer(torch.optim.SGD, lr=1e-5)
@@ -141,7 +141,7 @@ def test_small_steps_add_up_in_the_masters_where_bf16_alone_would_lose_them():
 
 
 @pytest.mark.parametrize(("first", "second"), [("dp2/zero3/bucket:0 bf16", "tp2"), ("tp2", "dp3/zero1 bf16")])
-def test_a_checkpoint_holds_the_masters_and_any_precision_loads_them(first, second, tmp_path):
+def test_a_checkpoint_holds_the_master_weights_and_any_precision_loads_them(first, second, tmp_path):
     def write(world):
         run = parallelize(mlp(), first, world)
         optimizer = run.optimizer(torch.optim.AdamW)

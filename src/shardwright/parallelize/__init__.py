@@ -33,7 +33,7 @@ from shardwright.runtime.buffer_writes import BufferWrites
 from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.runtime.executor import Executor
 from shardwright.runtime.gradient_sync import GradientSync
-from shardwright.runtime.mixed_precision import Masters, narrow_buffers
+from shardwright.runtime.mixed_precision import MasterWeights, cast_buffers
 from shardwright.strategies.pipeline.agreement import check_same, lines_of
 from shardwright.strategy import Strategy, apply_in_turn
 
@@ -136,10 +136,10 @@ def _run_of(
     applied = list(added)
     resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}
     if plan.layout.precision != "fp32":
-        masters = Masters(job.model, plan, resting)
-        narrow_buffers(job.model, plan)
+        masters = MasterWeights(job.model, plan, resting)
+        cast_buffers(job.model, plan)
         applied.append(masters.applied())
-        resting |= {name: masters.resting[name] for name in masters.wide}
+        resting |= {name: masters.masters[name] for name in masters.wide_sums}
     late = frozenset[str]().union(*(one.late for one in applied))
 
     def joined(names: tuple[str, ...]) -> Axis:

@@ -31,7 +31,7 @@ from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.recompute import activation_offload_target, called_modules, count_recomputation, recomputed_blocks
 from shardwright.plan.traffic import BoundaryTensor, StepCalls, Traffic
 from shardwright.runtime.empty_batches import support_empty_batches
-from shardwright.runtime.mixed_precision import narrow, narrow_buffers
+from shardwright.runtime.mixed_precision import cast_buffers, cast_to_compute
 from shardwright.strategies import choose
 from shardwright.strategies.pipeline.cut import stages_by_device
 from shardwright.strategies.tensor_parallel.place import sent
@@ -187,7 +187,7 @@ class StepTraffic:
         self._whole = narrow_model(without_storage(job.model), plan)
         ignore_batch_statistics(self._whole)
         support_empty_batches(self._whole)
-        self._inputs = tree_map_only(Tensor, lambda tensor: narrow(tensor.to("meta"), plan), inputs)
+        self._inputs = tree_map_only(Tensor, lambda tensor: cast_to_compute(tensor.to("meta"), plan), inputs)
         self._num_samples, self._num_tokens = num_rows(inputs), num_tokens_of(inputs) if plan.token_axes else 0
         self._trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
         self._seen: dict[tuple[torch.Size, ...], ModuleCalls] = {}
@@ -236,8 +236,8 @@ class StepTraffic:
 def narrow_model(model: nn.Module, plan: Plan) -> nn.Module:
     """The model, its parameters and buffers in what the layout computes in."""
     for parameter in model.parameters():
-        parameter.data = narrow(parameter.data, plan)
-    narrow_buffers(model, plan)
+        parameter.data = cast_to_compute(parameter.data, plan)
+    cast_buffers(model, plan)
     return model
 
 

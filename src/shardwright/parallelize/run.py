@@ -31,7 +31,7 @@ from shardwright.runtime.applied import Applied
 from shardwright.runtime.executor import Events, Executor, Microbatch, OutputHandler
 from shardwright.runtime.gradient_sync import GradientSync
 from shardwright.runtime.loss_scale import LossScale, finish_gradients
-from shardwright.runtime.mixed_precision import narrow
+from shardwright.runtime.mixed_precision import cast_to_compute
 from shardwright.runtime.outputs import CollectedOutput, LossOutput
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.sharding.box import read
@@ -109,7 +109,7 @@ class Run:
         return Microbatch(inputs, targets, self.share(num_global), num_global, num_tokens)
 
     def _narrow(self, inputs: Any) -> Any:
-        return tree_map_only(Tensor, lambda tensor: narrow(tensor, self.plan), inputs)
+        return tree_map_only(Tensor, lambda tensor: cast_to_compute(tensor, self.plan), inputs)
 
     # ---- steps
 

@@ -125,7 +125,7 @@ class ActivationOffload:
             self._free.setdefault(home.numel(), []).append(home)
             if not self._num_out and home.device.type != "meta":
                 self._free.clear()
-                self.storage.start_over()
+                self.storage.reset()
 
     @torch.no_grad()
     def _back(self, packed: Any) -> Tensor:

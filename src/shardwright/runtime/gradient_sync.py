@@ -22,7 +22,7 @@ from shardwright.plan.param_groups import ParamGroup, held_param_groups
 from shardwright.plan.plan import Plan
 from shardwright.plan.traffic import is_shared_whole, sync_groups, whole_uses
 from shardwright.runtime.executor import Events
-from shardwright.runtime.unused_parameters import NOTHING, is_reached, mark_reached
+from shardwright.runtime.unused_parameters import UNREACHED, is_reached, mark_reached
 from shardwright.sharding.box import Box, Piece, read
 
 
@@ -74,7 +74,7 @@ class _Group:
 def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
     """The parameter's gradient, to be overwritten with a sum; zeros where backward did not reach it."""
     if parameter.grad is None:
-        parameter.grad = torch.full_like(parameter, NOTHING, memory_format=torch.contiguous_format)
+        parameter.grad = torch.full_like(parameter, UNREACHED, memory_format=torch.contiguous_format)
     elif not parameter.grad.is_contiguous():
         parameter.grad = parameter.grad.contiguous()
     return parameter.grad

@@ -1,10 +1,10 @@
-"""Memory that is not the device's, for state that rests: the host's, or files that are mapped into it.
+"""Memory for offloaded tensors: host memory (pinned beside an accelerator), or files that are mapped into memory.
 
-A file has no name. The system frees it with the last tensor that looks at it, after a kill as after an end: nothing is
-left to clean up, nothing old is taken for new, and a run that was killed gets its state back from its checkpoint.
+Files have no name, so the system frees one as soon as no tensor uses it any more, also after a kill: nothing is left to
+clean up, and no run can take an old file for its own. A killed run resumes from its checkpoint.
 
-A file's pages are memory of the process only while they are in use: :meth:`OffloadStorage.put_away` takes them out,
-and the system writes them to the disk when it wants their room.
+The pages of a file are in the process's memory only while they are read or written: :meth:`OffloadStorage.put_away`
+releases them, and the system writes them to disk when it needs their memory.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from shardwright.comm.values import gather_json
 from shardwright.errors import PlanError
 from shardwright.formatting import format_bytes
 
-Place = Literal["host", "disk"]
+OffloadTarget = Literal["host", "disk"]
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 LEAST_BYTES = 2**22
-"""The smallest file that is made without being asked for."""
+"""The smallest file that is opened when the reserved files are full."""
 
 
-class _Piece(NamedTuple):
-    """Where a tensor lies in a mapped file."""
+class _Span(NamedTuple):
+    """The bytes of a mapped file that are a tensor."""
 
     file: mmap.mmap
     start: int
@@ -44,41 +44,41 @@ class _Piece(NamedTuple):
 
 @dataclass(eq=False)
 class _File:
-    """A mapped file, and where the next tensor goes."""
+    """A mapped file, filled with tensors from its start up to ``end``."""
 
     pages: mmap.mmap
-    next: int = 0
+    end: int = 0
 
 
 class OffloadStorage:
-    """One rank's tensors at ``place``; on disk they are in a file of ``folder``, the system's temporary one by default.
+    """Allocates one rank's offloaded tensors; on disk in files of ``folder``, by default the system's temporary one.
 
-    ``tensors`` are all that it has made. A rehearsal on the meta device takes no room.
+    ``tensors`` are all that were allocated. A rehearsal on the meta device allocates nothing. ``world`` are all ranks.
     """
 
-    def __init__(self, place: Place, everyone: Axis, folder: Path | None = None) -> None:
-        self.place, self.folder = place, Path(tempfile.gettempdir()) if folder is None else folder
+    def __init__(self, target: OffloadTarget, world: Axis, folder: Path | None = None) -> None:
+        self.target, self.folder = target, Path(tempfile.gettempdir()) if folder is None else folder
         self.tensors: list[Tensor] = []
         self._num_bytes = 0
-        self._everyone = everyone
+        self._world = world
         self._files: list[_File] = []
-        self._pieces: dict[int, _Piece] = {}
+        self._spans: dict[int, _Span] = {}  # by the tensor's address
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Takes the room for tensors of so many bytes, so that none is missing later; all ranks call it.
+        """Reserves disk space for tensors of these numbers of bytes; all ranks call it.
 
-        Raises: PlanError, on every rank, where one of them cannot: a disk too small, a folder that cannot be written.
+        Raises: PlanError, on every rank, if one has too little space or a folder that cannot be written.
         """
-        if self._everyone.device.type == "meta":
+        if self._world.device.type == "meta":
             return
         num_bytes = sum(map(_aligned, sizes))
         problem = ""
-        if self.place == "disk" and num_bytes:
+        if self.target == "disk" and num_bytes:
             try:
                 self._open(num_bytes)
             except OSError as failure:
                 problem = f"{failure.strerror or failure}, with {format_bytes(num_bytes)} to keep in '{self.folder}'"
-        for rank, text in enumerate(gather_json(self._everyone, problem)):
+        for rank, text in enumerate(gather_json(self._world, problem)):  # or one rank would raise and the others wait
             if text:
                 raise _refused(f"rank {rank}: {text}")
 
@@ -89,18 +89,18 @@ class OffloadStorage:
             raise OSError(errno.ENOSPC, f"{format_bytes(free)} free")
         with tempfile.TemporaryFile(dir=self.folder) as file:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, num_bytes)  # or else a full disk would kill the run as it writes
+                os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk raises here, and not SIGBUS on a write
             else:
                 file.truncate(num_bytes)
             self._files.append(_File(mmap.mmap(file.fileno(), num_bytes)))
         self._num_bytes += num_bytes
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """A tensor without values, in the room that is reserved."""
-        device = self._everyone.device
+        """Allocates an uninitialized tensor, in reserved space if there is some."""
+        device = self._world.device
         if device.type == "meta":
             tensor = torch.empty(num_elements, dtype=dtype, device=device)
-        elif self.place == "host" or not num_elements:
+        elif self.target == "host" or not num_elements:
             tensor = torch.empty(num_elements, dtype=dtype, pin_memory=device.type != "cpu")
         else:
             tensor = self._mapped(num_elements, dtype)
@@ -109,34 +109,37 @@ class OffloadStorage:
 
     def _mapped(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         num_bytes = num_elements * dtype.itemsize
-        if all(file.next + num_bytes > len(file.pages) for file in self._files):
+        if all(file.end + num_bytes > len(file.pages) for file in self._files):
             self._grow(num_bytes)
-        file = next(file for file in self._files if file.next + num_bytes <= len(file.pages))
-        tensor = torch.frombuffer(file.pages, dtype=dtype, count=num_elements, offset=file.next)
-        self._pieces[tensor.data_ptr()] = _Piece(file.pages, file.next, num_bytes)
-        file.next += _aligned(num_bytes)
+        file = next(file for file in self._files if file.end + num_bytes <= len(file.pages))
+        tensor = torch.frombuffer(file.pages, dtype=dtype, count=num_elements, offset=file.end)
+        self._spans[tensor.data_ptr()] = _Span(file.pages, file.end, num_bytes)
+        file.end += _aligned(num_bytes)  # tensors share no page, or one could not be put away without the other
         return tensor
 
-    def start_over(self) -> None:
-        """Nobody needs what lies here any more: its room is for others."""
+    def reset(self) -> None:
+        """Frees all tensors for new ones; the caller must not use the old ones any more. The files stay open."""
         self.tensors.clear()
-        self._pieces.clear()
+        self._spans.clear()
         for file in self._files:
-            file.next = 0
+            file.end = 0
 
     def _grow(self, num_bytes: int) -> None:
-        """Room that nobody could foresee: as much as there was before, so that files stay few."""
+        """Opens a file beyond what was reserved, as large as all before it together, so that files stay few."""
         try:
             self._open(max(_aligned(num_bytes), self._num_bytes, LEAST_BYTES))
         except OSError as failure:
             raise _refused(f"{failure.strerror or failure}, in '{self.folder}'") from failure
 
     def put_away(self, tensors: Iterable[Tensor]) -> None:
-        """Nobody works on these now: their pages leave the process. Nothing is lost, and no write is waited for."""
+        """Releases the tensors' pages from the process's memory, and returns without waiting for writes.
+
+        Values are kept: of a shared mapping the system still has them. The next access reads the pages back in.
+        """
         if hasattr(mmap, "MADV_DONTNEED"):
-            for piece in (self._pieces.get(tensor.data_ptr()) for tensor in tensors):
-                if piece is not None:
-                    piece.file.madvise(mmap.MADV_DONTNEED, piece.start, piece.num_bytes)
+            for span in (self._spans.get(tensor.data_ptr()) for tensor in tensors):
+                if span is not None:
+                    span.file.madvise(mmap.MADV_DONTNEED, span.start, span.num_bytes)
 
 
 def _refused(what: str) -> PlanError:
@@ -149,8 +152,8 @@ def _refused(what: str) -> PlanError:
 
 
 def _aligned(num_bytes: int) -> int:
-    """The next multiple of a page: only whole pages can be put away."""
+    """The next multiple of a page: only whole pages can be released."""
     return -(-num_bytes // _PAGE) * _PAGE
 
 
-__all__ = ["LEAST_BYTES", "OffloadStorage", "Place"]
+__all__ = ["LEAST_BYTES", "OffloadStorage", "OffloadTarget"]

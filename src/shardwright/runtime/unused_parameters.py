@@ -1,4 +1,4 @@
-"""Whether any rank's backward has reached a parameter: its summed gradient says it, by the sign of a zero.
+"""Has any rank's backward reached a parameter? Its summed gradient tells, by the sign of a zero.
 
 ::
 
@@ -6,9 +6,9 @@
                    no       no          -0.0           -0.0           -0.0    no gradient, as on one device
                    yes      no          +0.0           -0.0           +0.0    a gradient of zeros
 
-A sum of floating-point numbers is a negative zero only where all its terms are. So who has no gradient gives negative
-zeros, who has one sees to it that an element of each part is none, and nothing more is sent. Of a complex number it
-is the real part.
+The two differ: with a gradient of zeros an optimizer still applies weight decay and momentum. A sum of floating-point
+numbers is a negative zero only if all its terms are. So a rank without a gradient gives negative zeros, a rank with one
+makes sure that an element of each part is not, and nothing more is sent. Of a complex number the real part counts.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-NOTHING = -0.0
-"""What a rank gives, for each element, whose backward has not reached a parameter."""
+UNREACHED = -0.0
+"""Each element of what a rank gives for a parameter that its backward has not reached."""
 
 
 @torch.no_grad()
 def mark_reached(gradients: Iterable[tuple[Tensor, Sequence[int]]]) -> None:
-    """Makes elements at these places of contiguous gradients, counted flat, positive where they are negative zeros."""
+    """Turns negative zeros positive, in place, at the given flat positions of contiguous gradients."""
     marks = [flat[place] for flat, places in ((g.view(-1), places) for g, places in gradients) for place in places]
     if marks:
         torch._foreach_add_(marks, 0.0)
 
 
 def is_reached(summed: Tensor) -> bool:
-    """Whether some rank's backward has reached what this is the summed gradient of; on the meta device, yes.
+    """Whether a summed gradient has a term from a rank whose backward has reached it; always on the meta device.
 
-    >>> nothing, gradient = torch.full((3,), NOTHING), torch.zeros(3)
+    >>> unreached, gradient = torch.full((3,), UNREACHED), torch.zeros(3)
     >>> mark_reached([(gradient, [0])])
-    >>> is_reached(gradient + nothing), is_reached(nothing + nothing)
+    >>> is_reached(gradient + unreached), is_reached(unreached + unreached)
     (True, False)
     """
     signed = summed.real if summed.is_complex() else summed
     return summed.device.type == "meta" or bool((summed.any() | ~signed.signbit().all()).item())
 
 
-__all__ = ["NOTHING", "is_reached", "mark_reached"]
+__all__ = ["UNREACHED", "is_reached", "mark_reached"]

@@ -1,4 +1,4 @@
-"""Slices beside stages and grids at once, schedules with weight gradients of their own included."""
+"""ZeRO beside pipelines and grids at once, also with schedules that split the backward."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def batches(batch, steps=2):
 
 
 @pytest.mark.parametrize(("line", "style"), [(line, ("gpt2", "llama")[n % 2]) for n, line in enumerate(LINES)])
-def test_slices_equal_one_device_beside_stages_and_grids(line, style):
+def test_zero_equals_one_device_beside_pipelines_and_grids(line, style):
     name, _, rest = line.partition("/zero")
     line = f"{name}/zero{rest[0]}/bucket:0{rest[1:]}"
     loss = CrossEntropy(label_smoothing=0.1, ignore_index=3)

@@ -66,7 +66,7 @@ def test_the_step_after_one_that_raised_beside_updates_has_its_gradients_whole()
 
 
 @pytest.mark.parametrize("line", ["dp2 bf16", "dp2/fp32-sums bf16"])
-def test_masters_start_each_step_from_no_gradients(line):
+def test_master_weights_start_each_step_without_gradients(line):
     def work(world):
         with torch.device("meta"):
             plain = nn.Linear(6, 3)

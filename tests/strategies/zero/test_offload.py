@@ -90,8 +90,8 @@ def test_state_on_disk_is_to_the_last_bit_what_it_is_in_memory(line, kind, optio
 
 @pytest.mark.parametrize("line", ["dp2/zero1/bucket:0", "dp2x2/zero3/bucket:0 bf16"])
 def test_state_in_host_memory_is_to_the_last_bit_what_it_is_on_the_device(monkeypatch, line):
-    """The way of an accelerator, on a CPU: slices lie apart from what computes."""
-    monkeypatch.setattr(zero, "_is_apart", lambda place, device: True)
+    """The code path of an accelerator, on a CPU: shards in other memory than the buffers that compute."""
+    monkeypatch.setattr(zero, "_moves", lambda target, device: True)
     size = sw.Layout.parse(line).num_ranks
     work = (torch.optim.AdamW, {"lr": 0.01}, 0.1)
     expected = sw.launch(trained, size, line, *work, ranks="threads")
@@ -119,7 +119,7 @@ def test_a_second_optimizer_takes_over_the_room_of_the_first():
         assert steps == {2}
 
 
-def test_masters_and_optimizer_state_lie_in_files_that_nobody_sees(tmp_path):
+def test_master_weights_and_optimizer_state_are_in_files_without_a_name(tmp_path):
     def work(world):
         run = sw.parallelize(mlp(), "dp2/zero3/bucket:0/offload:disk", world, offload_folder=tmp_path / "new")
         optimizer = run.optimizer(torch.optim.AdamW)
@@ -279,7 +279,7 @@ def test_a_checkpoint_of_state_on_disk_loads_under_any_layout_and_any_other_load
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_loaded_state_lies_in_files_again(tmp_path):
+def test_a_loaded_state_is_in_files_again(tmp_path):
     saved("dp2/zero3/offload:disk", tmp_path, steps=2)
 
     def work(world):

@@ -1,4 +1,4 @@
-"""Slices: what a rank sends, holds and when; what the optimizer makes of them."""
+"""ZeRO: what a rank sends, what it holds and when, and how optimizers step shards."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from shardwright.models.gpt import GPT
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
 from shardwright.strategies.zero import flat_parameter as flat
+from shardwright.strategies.zero.prefetch import Hold, Prefetcher, ShardedGroup, ShardState
 
 WIDTHS = (6, 8, 8, 8, 8, 5)
 
@@ -77,7 +78,7 @@ def test_a_step_moves_2_and_m_plus_1_and_3m_times_the_parameters(stage, num_micr
         assert sent == [times * num_bytes] * 3
 
 
-def test_a_unit_is_gathered_in_one_message_and_summed_in_one():
+def test_a_unit_is_unsharded_in_one_all_gather_and_reduced_in_one_reduce_scatter():
     def work(world):
         run = parallelize(mlp(), "dp3/zero3/bucket:0", world)
         (batch,) = run.shard([numbers()])
@@ -90,7 +91,7 @@ def test_a_unit_is_gathered_in_one_message_and_summed_in_one():
         assert found == {"all_gather": 2 * num_layers, "reduce_scatter": num_layers}
 
 
-def test_replicas_sum_their_slices_once_a_step():
+def test_replicas_sum_the_gradients_of_their_shards_once_a_step():
     line = "dp2x3/zero3/bucket:0 mb2"
     num_elements = sum(p.numel() for p in mlp().parameters())
 
@@ -110,7 +111,7 @@ REPLICAS = [("dp2x2/zero1/bucket:0 mb2", "replica"), ("dp2x2/zero3/bucket:0 mb2"
 
 
 @pytest.mark.parametrize(("line", "axis"), [*REPLICAS, ("dp2/zero2/bucket:0 tp2/sp", "tp")])
-def test_slices_are_summed_over_other_axes_while_the_backward_goes_on(line, axis):
+def test_shards_are_summed_over_other_axes_while_the_backward_goes_on(line, axis):
     def work(world):
         run = parallelize(gpt(), line, world)
         (batch,) = run.shard([tokens(8)])
@@ -128,7 +129,7 @@ def test_slices_are_summed_over_other_axes_while_the_backward_goes_on(line, axis
 
 
 @pytest.mark.parametrize("batch", [2, 5])
-def test_between_steps_a_rank_of_stage_3_holds_its_slices_and_no_more(batch):
+def test_between_steps_a_rank_of_stage_3_holds_its_shards_and_no_more(batch):
     def work(world):
         run = parallelize(gpt(), "dp4/zero3/bucket:0", world)
         optimizer = run.optimizer(torch.optim.AdamW)
@@ -171,24 +172,24 @@ def test_a_plan_says_what_parameters_take_between_steps(line, per_parameter):
 
 @pytest.fixture
 def alive(monkeypatch):
-    """By rank, the most wholes whose memory was there at once, of those that :class:`Flat` gathers."""
+    """By rank, the most unsharded buffers of flat parameters that were allocated at once."""
     known, most = defaultdict(list), Counter()
-    gather = flat.Flat.gather
+    unshard = flat.FlatParameter.unshard
 
     def counted(self):
-        gather(self)
+        unshard(self)
         here = threading.get_ident()
         known[here] = [ref for ref in known[here] if not ref.expired()]
-        known[here].append(StorageWeakRef(self.whole.untyped_storage()))
+        known[here].append(StorageWeakRef(self.unsharded.untyped_storage()))
         most[here] = max(most[here], len(known[here]))
 
-    monkeypatch.setattr(flat.Flat, "gather", counted)
+    monkeypatch.setattr(flat.FlatParameter, "unshard", counted)
     return most
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_no_more_units_are_whole_at_once_than_one_and_those_ahead(alive, ahead, num_microbatches):
+def test_no_more_units_are_unsharded_at_once_than_one_and_those_prefetched(alive, ahead, num_microbatches):
     line = f"dp2/zero3/ahead:{ahead}/bucket:0 mb{num_microbatches}"
 
     def work(world):
@@ -203,22 +204,36 @@ def test_no_more_units_are_whole_at_once_than_one_and_those_ahead(alive, ahead, 
     assert set(alive.values()) == {ahead + 1}
 
 
-def test_a_unit_that_others_use_too_stays_while_they_do_and_no_longer(alive):
+def test_a_unit_that_shares_a_parameter_stays_unsharded_during_an_action_and_no_longer(alive):
     def work(world):
         run = parallelize(gpt(tied=True), "dp2/zero3/bucket:0", world)
         for batch in run.shard([tokens()] * 2):
             run.step(batch)
 
     on_threads(work, "dp2/zero3")
-    assert set(alive.values()) == {3}  # one, one ahead, and the table that the head uses too
+    assert set(alive.values()) == {3}  # one, one prefetched, and the table that the head shares
+
+
+def test_the_longest_hold_of_a_group_counts_and_the_end_of_a_shorter_one_leaves_it():
+    group = ShardedGroup("unit", ())
+    prefetcher = Prefetcher([group], num_prefetch=0, reshard_after_use=True, chunks={})
+    prefetcher.ensure_unsharded(group, Hold.UNTIL_ACTION_ENDS)
+    prefetcher.ensure_unsharded(group, Hold.UNTIL_NEXT_MODULE)
+    prefetcher.on_module_call()
+    assert (group.hold, group.state) == (Hold.UNTIL_ACTION_ENDS, ShardState.UNSHARDED)
+    prefetcher.end_action()
+    assert (group.hold, group.state) == (Hold.NONE, ShardState.SHARDED)
+    prefetcher.ensure_unsharded(group, Hold.EVERY_ACTION)
+    prefetcher.end_action()
+    assert (group.hold, group.state) == (Hold.EVERY_ACTION, ShardState.SHARDED)
 
 
 # ---- overlap
 
 
-def test_the_next_unit_is_on_its_way_while_one_computes_forward_and_backward(monkeypatch):
+def test_the_next_unit_is_prefetched_while_one_computes_forward_and_backward(monkeypatch):
     seen = defaultdict(list)
-    gather, send = flat.Flat.gather, flat.Flat.send_gradients
+    unshard, reduce = flat.FlatParameter.unshard, flat.FlatParameter.reduce_scatter
 
     def named(self):
         return int(next(iter(self.parameters)).removeprefix("linear").partition(".")[0])
@@ -230,8 +245,8 @@ def test_the_next_unit_is_on_its_way_while_one_computes_forward_and_backward(mon
 
         return call
 
-    monkeypatch.setattr(flat.Flat, "gather", noted("gather", gather))
-    monkeypatch.setattr(flat.Flat, "send_gradients", noted("reduce", send))
+    monkeypatch.setattr(flat.FlatParameter, "unshard", noted("unshard", unshard))
+    monkeypatch.setattr(flat.FlatParameter, "reduce_scatter", noted("reduce", reduce))
 
     def work(world):
         run = parallelize(mlp(), "dp2/zero3/bucket:0", world)
@@ -251,11 +266,11 @@ def test_the_next_unit_is_on_its_way_while_one_computes_forward_and_backward(mon
 
     for found in on_threads(work, "dp2/zero3"):
         place = {each: n for n, each in reversed(list(enumerate(found)))}
-        again = dict(map(reversed, enumerate(found)))  # the last of equal ones: gathers of the backward
+        again = dict(map(reversed, enumerate(found)))  # the last of equal ones: unshards of the backward
         for unit in range(1, 5):
-            assert place["gather", unit + 1] < place["forward", unit]
+            assert place["unshard", unit + 1] < place["forward", unit]
         for unit in range(2, 5):
-            assert again["gather", unit - 1] < place["reduce", unit]  # which ends the backward of the unit
+            assert again["unshard", unit - 1] < place["reduce", unit]  # which ends the backward of the unit
         for unit in range(2, 6):
             assert place["reduce", unit] < place["backward", unit - 1]
 
@@ -335,7 +350,7 @@ def test_a_parameter_that_no_forward_reaches_stays_as_it_is():
 # ---- reading
 
 
-def test_a_weight_that_is_read_while_it_is_not_there_is_nan_and_one_read_in_a_forward_is_there():
+def test_a_resharded_weight_reads_as_nan_and_one_read_in_a_forward_is_unsharded_first():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -361,7 +376,7 @@ def test_a_weight_that_is_read_while_it_is_not_there_is_nan_and_one_read_in_a_fo
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
-def test_who_reads_all_parameters_in_a_forward_has_them_to_its_end():
+def test_a_forward_that_lists_all_parameters_has_them_unsharded_until_it_ends():
     class Listed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -400,7 +415,7 @@ def test_what_zero_cannot_do_is_refused(line, fix):
 
 
 @pytest.mark.parametrize("line", ["bf16", "fp16", "dp1/zero1", "dp1/zero3", "dp1/zero2/offload:disk"])
-def test_a_table_that_rescales_rows_is_refused_where_they_would_not_reach_what_rests(line):
+def test_a_table_that_rescales_rows_is_refused_where_these_would_not_reach_the_optimizers_parameters(line):
     model = nn.Sequential(nn.Embedding(9, 6, max_norm=0.5), nn.Linear(6, 5))
     with pytest.raises(PlanError, match="the table '0' rescales") as refusal:
         make_plan(Job(model, nn.Identity()), Layout.parse(line))
@@ -408,7 +423,7 @@ def test_a_table_that_rescales_rows_is_refused_where_they_would_not_reach_what_r
     make_plan(Job(model, nn.Identity()), Layout.parse("single"))
 
 
-def test_a_frozen_parameter_of_integers_is_dropped_too():
+def test_a_frozen_parameter_of_integers_is_resharded_too():
     class Coded(nn.Module):
         def __init__(self):
             super().__init__()
@@ -425,7 +440,7 @@ def test_a_frozen_parameter_of_integers_is_dropped_too():
 
 
 @pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero2/bucket:0 mb2", "dp2/zero1 bf16", "dp2 bf16"])
-def test_an_optimizer_made_by_hand_over_what_rests_trains_as_one_made_by_the_run(line):
+def test_an_optimizer_made_by_hand_over_the_runs_parameters_trains_as_one_made_by_the_run(line):
     def work(world, is_by_hand):
         run = parallelize(mlp().float(), line, world)
         inputs, targets = numbers()
@@ -463,7 +478,7 @@ def test_what_is_written_by_hand_through_data_is_computed_with(line):
 
 
 @pytest.mark.parametrize("line", ["dp2/zero3", "dp2 bf16"])
-def test_an_optimizer_over_what_does_not_rest_is_refused(line):
+def test_an_optimizer_over_the_models_unsharded_parameters_is_refused(line):
     def work(world):
         run = parallelize(mlp().float(), line, world)
         with pytest.raises(PlanError, match=r"fix: .*run\.parameters"):

@@ -1,4 +1,4 @@
-"""Models whose ranks go different ways through their code: each uses the units that its own samples ask for."""
+"""Models whose samples choose the code that runs, as experts do: ranks use different units."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ APART = samples([0, 0, 1, 1, 2, 2, 3, 3])
 
 @pytest.mark.parametrize("wanted", [[0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 1, 1, 1, 2, 2, 3]])
 @pytest.mark.parametrize("line", ["dp2/zero1/bucket:0", "dp2/zero2/bucket:0/ahead:0 mb2", "dp2x2/zero1/bucket:0"])
-def test_ranks_may_use_different_units_where_these_stay_whole(line, wanted):
+def test_ranks_may_use_different_units_in_stages_1_and_2(line, wanted):
     torch.manual_seed(0)
     assert verify(Experts(), line, [samples(wanted)] * 2).equal
 
 
 @pytest.mark.parametrize("line", ["dp2/zero3/bucket:0", "dp2x2/zero3/bucket:0"])
 @pytest.mark.parametrize("trains", [True, False])
-def test_where_units_are_dropped_every_rank_is_told_which_of_them_differ(line, trains):
+def test_in_stage_3_every_rank_is_told_where_ranks_use_different_units(line, trains):
     torch.manual_seed(0)
     model, inputs = Experts(), samples([0, 0, 0, 0, 1, 1, 2, 2])  # replica 0 agrees with itself
 

@@ -1,4 +1,4 @@
-"""Which parameters form one flat sequence: those of a unit that lie alike, so that slices of all are cut alike.
+"""Which parameters form one flat sequence: those of a unit that have the same layout, so that one cut serves all.
 
 ::
 
@@ -6,9 +6,10 @@
                               +---------------------------------------------------------------------+
                               | rank 0          | rank 1          | rank 2          | rank 3        |
 
-Slices are balanced over the whole sequence, so that they differ by one element at most, and gathering them is one
-message that lands where the parameters are. Parameters that other axes cut differently have sequences of their own:
-there ranks beside each other would hold slices of different elements, which could not be summed.
+Shards are balanced over the whole sequence, so their lengths differ by one element at most, and one all-gather puts
+them where the parameters are. Parameters that other axes (``tp``, ``pp``) split differently have sequences of their
+own: in a common one, ranks that hold the same parameter would hold shards of different elements of it, and could not
+sum them.
 """
 
 from __future__ import annotations
@@ -23,56 +24,50 @@ from shardwright.plan.traffic import partial_axes
 from shardwright.sharding.tensor_layout import TensorLayout
 
 
-class Group(NamedTuple):
-    """Parameters that form one flat sequence, in order."""
+class FlatGroup(NamedTuple):
+    """The parameters of one flat sequence, in order; ``trained`` is false where all of them are frozen."""
 
     unit: str
     parameters: tuple[str, ...]
     trained: bool
 
     def num_elements(self, plan: Plan, coord: Coord) -> int:
-        """How long the sequence is at ``coord``."""
+        """The length of the unsharded sequence on the rank at ``coord``."""
         return sum(plan.compute[name].num_elements(coord) for name in self.parameters)
 
 
-def groups(plan: Plan, *, frozen: bool) -> tuple[Group, ...]:
-    """The sequences of every unit; those of frozen parameters only where these are wanted.
+def flat_groups(plan: Plan, *, frozen: bool) -> tuple[FlatGroup, ...]:
+    """The flat sequences of every unit; those of frozen parameters only with ``frozen``.
 
     >>> from torch import nn
     >>> from shardwright.layout import Layout
     >>> from shardwright.plan.plan import Job
     >>> model = nn.Linear(2, 2)
     >>> _ = model.bias.requires_grad_(False)
-    >>> for group in groups(Plan.of(Job(model, nn.Identity()), Layout.parse("dp2")), frozen=True):
+    >>> for group in flat_groups(Plan.of(Job(model, nn.Identity()), Layout.parse("dp2")), frozen=True):
     ...     print(group)
-    Group(unit='', parameters=('weight',), trained=True)
-    Group(unit='', parameters=('bias',), trained=False)
+    FlatGroup(unit='', parameters=('weight',), trained=True)
+    FlatGroup(unit='', parameters=('bias',), trained=False)
     """
     found: dict[tuple[object, ...], list[str]] = {}
     for unit in plan.units:
         for name in unit.parameters:
             lies, trained = plan.compute[name], name not in plan.frozen
             if trained or frozen:
-                held = tuple(stage for stage in range(plan.mesh["pp"]) if lies.pieces(_first(lies, stage)))
-                key = (
-                    unit.name,
-                    trained,
-                    lies.axes,
-                    held,
-                    partial_axes(plan, name),
-                    plan.dtypes[name],
-                    plan.masters[name],
-                )
-                found.setdefault(key, []).append(name)
-    return tuple(Group(str(key[0]), tuple(names), bool(key[1])) for key, names in found.items())
+                # One key, one sequence: its parameters are on the same stages, split and summed over the same axes,
+                # and one collective has one dtype.
+                stages = tuple(stage for stage in range(plan.mesh["pp"]) if lies.pieces(_first(lies, stage)))
+                sums, dtypes = partial_axes(plan, name), (plan.dtypes[name], plan.masters[name])
+                found.setdefault((unit.name, trained, lies.axes, stages, sums, dtypes), []).append(name)
+    return tuple(FlatGroup(str(key[0]), tuple(names), bool(key[1])) for key, names in found.items())
 
 
 def _first(lies: TensorLayout, stage: int) -> Coord:
     return {"pp": stage} if "pp" in lies.axes else {}
 
 
-def chunks_with(plan: Plan, unit: str, coord: Coord) -> tuple[int, ...]:
-    """Which chunks at ``coord`` use some of a unit; where nothing is cut into chunks, the one that there is."""
+def chunks_using(plan: Plan, unit: str, coord: Coord) -> tuple[int, ...]:
+    """The chunks at ``coord`` that use parameters of a unit; without a pipeline the model is one chunk, 0."""
     if plan.stages is None or plan.schedule is None:
         return (0,)
     names = {name for each in plan.units if each.name == unit for name in each.parameters}
@@ -80,19 +75,21 @@ def chunks_with(plan: Plan, unit: str, coord: Coord) -> tuple[int, ...]:
     return tuple(chunk for chunk in mine if names.intersection(plan.stages.chunked.weights_of(chunk)))
 
 
-def rest_in_slices(plan: Plan, axis: str, chosen: Sequence[Group], *, drops: bool, away: str | None = None) -> Plan:
-    """The plan with each group's parameters, gradients and optimizer state at rest in slices over ``axis``.
+def shard_state(
+    plan: Plan, axis: str, groups: Sequence[FlatGroup], *, reshards: bool, offload: str | None = None
+) -> Plan:
+    """The plan with the groups' parameters, gradients and optimizer state sharded over ``axis``.
 
-    ``drops`` says that the parameters are whole only while something computes with them. ``away`` is where slices
-    and optimizer state rest, if that is not the rank's device.
+    ``reshards`` says that parameters are unsharded only while they are used (stage 3). ``offload`` is where shards and
+    optimizer state are kept, if not on the rank's device.
     """
     rest = dict(plan.rest)
-    for group in chosen:
+    for group in groups:
         beside = tuple(plan.compute[name] for name in group.parameters)
-        for place, name in enumerate(group.parameters):
-            flat = plan.compute[name].flat(axis, plan.mesh[axis], beside, place)
+        for index, name in enumerate(group.parameters):
+            flat = plan.compute[name].flat(axis, plan.mesh[axis], beside, index)
             rest[name] = StateLayout(flat, flat, flat)
-    names = [name for group in chosen for name in group.parameters]
-    dropped = plan.dropped.union(names if drops else ())
-    offloaded = {**plan.offloaded, **(dict.fromkeys(names, away) if away is not None else {})}
+    names = [name for group in groups for name in group.parameters]
+    dropped = plan.dropped.union(names if reshards else ())
+    offloaded = {**plan.offloaded, **(dict.fromkeys(names, offload) if offload is not None else {})}
     return replace(plan, rest=rest, dropped=dropped, offloaded=offloaded)

@@ -1,13 +1,19 @@
-"""One rank's slice of a group of parameters, and the whole of it while that is needed.
+"""A flat parameter: this rank's shard of several parameters, and the unsharded buffer while they are computed with.
 
-The whole is one buffer, and the parameters are views of it: gathering fills it in place, and nothing is copied to join
-or to cut. While it is not there, or is out of date, a parameter has its own shape and one NaN for all its elements: who
-computes with it by mistake sees it. Integers, which nothing trains, have no NaN: there it is a zero.
+::
+
+    unsharded    | qkv.weight             | proj.weight    | norm |       one buffer; the parameters are views of it
+    shards       | rank 0     | rank 1     | rank 2     | rank 3  |       one all-gather lands in the buffer, in place
+
+Nothing is copied to join shards or to take parameters apart. While the buffer is freed or out of date, a parameter
+keeps its shape, with one NaN for all its elements: code that computes with it by mistake shows in the loss. Integers,
+which are never trained, have no NaN; there it is a zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
 from itertools import accumulate, pairwise
 
 import torch
@@ -16,19 +22,27 @@ from torch import Tensor, nn
 from shardwright.comm.axis import Axis, Pending
 from shardwright.mesh import balanced
 from shardwright.runtime.offload_storage import OffloadStorage
-from shardwright.runtime.unused_parameters import NOTHING, is_reached, mark_reached
+from shardwright.runtime.unused_parameters import UNREACHED, is_reached, mark_reached
 
 
-class Flat:
-    """The parameters of a group, flat: this rank's slice of them, which ``resting`` parameters are views of.
+class UpdateState(Enum):
+    """How far an update that runs beside the backward has reached a flat parameter."""
 
-    :meth:`gather` and :meth:`arrive` make the whole, :meth:`drop` ends that; with ``keeps`` its memory stays, and the
-    slice is a part of it. ``gradient`` is the slice's, once it is summed.
+    NOT_UPDATED = auto()
+    SHARD_UPDATED = auto()  # the shard has the next step's values; what was unsharded before still has this step's
+    UNSHARDED_UPDATED = auto()  # it was unsharded again since: this step's values are gone
 
-    The whole is in the ``dtype`` that the parameters compute in; where the slice is wider, it is the master, and the
-    whole is made of what it is rounded to. ``wide`` sums gradients as wide as the slice. With ``storage`` the slice
-    rests there, apart from the whole. ``is_updated`` says that it has the next step's values while a backward still
-    runs, ``shows_next`` that the whole has them.
+
+class FlatParameter:
+    """Several parameters as one flat sequence, of which this rank keeps a shard.
+
+    :meth:`unshard` and :meth:`wait_for_unshard` gather the sequence into ``unsharded``, :meth:`reshard` frees it. With
+    ``keeps_buffer`` (stages 1 and 2) the buffer's memory stays. ``sharded_parameters`` are what the optimizer steps,
+    by name: views of ``shard``, and ``ranges`` says of which part.
+
+    The unsharded buffer has the ``dtype`` that the parameters compute in. A wider shard is the master weights, and the
+    buffer is gathered from what they are rounded to. With ``wide_sums`` gradients are summed in the shard's dtype. With
+    ``storage`` the shard is offloaded there.
     """
 
     def __init__(
@@ -36,143 +50,145 @@ class Flat:
         parameters: Mapping[str, nn.Parameter],
         axis: Axis,
         *,
-        keeps: bool,
+        keeps_buffer: bool,
         dtype: torch.dtype | None = None,
-        wide: bool = False,
+        wide_sums: bool = False,
         storage: OffloadStorage | None = None,
     ) -> None:
-        self.parameters, self.axis, self.keeps, self.wide = dict(parameters), axis, keeps, wide
+        self.parameters, self.axis = dict(parameters), axis
+        self.keeps_buffer, self.wide_sums = keeps_buffer, wide_sums
         self.shapes = [p.shape for p in self.parameters.values()]
         self.sizes = [p.numel() for p in self.parameters.values()]
         cuts = balanced(sum(self.sizes), axis.size)
-        self.part_sizes = [b - a for a, b in pairwise(cuts)]
-        self.range = cuts[axis.index], cuts[axis.index + 1]
-        bounds = pairwise(accumulate(self.sizes, initial=0))
-        self._firsts = [sorted({max(a, low) - a for low in cuts if low < b}) if a < b else [] for a, b in bounds]
+        self.shard_sizes = [b - a for a, b in pairwise(cuts)]
+        self.shard_range = cuts[axis.index], cuts[axis.index + 1]
+        # Of each parameter the first element in every rank's shard: each rank looks for the mark in its own part.
+        self._marked = [
+            sorted({max(a, cut) - a for cut in cuts if cut < b}) if a < b else [] for a, b in self._bounds()
+        ]
         masters = torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
-        whole = masters.to(dtype)
+        unsharded = masters.to(dtype)
         self._storage = storage
-        self._is_part = keeps and whole is masters and storage is None
-        has_nan = whole.dtype.is_floating_point or whole.dtype.is_complex
-        self._dropped = whole.new_full((), float("nan")) if has_nan else whole.new_zeros(())
-        self.slice = self._at_rest(masters[slice(*self.range)])
+        # The shard can lie inside the buffer only if the buffer stays, has its dtype and is in the same memory.
+        self._shard_in_buffer = keeps_buffer and unsharded is masters and storage is None
+        has_nan = unsharded.dtype.is_floating_point or unsharded.dtype.is_complex
+        self._placeholder = unsharded.new_full((), float("nan")) if has_nan else unsharded.new_zeros(())
+        self.shard = self._make_shard(masters[slice(*self.shard_range)])
         self.ranges = self._ranges()
-        self.resting = {
-            name: nn.Parameter(self.slice[a:b], requires_grad=self.parameters[name].requires_grad)
+        self.sharded_parameters = {
+            name: nn.Parameter(self.shard[a:b], requires_grad=self.parameters[name].requires_grad)
             for name, (a, b) in self.ranges.items()
         }
-        self.whole: Tensor | None = whole
-        self.gradient: Tensor | None = None
-        self.unreached = set(self.parameters)
-        self.is_updated = False
-        self.shows_next = False
+        self.unsharded: Tensor | None = unsharded
+        self.shard_gradient: Tensor | None = None
+        self.unreached = set(self.parameters)  # parameters that this rank's backward has not reached in this step
+        self.update_state = UpdateState.NOT_UPDATED
         self._pending: Pending[Tensor] | None = None
-        self._kept: dict[str, Tensor] = {}
-        self.drop()
+        self._accumulated: dict[str, Tensor] = {}
+        self.reshard()
 
-    def _at_rest(self, values: Tensor) -> Tensor:
+    def _make_shard(self, values: Tensor) -> Tensor:
         if self._storage is None:
-            return values if self._is_part else values.clone()
-        home = self._storage.empty(values.numel(), values.dtype).copy_(values)
-        self._storage.put_away([home])
-        return home
+            return values if self._shard_in_buffer else values.clone()
+        shard = self._storage.empty(values.numel(), values.dtype).copy_(values)
+        self._storage.put_away([shard])
+        return shard
+
+    def _bounds(self) -> Iterable[tuple[int, int]]:
+        """Of each parameter, where it begins and ends in the sequence."""
+        return pairwise(accumulate(self.sizes, initial=0))
 
     def _ranges(self) -> dict[str, tuple[int, int]]:
-        """Of each parameter, the part of the slice that is its."""
-        low, high = self.range
-        bounds = pairwise(accumulate(self.sizes, initial=0))
+        """Of each parameter, the range of the shard that holds its elements; empty where other ranks hold them."""
+        low, high = self.shard_range
         return {
             name: (min(max(a, low), high) - low, min(max(b, low), high) - low)
-            for name, (a, b) in zip(self.parameters, bounds, strict=True)
+            for name, (a, b) in zip(self.parameters, self._bounds(), strict=True)
         }
 
-    @property
-    def num_elements(self) -> int:
-        """How long the whole is."""
-        return sum(self.sizes)
+    # ---- parameters
 
-    # ---- the whole
-
-    def gather(self) -> None:
-        """Starts to make the whole; the parameters show it once :meth:`arrive` has returned."""
-        self.shows_next = self.is_updated
-        if self.whole is None:
-            self.whole = self._dropped.new_empty(self.num_elements)
-        if not self._is_part:
-            self.whole[slice(*self.range)].copy_(self.slice)
+    def unshard(self) -> None:
+        """Starts the all-gather; the parameters show its result once :meth:`wait_for_unshard` has returned."""
+        if self.update_state is UpdateState.SHARD_UPDATED:
+            self.update_state = UpdateState.UNSHARDED_UPDATED
+        if self.unsharded is None:
+            self.unsharded = self._placeholder.new_empty(sum(self.sizes))
+        if not self._shard_in_buffer:
+            self.unsharded[slice(*self.shard_range)].copy_(self.shard)  # rounds master weights
             if self._storage is not None:
-                self._storage.put_away([self.slice])
-        self._pending = self.axis.all_gather_into_async(self.whole, self.part_sizes)
+                self._storage.put_away([self.shard])
+        self._pending = self.axis.all_gather_into_async(self.unsharded, self.shard_sizes)
 
-    def arrive(self) -> None:
-        """Waits for what :meth:`gather` has started."""
-        assert self._pending is not None, "gathered"
+    def wait_for_unshard(self) -> None:
+        """Waits for the all-gather and makes the parameters views of the buffer."""
+        assert self._pending is not None, "unshard() comes first"
+        assert self.unsharded is not None, "unshard() comes first"
         self._pending.wait()
         self._pending = None
-        assert self.whole is not None, "gathered"
-        for parameter, shape, part in zip(
-            self.parameters.values(), self.shapes, self.whole.split(self.sizes), strict=True
-        ):
+        parts = self.unsharded.split(self.sizes)
+        for parameter, shape, part in zip(self.parameters.values(), self.shapes, parts, strict=True):
             parameter.data = part.view(shape)
 
-    def drop(self) -> None:
-        """Lets go of the whole, or of showing it where it is kept, since it is out of date.
+    def reshard(self) -> None:
+        """Makes the parameters NaN and lets go of the buffer; ``keeps_buffer`` keeps its memory, out of date.
 
-        Its memory is free as soon as nobody else holds a view of it.
+        The memory is free as soon as no other view of it is alive; see :meth:`Prefetcher.pack` for autograd.
         """
         for parameter, shape in zip(self.parameters.values(), self.shapes, strict=True):
-            parameter.data = self._dropped.expand(shape)
-        if not self.keeps:
-            self.whole = None
+            parameter.data = self._placeholder.expand(shape)
+        if not self.keeps_buffer:
+            self.unsharded = None
 
     # ---- gradients
 
-    def keep_gradients(self) -> None:
-        """Adds a microbatch's gradients to what was kept of others, as wide as the slice, where these are summed so."""
-        for name, parameter in self.parameters.items() if self.wide else ():
+    def accumulate_wide(self) -> None:
+        """With ``wide_sums``, adds a microbatch's gradients to those before it, in the shard's dtype."""
+        for name, parameter in self.parameters.items() if self.wide_sums else ():
             if parameter.grad is not None:
-                gradient = parameter.grad.to(self.slice.dtype)
-                self._kept[name] = self._kept[name].add_(gradient) if name in self._kept else gradient
+                gradient = parameter.grad.to(self.shard.dtype)
+                accumulated = self._accumulated
+                accumulated[name] = accumulated[name].add_(gradient) if name in accumulated else gradient
                 parameter.grad = None
 
-    def send_gradients(self) -> Pending[Tensor]:
-        """Starts the sum of the parameters' gradients over the axis, of which each member keeps its slice's.
+    def reduce_scatter(self) -> Pending[Tensor]:
+        """Starts the reduce-scatter of the parameters' gradients and frees these; gives the shard's sum.
 
-        The gradients are let go of. A parameter without one, which backward did not reach, counts as zeros.
+        A parameter that this rank's backward did not reach takes part with negative zeros, see :func:`is_reached`.
         """
         gradients, reached = [], []
-        self.keep_gradients()
-        for (name, parameter), firsts in zip(self.parameters.items(), self._firsts, strict=True):
-            gradient = self._kept.pop(name, parameter.grad)
+        self.accumulate_wide()
+        for (name, parameter), marked in zip(self.parameters.items(), self._marked, strict=True):
+            gradient = self._accumulated.pop(name, parameter.grad)
             if gradient is not None:
                 self.unreached.discard(name)
                 gradients.append(gradient.contiguous())
-                reached.append((gradients[-1], firsts))
+                reached.append((gradients[-1], marked))
                 parameter.grad = None
             else:
-                like = self.slice if self.wide else self._dropped
-                gradients.append(like.new_full((parameter.numel(),), NOTHING))
+                like = self.shard if self.wide_sums else self._placeholder
+                gradients.append(like.new_full((parameter.numel(),), UNREACHED))
         mark_reached(reached)
-        return self.axis.reduce_scatter_together_async(gradients, self.part_sizes)
+        return self.axis.reduce_scatter_together_async(gradients, self.shard_sizes)
 
-    def add_gradient(self, gradient: Tensor) -> None:
-        """Adds to the slice's gradient."""
-        gradient = gradient.to(self.slice.dtype)
-        self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
+    def accumulate_shard(self, gradient: Tensor) -> None:
+        """Adds one reduce-scatter's result to the shard's gradient."""
+        gradient = gradient.to(self.shard.dtype)
+        self.shard_gradient = gradient if self.shard_gradient is None else self.shard_gradient.add_(gradient)
 
-    def forget_gradient(self) -> None:
-        """Lets go of gradients that nobody will be shown."""
-        self.gradient, self.unreached = None, set(self.parameters)
-        self._kept.clear()
+    def discard_gradients(self) -> None:
+        """Drops the gradients of a step that failed."""
+        self.shard_gradient, self.unreached = None, set(self.parameters)
+        self._accumulated.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def show_gradient(self) -> None:
-        """Gives the resting parameters their gradients; the next step starts from none."""
-        gradient = None if self.gradient is None else self.gradient.to(self.slice.device)
+    def publish_gradients(self) -> None:
+        """Sets ``.grad`` of the sharded parameters; the next step starts from none."""
+        gradient = None if self.shard_gradient is None else self.shard_gradient.to(self.shard.device)
         for name, (a, b) in self.ranges.items():
             part = None if gradient is None else gradient[a:b]
             if name in self.unreached and part is not None and part.numel() and not is_reached(part):
-                part = None  # no rank's forward did: as on one device
-            self.resting[name].grad = part
-        self.gradient, self.unreached = None, set(self.parameters)
+                part = None  # no rank's backward reached it: no gradient and no weight decay, as on one device
+            self.sharded_parameters[name].grad = part
+        self.shard_gradient, self.unreached = None, set(self.parameters)

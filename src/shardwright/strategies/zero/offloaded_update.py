@@ -1,16 +1,18 @@
-"""Updates of state that rests in a storage: unit by unit, so that one unit's state is in hand at once.
+"""Updates of offloaded state, one unit at a time, so that one unit's state is in memory at once.
 
 ::
 
     backward     | unit 2 | unit 1 | unit 0 |
-    optimizer                               | unit 0 out, update, away | unit 1 ... | unit 2 ... |
+    optimizer                               | unit 0: read, update, write | unit 1 ... | unit 2 ... |
 
-    beside it:   | unit 2 | unit 1          | unit 0 |
-                          | unit 2 out, update, away | unit 1 ... | unit 0 ... |
+    update=optimizer, in the backward:
 
-The person's own optimizer does it, told each time of one unit's parameters alone. A norm over all gradients, a loss
-scale and a stop at NaN need every gradient before the first update: then the updates follow the backward. Beside the
-backward they run in a thread of their own, one unit at a time.
+    backward     | unit 2 | unit 1             | unit 0 |
+    optimizer             | unit 2: read, update, write | unit 1 ... | unit 0 ... |
+
+The user's own optimizer makes the updates: its ``step`` is called once for each unit, with that unit's parameters
+alone. Updates follow the backward where all gradients must be known before the first update: for a norm over all of
+them, a loss scale, a stop at NaN. Updates in the backward run in a thread of their own, one unit at a time.
 """
 
 from __future__ import annotations
@@ -26,17 +28,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.runtime.offload_storage import OffloadStorage
-from shardwright.strategies.zero.flat_parameter import Flat
+from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
 
-_Place = tuple[Flat, str, torch.dtype]
-"""One of the states of a slice: its key, and its dtype."""
+_StateKey = tuple[FlatParameter, str, torch.dtype]
+"""A tensor of optimizer state for a whole shard: the shard's, under this key of the optimizer, in this dtype."""
 
-_REST = -1
-"""The number of what an optimizer steps that is in no unit."""
+_NO_UNIT = -1
+"""In place of a unit's index: parameters that the optimizer steps and that are not offloaded."""
 
 
-class _Early:
-    """Updates beside a backward, one at a time."""
+class _BackwardUpdates:
+    """The thread that updates units during one backward, at most one at a time."""
 
     def __init__(self, optimizer: Optimizer, factor: float) -> None:
         self.optimizer, self.factor = optimizer, factor
@@ -44,127 +46,127 @@ class _Early:
         self.running: Future[None] | None = None
 
     def wait(self) -> None:
-        """Until nothing is under way; raises what went wrong there."""
+        """Returns once no update is running; raises what the last one raised."""
         running, self.running = self.running, None
         if running is not None:
             running.result()
 
 
-class Offloaded:
-    """The state of a rank's slices in a storage, by units; see :class:`shardwright.plan.Offload`."""
+class OffloadedState:
+    """A rank's shards and their optimizer state in a storage, by units; see :class:`shardwright.plan.Offload`."""
 
-    def __init__(self, storage: OffloadStorage, units: Mapping[str, Sequence[Flat]]) -> None:
+    def __init__(self, storage: OffloadStorage, units: Mapping[str, Sequence[FlatParameter]]) -> None:
         self.storage = storage
-        self.place: str = storage.place
+        self.place: str = storage.target
         self._units = list(units.values())
-        self._numbers = {name: number for number, name in enumerate(units)}
-        self._homes: dict[tuple[nn.Parameter, str], Tensor] = {}
-        self._states: dict[_Place, Tensor] = {}
+        self._indices = {name: index for index, name in enumerate(units)}
+        self._states: dict[_StateKey, Tensor] = {}
+        self._homes: dict[tuple[nn.Parameter, str], Tensor] = {}  # views of _states, one for each parameter
         self._unit_of: dict[nn.Parameter, int] = {}
-        self._flat_of: dict[nn.Parameter, tuple[Flat, tuple[int, int]]] = {}
-        self._early: _Early | None = None
-        self._done: set[tuple[Optimizer, int]] = set()
-        for number, unit in enumerate(self._units):
+        self._flat_of: dict[nn.Parameter, tuple[FlatParameter, tuple[int, int]]] = {}
+        self._updates: _BackwardUpdates | None = None
+        self._updated: set[tuple[Optimizer, int]] = set()  # in this step's backward; step() leaves them out
+        for index, unit in enumerate(self._units):
             for flat in unit:
-                for name, parameter in flat.resting.items():
-                    self._unit_of[parameter] = number
+                for name, parameter in flat.sharded_parameters.items():
+                    self._unit_of[parameter] = index
                     self._flat_of[parameter] = flat, flat.ranges[name]
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """All that rests there: slices, and the optimizer's state."""
+        """All offloaded tensors: shards and optimizer state."""
         return self.storage.tensors
 
     def attach(self, optimizer: Optimizer, make: Callable[[Any], Optimizer]) -> None:
-        """From now on the optimizer steps unit by unit, and its state rests here. All ranks call it.
+        """Makes ``optimizer.step`` go unit by unit, with its state in the storage. All ranks call it.
 
-        ``make`` gives another one like it, over other groups. Hooks of its step run once a step, around all units. An
-        optimizer takes over the room of one that had the same parameters before.
+        ``make`` gives another optimizer like it, over other param groups. Hooks of ``step`` run once a step, around all
+        units. A new optimizer over the same parameters reuses the space of the one before.
 
-        Raises: PlanError, on every rank: there is no room for the state.
+        Raises: PlanError, on every rank: there is no space for the state.
         """
-        wanted: dict[_Place, None] = {}  # in order
+        wanted: dict[_StateKey, None] = {}  # a set that keeps its order: space is allocated in the same way every time
         for group in optimizer.param_groups:
             kept: dict[torch.dtype, list[tuple[str, torch.dtype]]] = {}
             for flat, dtype in ((self._flat_of[p][0], p.dtype) for p in group["params"] if p in self._flat_of):
                 if dtype not in kept:
                     kept[dtype] = _state_of(make, group, dtype)
                 wanted |= {(flat, *each): None for each in kept[dtype]}
-        new = [place for place in wanted if place not in self._states]
-        self.storage.reserve(flat.slice.numel() * dtype.itemsize for flat, _, dtype in new)
-        self._states |= {place: self.storage.empty(place[0].slice.numel(), place[2]) for place in new}
-        self._bring_home(optimizer, self._unit_of)  # what it began with
+        new = [key for key in wanted if key not in self._states]
+        self.storage.reserve(flat.shard.numel() * dtype.itemsize for flat, _, dtype in new)
+        self._states |= {key: self.storage.empty(key[0].shard.numel(), key[2]) for key in new}
+        self._move_state(optimizer, self._unit_of)  # some optimizers, as Adagrad, make their state when they are made
         self.put_away()
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             with torch.enable_grad():
                 loss = None if closure is None else closure()
-            for number in (*range(len(self._units)), _REST):
-                if (optimizer, number) not in self._done:
-                    self._step(optimizer, number)
-            self._done.clear()
+            for index in (*range(len(self._units)), _NO_UNIT):
+                if (optimizer, index) not in self._updated:
+                    self._step(optimizer, index)
+            self._updated.clear()
             return loss
 
         optimizer.step = MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
 
-    def _step(self, optimizer: Optimizer, number: int) -> None:
-        """The optimizer's own step, of one unit."""
+    def _step(self, optimizer: Optimizer, index: int) -> None:
+        """Runs the optimizer's own step with the parameters of one unit alone in its param groups."""
         groups = optimizer.param_groups
         every = [group["params"] for group in groups]
         try:
             for group in groups:
-                group["params"] = [p for p in group["params"] if self._unit_of.get(p, _REST) == number]
+                group["params"] = [p for p in group["params"] if self._unit_of.get(p, _NO_UNIT) == index]
             mine = [parameter for group in groups for parameter in group["params"]]
             if mine:
-                _plain_step(optimizer)
+                _step_without_hooks(optimizer)
         finally:
             for group, parameters in zip(groups, every, strict=True):
                 group["params"] = parameters
-        if number != _REST:
-            self._bring_home(optimizer, mine)
-            unit = self._units[number]
+        if index != _NO_UNIT:
+            self._move_state(optimizer, mine)
+            unit = self._units[index]
             states = (tensor for (flat, *_), tensor in self._states.items() if flat in unit)
-            self.storage.put_away([*(flat.slice for flat in unit), *states])
+            self.storage.put_away([*(flat.shard for flat in unit), *states])
 
-    # ---- beside the backward
+    # ---- updates in the backward
 
     def begin(self, optimizer: Optimizer, factor: float) -> None:
         """See :class:`shardwright.plan.Offload`."""
-        self._done.clear()
-        self._early = _Early(optimizer, factor)
+        self._updated.clear()
+        self._updates = _BackwardUpdates(optimizer, factor)
 
-    def gradients_are_there(self, unit: str) -> None:
-        """The unit's gradients are summed and shown; the next one waits until this is updated."""
-        if self._early is not None:
-            number = self._numbers[unit]
-            for flat in self._units[number]:
-                flat.is_updated = True
-            self._early.wait()
-            self._early.running = self._early.pool.submit(self._update, self._early, number)
-            self._done.add((self._early.optimizer, number))
+    def gradients_published(self, unit: str) -> None:
+        """Starts the update of a unit whose gradients are complete, after that of the unit before has ended."""
+        if self._updates is not None:
+            index = self._indices[unit]
+            for flat in self._units[index]:  # before the thread writes: from now on its shards are the next step's
+                flat.update_state = UpdateState.SHARD_UPDATED
+            self._updates.wait()
+            self._updates.running = self._updates.pool.submit(self._update, self._updates, index)
+            self._updated.add((self._updates.optimizer, index))
 
-    def _update(self, early: _Early, number: int) -> None:
-        every = (p for group in early.optimizer.param_groups for p in group["params"])
-        mine = [p for p in every if self._unit_of.get(p) == number and p.grad is not None]
-        if mine and early.factor != 1:
-            torch._foreach_mul_([p.grad for p in mine if p.grad is not None], early.factor)
-        self._step(early.optimizer, number)
+    def _update(self, updates: _BackwardUpdates, index: int) -> None:
+        every = (p for group in updates.optimizer.param_groups for p in group["params"])
+        mine = [p for p in every if self._unit_of.get(p) == index and p.grad is not None]
+        if mine and updates.factor != 1:
+            torch._foreach_mul_([p.grad for p in mine if p.grad is not None], updates.factor)
+        self._step(updates.optimizer, index)
         for parameter in mine:
             parameter.grad = None
 
     def end(self) -> None:
         """See :class:`shardwright.plan.Offload`."""
-        early, self._early = self._early, None
-        if early is not None:
+        updates, self._updates = self._updates, None
+        if updates is not None:
             try:
-                early.wait()
+                updates.wait()
             finally:
-                early.pool.shutdown()
+                updates.pool.shutdown()
 
-    # ---- where state rests
+    # ---- where optimizer state is
 
-    def _bring_home(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """State that the optimizer has made itself, as in its first step, goes where it will rest."""
+    def _move_state(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Moves state that the optimizer has allocated itself, as it does in its first step, into the storage."""
         for parameter in parameters:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
             for key, value in state.items():
@@ -174,29 +176,32 @@ class Offloaded:
                         state[key] = home.copy_(value)
 
     def home(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
-        """Where a value of the optimizer's state rests that has an entry for each of the parameter's."""
+        """Returns the tensor for optimizer state of the parameter's shape: in the storage if the parameter is."""
         if parameter not in self._flat_of:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        found = self._homes.get((parameter, key))
-        if found is None or found.dtype != dtype:
+        home = self._homes.get((parameter, key))
+        if home is None or home.dtype != dtype:
             flat, (start, stop) = self._flat_of[parameter]
-            place = flat, key, dtype
-            if place not in self._states:
-                self._states[place] = self.storage.empty(flat.slice.numel(), dtype)
-            found = self._homes[parameter, key] = self._states[place][start:stop]
-        return found
+            state = flat, key, dtype
+            if state not in self._states:  # what the probe in attach() has not foreseen
+                self._states[state] = self.storage.empty(flat.shard.numel(), dtype)
+            home = self._homes[parameter, key] = self._states[state][start:stop]
+        return home
 
     def put_away(self) -> None:
-        """Parameters have changed, and nobody works on any of it now."""
-        self._done.clear()
+        """Ends a step's updates, and releases the memory of all offloaded tensors.
+
+        Between steps, a save calls it after each file.
+        """
+        self._updated.clear()
         self.storage.put_away(self.tensors)
         for unit in self._units:
             for flat in unit:
-                flat.is_updated = False
+                flat.update_state = UpdateState.NOT_UPDATED
 
 
-def _plain_step(optimizer: Optimizer) -> None:
-    """The step of the optimizer's class, without the hooks that it calls: these are called once, around all units."""
+def _step_without_hooks(optimizer: Optimizer) -> None:
+    """Runs the step of the optimizer's class without its hooks, which run once a step, around all units."""
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:
@@ -208,7 +213,7 @@ def _plain_step(optimizer: Optimizer) -> None:
 def _state_of(
     make: Callable[[Any], Optimizer], group: Mapping[str, Any], dtype: torch.dtype
 ) -> list[tuple[str, torch.dtype]]:
-    """What an optimizer keeps for each element of a group's parameters, by key and dtype: found out by a step."""
+    """The keys and dtypes of the state that an optimizer keeps per element, found by stepping a probe of two."""
     probe = nn.Parameter(torch.zeros(2, dtype=dtype))
     options = {key: value for key, value in group.items() if key != "params"}
     same = make([{**options, "params": [probe]}])

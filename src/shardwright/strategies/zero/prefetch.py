@@ -1,20 +1,23 @@
-"""Which units are whole when: gathered ahead of what computes with them, and in stage 3 dropped behind it.
+"""When each unit's parameters are unsharded: before the modules that use them; in stage 3 they are resharded after.
 
 ::
 
-    forward    | gather 0 | compute 0 | compute 1 | compute 2 |          ahead=1
-               |          | gather 1  | gather 2  |
-                                      | drop 0    | drop 1    | drop 2
+    forward    | unshard 0 | compute 0 | compute 1 | compute 2 |          ahead:1, one unit is prefetched
+               |           | unshard 1 | unshard 2 |
+                                       | reshard 0 | reshard 1 | reshard 2
 
-    backward   | gather 2 | backward 2 | backward 1 | ...
-               |          | gather 1   | gather 0   |
+    backward   | unshard 2 | backward 2 | backward 1 | ...
+               |           | unshard 1  | unshard 0  |
 
-Where units are dropped the order is that of the forward before: ranks must run the same code, and ``made`` says whether
-they did. In the backward a unit is asked for by autograd itself, when it takes out a weight that it has saved; what is
-saved is not the weight but its place, so nothing holds on to the whole.
+To unshard a unit is to all-gather its shards; to reshard it is to free what was gathered.
 
-Where units stay whole, all of a chunk's are gathered in its first forward, in the order in which they stand in the
-plan: a rank that asks for some of them alone, or for others first, makes the same calls.
+Stage 3 learns the order of the units in each forward and prefetches in that order the next time, reversed in the
+backward. All-gathers match by their order alone, so all ranks must use the same units in the same order; they compare
+``calls`` to find out. In the backward autograd itself asks for a unit, when it unpacks a weight that it has saved: what
+is packed is the weight's position in the unsharded buffer and not the weight, or the buffer could not be freed.
+
+Stages 1 and 2 unshard all of a chunk's units in its first forward, in the order of the plan: a rank whose samples use
+only some units, or use them in another order, still makes the same calls as the others.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum, IntEnum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -29,235 +33,238 @@ from torch import Tensor
 
 from shardwright.errors import PlanError
 from shardwright.plan.schedule import Action
-from shardwright.strategies.zero.flat_parameter import Flat
+from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
+
+
+class ShardState(Enum):
+    """Where a group is in its life cycle::
+
+    SHARDED -- unshard() --> UNSHARDING -- wait_for_unshard() --> UNSHARDED -- reshard() --> SHARDED
+    """
+
+    SHARDED = auto()
+    UNSHARDING = auto()  # the all-gather is under way
+    UNSHARDED = auto()
+
+
+class Hold(IntEnum):
+    """Until when a group stays unsharded though other groups are used; the longest of several holds counts."""
+
+    NONE = 0
+    UNTIL_NEXT_MODULE = 1  # an expression outside its modules has read it, and may read other groups as well
+    UNTIL_ACTION_ENDS = 2  # a list of parameters that the model has made may still be in use
+    EVERY_ACTION = 3  # several modules share one of its parameters: it is held anew in every action
 
 
 @dataclass(eq=False)
-class Block:
-    """The sequences of one unit: gathered and dropped together.
-
-    ``stays`` says that other units' modules use it too: then it stays whole until the action ends. ``is_kept`` says
-    so for this action alone, ``is_lent`` until a module is called: somebody else than its modules has read it.
-    """
+class ShardedGroup:
+    """The flat parameters of one unit, which are unsharded and resharded together."""
 
     name: str
-    flats: tuple[Flat, ...]
-    stays: bool = False
-    is_whole: bool = False
-    is_coming: bool = False
-    is_kept: bool = False
-    is_lent: bool = False
+    flats: tuple[FlatParameter, ...]
+    hold: Hold = Hold.NONE
+    state: ShardState = ShardState.SHARDED
 
-    @property
-    def is_held(self) -> bool:
-        """Whether it stays though others are asked for."""
-        return self.stays or self.is_kept or self.is_lent
-
-    @property
-    def is_there(self) -> bool:
-        """Whether it is whole, or on its way."""
-        return self.is_whole or self.is_coming
-
-    def gather(self) -> None:
-        """Starts to make it whole, if it is not."""
-        if not self.is_there:
+    def unshard(self) -> None:
+        """Starts the all-gathers, unless the group is unsharded or unsharding."""
+        if self.state is ShardState.SHARDED:
             for flat in self.flats:
-                flat.gather()
-            self.is_coming = True
+                flat.unshard()
+            self.state = ShardState.UNSHARDING
 
-    def arrive(self) -> None:
-        """Makes it whole."""
-        self.gather()
-        if self.is_coming:
+    def wait_for_unshard(self) -> None:
+        """Returns once the parameters can be computed with; starts the all-gathers if they are not under way."""
+        self.unshard()
+        if self.state is ShardState.UNSHARDING:
             for flat in self.flats:
-                flat.arrive()
-        self.is_coming, self.is_whole = False, True
+                flat.wait_for_unshard()
+        self.state = ShardState.UNSHARDED
 
-    def drop(self) -> None:
-        """Lets go of it, or says that it is out of date; what is still on its way is waited for."""
-        if self.is_coming:
-            self.arrive()
-        if self.is_whole:
+    def reshard(self) -> None:
+        """Frees the unsharded parameters, or marks them as out of date where stages 1 and 2 keep the buffer."""
+        if self.state is ShardState.UNSHARDING:
+            self.wait_for_unshard()  # an all-gather cannot be called off, and it writes into the buffer
+        if self.state is ShardState.UNSHARDED:
             for flat in self.flats:
-                flat.drop()
-        self.is_whole = False
+                flat.reshard()
+        self.state = ShardState.SHARDED
+
+    def release(self, hold: Hold) -> None:
+        """Lifts ``hold``, and every shorter one."""
+        if self.hold <= hold:
+            self.hold = Hold.NONE
 
 
-class _Saved(NamedTuple):
-    """The place of a tensor that autograd has saved, in a unit's whole."""
+class _Packed(NamedTuple):
+    """What autograd saves in place of a view of an unsharded buffer."""
 
-    block: Block
-    flat: Flat
+    group: ShardedGroup
+    flat: FlatParameter
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
 @dataclass(eq=False)
-class Window:
-    """The units of one rank, of which at most ``ahead + 1`` are whole or under way at once, beside those that stay.
+class Prefetcher:
+    """Unshards one rank's groups in time; in stage 3 at most ``num_prefetch + 1`` at once, not counting held ones.
 
-    With ``drops`` false units stay whole once they are, until :meth:`changed` says that they are out of date, and are
-    gathered in the order of ``chunks``. ``most`` is how many there were at most, ``made`` what was gathered, in order.
-    ``is_running`` says that an action is.
+    With ``reshard_after_use`` false (stages 1 and 2) groups stay unsharded until :meth:`shards_changed`, and are
+    unsharded in the order of ``chunks``, which lists each chunk's groups. ``calls`` are the collectives made, in order,
+    to be compared between ranks. ``in_action`` says whether an action is running.
     """
 
-    blocks: Sequence[Block]
-    ahead: int
-    drops: bool
-    chunks: Mapping[int, Sequence[Block]]
-    most: int = 0
-    made: list[str] = field(default_factory=list)
-    is_running: bool = False
-    _current: Block | None = None
-    _path: Sequence[Block] = ()
-    _place: int = 0
-    _touched: list[Block] = field(default_factory=list)
-    _order: dict[tuple[bool, int], tuple[Block, ...]] = field(default_factory=dict)
+    groups: Sequence[ShardedGroup]
+    num_prefetch: int
+    reshard_after_use: bool
+    chunks: Mapping[int, Sequence[ShardedGroup]]
+    calls: list[str] = field(default_factory=list)
+    in_action: bool = False
+    _current: ShardedGroup | None = None
+    _expected: Sequence[ShardedGroup] = ()  # the groups in the order in which this action will use them
+    _position: int = 0  # in _expected: what comes before it has been unsharded in this action
+    _used: list[ShardedGroup] = field(default_factory=list)
+    _orders: dict[tuple[bool, int], tuple[ShardedGroup, ...]] = field(default_factory=dict)  # by forward or not, chunk
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """Runs an action: what it asks for is there when it does, and gone when it has ended."""
+        """Runs an action: each group is unsharded when it is used, and in stage 3 resharded at the end."""
         forward = action.kind == "F"
-        self._path, self._place, self._touched = self._order.get((forward, action.chunk), ()), 0, []
-        self._current, self.is_running = None, True
-        if not self.drops:
-            self._path = self.chunks.get(action.chunk, ()) if forward else ()
-        elif action.kind == "W":
-            self._path = ()  # weights' gradients need no weights
-        saves = forward and self.drops and torch.is_grad_enabled()
+        if self.reshard_after_use:  # weight gradients (W) are computed without weights
+            self._expected = () if action.kind == "W" else self._orders.get((forward, action.chunk), ())
+        else:
+            self._expected = self.chunks.get(action.chunk, ()) if forward else ()
+        self._current, self._position, self._used, self.in_action = None, 0, [], True
+        packs = forward and self.reshard_after_use and torch.is_grad_enabled()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.save, self.take_out) if saves else nullcontext():
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack) if packs else nullcontext():
                 yield
         finally:
-            self.is_running = False
+            self.in_action = False
         if forward:
-            self._order[True, action.chunk] = tuple(dict.fromkeys(self._touched))
-            self._order[False, action.chunk] = tuple(dict.fromkeys(reversed(self._touched)))
-        elif self.drops:
-            while self._place < len(self._path):
-                self._advance()  # each is gathered once, whether or not its backward needed it
-        self.end()
+            self._orders[True, action.chunk] = tuple(dict.fromkeys(self._used))
+            self._orders[False, action.chunk] = tuple(dict.fromkeys(reversed(self._used)))
+        elif self.reshard_after_use:
+            # A backward may need fewer groups than its forward. The rest are unsharded all the same, so that every
+            # rank makes the same calls and the traffic is a formula of the plan.
+            while self._position < len(self._expected):
+                self._advance()
+        self.end_action()
 
-    def need(self, block: Block, *, keep: bool = False, lend: bool = False) -> None:
-        """Returns when the unit is whole; the next ones are on their way.
+    def ensure_unsharded(self, group: ShardedGroup, hold: Hold = Hold.NONE) -> None:
+        """Returns once ``group`` can be computed with; the next groups are being prefetched then.
 
-        It stays until the action ends with ``keep``, and with ``lend`` until a module is called, whose caller has
-        nothing in hand any more but what modules gave.
-
-        Raises: PlanError: it has been updated beside a backward that still needs it as it was.
+        Raises: PlanError: the optimizer has updated the group during this backward, which still needs the old values.
         """
-        if any(flat.is_updated and (flat.shows_next or not block.is_there) for flat in block.flats):
+        sharded = group.state is ShardState.SHARDED
+        if any(
+            flat.update_state is UpdateState.UNSHARDED_UPDATED
+            or (sharded and flat.update_state is UpdateState.SHARD_UPDATED)
+            for flat in group.flats
+        ):
             raise PlanError(
-                f"the parameters of '{block.name}' are used after their gradients were complete",
+                f"the parameters of '{group.name}' are used after their gradients were complete",
                 given="an update beside the backward",
                 allowed="models whose parameters get their gradients from all their uses",
                 fix="call optimizer.step() after the step, in place of update=optimizer",
             )
-        block.is_kept |= keep
-        block.is_lent |= lend
-        if block is self._current:
+        group.hold = max(group.hold, hold)
+        if group is self._current:
             return
-        self._touched.append(block)
-        if block.is_whole:
-            self._current = block
-            return
-        if not self.drops:
-            if block in self._path:
-                self._start_until(self._path.index(block) + 1 + self.ahead)
-            self._arrive(block)
-            return
-        try:
-            place = self._path.index(block, self._place)
-        except ValueError:  # the first time, or another way than the last
-            self._drop_all_but((block,))
-            self._arrive(block)
-            return
-        while self._place <= place:
-            self._advance()
+        self._used.append(group)
+        if group.state is ShardState.UNSHARDED:
+            self._current = group
+        elif not self.reshard_after_use:
+            if group in self._expected:  # with all groups before it, so that the order of calls is the plan's
+                self._unshard_until(self._expected.index(group) + 1 + self.num_prefetch)
+            self._wait_for_unshard(group)
+        elif group in self._expected[self._position :]:
+            # Groups that are passed over this time are unsharded as well: other ranks may use them, and need the call.
+            end = self._expected.index(group, self._position)
+            while self._position <= end:
+                self._advance()
+        else:  # the first time, or in another order than the last time: nothing is known to prefetch
+            self._reshard_all_but((group,))
+            self._wait_for_unshard(group)
 
-    def take_back(self) -> None:
-        """A module is called: nobody has what was lent in hand any more."""
-        for block in self.blocks:
-            block.is_lent = False
+    def on_module_call(self) -> None:
+        """Lifts the holds until the next module: its caller holds only what modules have returned, no parameters."""
+        for group in self.groups:
+            group.release(Hold.UNTIL_NEXT_MODULE)
 
-    def changed(self) -> None:
-        """The slices have changed: what is whole is out of date."""
-        self.end()
-        for block in self.blocks:
-            block.drop()
+    def shards_changed(self) -> None:
+        """Reshards every group: what was gathered from the old shards is out of date."""
+        self.end_action()
+        for group in self.groups:
+            group.reshard()
+
+    def end_action(self) -> None:
+        """Waits for all-gathers under way and lifts holds; stage 3 reshards all groups. Also after a failed action."""
+        if not self.reshard_after_use:
+            self._unshard_until(len(self._expected))  # other ranks may have used what this rank did not
+        for group in self.groups:
+            group.release(Hold.UNTIL_ACTION_ENDS)
+            if self.reshard_after_use:
+                group.reshard()
+            elif group.state is ShardState.UNSHARDING:
+                group.wait_for_unshard()
+        self._current, self._expected, self._position, self._used = None, (), 0, []
 
     def _advance(self) -> None:
-        """Goes on to the next unit of the path."""
-        block = self._path[self._place]
-        self._place += 1
-        upcoming = self._path[self._place : self._place + self.ahead]
-        self._drop_all_but((block, *upcoming))
-        self._arrive(block)
+        """Makes the next group of the expected order the current one and prefetches those that follow."""
+        group = self._expected[self._position]
+        self._position += 1
+        upcoming = self._expected[self._position : self._position + self.num_prefetch]
+        self._reshard_all_but((group, *upcoming))  # first, so that the peak is not one group higher
+        self._wait_for_unshard(group)
         for each in upcoming:
-            self._start(each)
-        self._count()
+            self._unshard(each)
+        self._check_limit()
 
-    def _start_until(self, place: int) -> None:
-        """Starts the units of the path before ``place``, in order."""
-        for block in self._path[self._place : place]:
-            self._start(block)
-        self._place = max(self._place, place)
+    def _unshard_until(self, end: int) -> None:
+        """Starts the groups of the expected order before position ``end``, in order."""
+        for group in self._expected[self._position : end]:
+            self._unshard(group)
+        self._position = max(self._position, end)
 
-    def _start(self, block: Block) -> None:
-        if not block.is_there:
-            if self.drops:
-                self.made.append(f"a gather of '{block.name}'")
-            block.gather()
+    def _unshard(self, group: ShardedGroup) -> None:
+        if group.state is ShardState.SHARDED and self.reshard_after_use:
+            self.calls.append(f"a gather of '{group.name}'")
+        group.unshard()
 
-    def _arrive(self, block: Block) -> None:
-        self._start(block)
-        block.arrive()
-        self._current = block
-        self._count()
+    def _wait_for_unshard(self, group: ShardedGroup) -> None:
+        self._unshard(group)
+        group.wait_for_unshard()
+        self._current = group
+        self._check_limit()
 
-    def _drop_all_but(self, kept: Sequence[Block]) -> None:
-        for block in self.blocks if self.drops else ():
-            if block not in kept and not block.is_held:
-                block.drop()
+    def _reshard_all_but(self, kept: Sequence[ShardedGroup]) -> None:
+        for group in self.groups if self.reshard_after_use else ():
+            if group not in kept and group.hold is Hold.NONE:
+                group.reshard()
 
-    def _count(self) -> None:
-        there = sum(block.is_there and not block.is_held for block in self.blocks)
-        assert not self.drops or there <= self.ahead + 1, f"{there} units are whole, {self.ahead + 1} were promised"
-        self.most = max(self.most, there)
-
-    def end(self) -> None:
-        """An action is over, or will not go on: nothing is on its way, and what is dropped between actions is gone.
-
-        What this rank did not ask for others may have.
-        """
-        if not self.drops:
-            self._start_until(len(self._path))
-        for block in self.blocks:
-            block.is_kept = block.is_lent = False
-            if self.drops:
-                block.drop()
-            elif block.is_coming:
-                block.arrive()
-        self._current, self._path, self._place, self._touched = None, (), 0, []
+    def _check_limit(self) -> None:
+        if self.reshard_after_use:
+            num = sum(group.state is not ShardState.SHARDED and group.hold is Hold.NONE for group in self.groups)
+            assert num <= self.num_prefetch + 1, f"{num} units are unsharded, {self.num_prefetch + 1} were promised"
 
     # ---- what autograd saves
 
-    def save(self, tensor: Tensor) -> Any:
-        """Of a part of a unit its place; anything else as it is."""
-        key = tensor.untyped_storage()._cdata  # and not the address, of which the meta device has none
-        for block in self.blocks:
-            if block.is_whole:
-                for flat in block.flats:
-                    if flat.whole is not None and flat.whole.untyped_storage()._cdata == key:
-                        return _Saved(block, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    def pack(self, tensor: Tensor) -> Any:
+        """Returns a view's position in its unsharded buffer, for autograd to save; other tensors as they are."""
+        key = tensor.untyped_storage()._cdata  # not the address, which tensors on the meta device do not have
+        for group in self.groups:
+            if group.state is ShardState.UNSHARDED:
+                for flat in group.flats:
+                    if flat.unsharded is not None and flat.unsharded.untyped_storage()._cdata == key:
+                        return _Packed(group, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return tensor
 
-    def take_out(self, saved: Any) -> Tensor:
-        """What :meth:`save` was given; a unit is whole by then."""
-        if not isinstance(saved, _Saved):
-            found: Tensor = saved
-            return found
-        self.need(saved.block)
-        assert saved.flat.whole is not None, "needed above"
-        return saved.flat.whole.as_strided(saved.size, saved.stride, saved.offset)
+    def unpack(self, packed: Any) -> Tensor:
+        """Returns the tensor that :meth:`pack` was given, once its group is unsharded again."""
+        if not isinstance(packed, _Packed):
+            tensor: Tensor = packed
+            return tensor
+        self.ensure_unsharded(packed.group)
+        assert packed.flat.unsharded is not None, "unsharded above"
+        return packed.flat.unsharded.as_strided(packed.size, packed.stride, packed.offset)

@@ -1,4 +1,15 @@
-"""What one rank does with its slices, as the events of a run: gather, drop, sum gradients."""
+"""One rank's sharded state, driven by the events of a run: unshard, reshard, reduce-scatter, publish gradients.
+
+::
+
+    event                        stage 1                    stage 2                   stage 3
+    a module's forward begins    unshard its unit, once     as stage 1                unshard its unit, reshard others
+    autograd unpacks a weight    -                          -                         as a forward
+    after_weight_gradients       reduce-scatter the last    reduce-scatter each       as stage 2
+                                 microbatch's sum           microbatch's gradients
+    all are reduced              publish: set .grad of the unit's sharded parameters (before_sync: of all other units)
+    after_optimizer              unsharded parameters are out of date
+"""
 
 from __future__ import annotations
 
@@ -20,66 +31,74 @@ from shardwright.plan.schedule import Action
 from shardwright.runtime.applied import Applied
 from shardwright.runtime.executor import Events
 from shardwright.runtime.offload_storage import OffloadStorage
-from shardwright.strategies.zero.flat_groups import Group, chunks_with
-from shardwright.strategies.zero.flat_parameter import Flat
-from shardwright.strategies.zero.offloaded_update import Offloaded
-from shardwright.strategies.zero.prefetch import Block, Window
-from shardwright.strategies.zero.unshard_order import compare
+from shardwright.strategies.zero.flat_groups import FlatGroup, chunks_using
+from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
+from shardwright.strategies.zero.offloaded_update import OffloadedState
+from shardwright.strategies.zero.prefetch import Hold, Prefetcher, ShardedGroup
+from shardwright.strategies.zero.unshard_order import compare_calls
+
+_Flats = dict[str, list[FlatParameter]]
+"""The flat parameters of each unit."""
 
 
-class _Watched(dict[str, Any]):
-    """A module's parameters: whoever reads one as an attribute makes its unit whole first.
+class _UnshardingParameters(dict[str, Any]):
+    """A module's ``_parameters``: reading one as an attribute unshards its group first.
 
-    Read by other code than its forward, which runs ``num_running`` times just now, it is lent: one expression may read
-    several. So does who reads all of them while an action runs; they may be kept in a list, and stay until it ends.
-    ``get`` reads them as they are, for code that has asked for the unit.
+    While the module's own forward runs (``num_running`` calls of it), its groups are the current ones. Other code that
+    reads a parameter holds the group until the next module is called: one expression may read several. Code that
+    lists all parameters during an action holds the groups until the action ends, since it may keep the list.
+    ``get`` reads a parameter without unsharding it, for code that has unsharded the group.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], homes: Mapping[str, Block], window: Window) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Any], groups: Mapping[str, ShardedGroup], prefetcher: Prefetcher
+    ) -> None:
         super().__init__(parameters)
-        self.homes, self.window = homes, window
+        self.groups, self.prefetcher = groups, prefetcher
         self.num_running = 0
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.homes:
-            self.window.need(self.homes[name], lend=not self.num_running)
+        if name in self.groups:
+            hold = Hold.NONE if self.num_running else Hold.UNTIL_NEXT_MODULE
+            self.prefetcher.ensure_unsharded(self.groups[name], hold)
         return super().__getitem__(name)
 
     def items(self) -> Any:
-        self._need_all()
+        self._unshard_all()
         return super().items()
 
     def values(self) -> Any:
-        self._need_all()
+        self._unshard_all()
         return super().values()
 
-    def _need_all(self) -> None:
-        if self.window.is_running:
-            for block in self.homes.values():
-                self.window.need(block, keep=True)
+    def _unshard_all(self) -> None:
+        if self.prefetcher.in_action:  # between steps, model.parameters() shows them as they are
+            for group in self.groups.values():
+                self.prefetcher.ensure_unsharded(group, Hold.UNTIL_ACTION_ENDS)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Watched:
-        return _Watched({name: deepcopy(each, memo) for name, each in super().items()}, self.homes, self.window)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _UnshardingParameters:
+        copies = {name: deepcopy(each, memo) for name, each in super().items()}
+        return _UnshardingParameters(copies, self.groups, self.prefetcher)
 
-    def enter(self) -> None:
-        """Its module's forward begins."""
+    def pre_forward(self) -> None:
+        """The module's forward begins."""
         self.num_running += 1
-        self.window.take_back()
-        for block in dict.fromkeys(self.homes.values()):
-            self.window.need(block)
+        self.prefetcher.on_module_call()
+        for group in dict.fromkeys(self.groups.values()):
+            self.prefetcher.ensure_unsharded(group)
 
-    def leave(self) -> None:
-        """Its module's forward is over."""
+    def post_forward(self) -> None:
+        """The module's forward is over."""
         self.num_running -= 1
 
 
-class SlicedState:
-    """A rank's parameters in slices over one axis.
+class ShardedState:
+    """A rank's parameters, sharded over one axis.
 
-    ``stage`` 1 sums gradients once a step, 2 after each microbatch; 3 drops the whole parameters after use as well.
-    What rests does so in ``storage``, where there is one. Gradients are summed in the order of the units, the same on
-    all ranks: autograd has an order of its own where samples go different ways. ``everyone`` are all ranks, who are
-    told where gathers would have to follow those ways.
+    Stage 1 reduce-scatters gradients once a step, 2 after each microbatch; 3 also reshards parameters after use. With
+    ``storage`` shards and optimizer state are offloaded there. Units are reduce-scattered in the order of the plan,
+    the same on all ranks: autograd's own order depends on the code that the samples take. ``world`` are all ranks, who
+    are told if ranks unshard in different orders.
     """
 
     def __init__(
@@ -87,60 +106,39 @@ class SlicedState:
         model: nn.Module,
         plan: Plan,
         axis: Axis,
-        chosen: tuple[Group, ...],
+        flat_groups: tuple[FlatGroup, ...],
         stage: int,
-        ahead: int,
-        everyone: Axis,
+        num_prefetch: int,
+        world: Axis,
         storage: OffloadStorage | None = None,
     ) -> None:
-        self.stage, self.ahead, self.num_microbatches = stage, ahead, plan.layout.num_microbatches
-        self.drops = stage == 3 and axis.size > 1
-        named = dict(model.named_parameters())
-        flats: dict[str, list[tuple[Group, Flat]]] = {}
-        held = [(group, {name: named[name] for name in group.parameters if name in named}) for group in chosen]
-        if storage is not None:
-            storage.reserve(_slice_bytes(mine, axis) for _, mine in held if mine)
-        for group, mine in held:
-            if mine:
-                first = group.parameters[0]
-                dtype, wide = plan.dtypes[first], first in plan.wide_sums
-                flat = Flat(mine, axis, keeps=not self.drops, dtype=dtype, wide=wide, storage=storage)
-                flats.setdefault(group.unit, []).append((group, flat))
-        users: dict[str, set[str]] = {}
-        for path, _, _, name in owners(model):
-            users.setdefault(name, set()).add(path)
-        self.blocks = {
-            unit: Block(
-                unit,
-                tuple(flat for _, flat in each),
-                stays=any(len(users[name]) > 1 for _, flat in each for name in flat.parameters),
-            )
-            for unit, each in flats.items()
-        }
-        self.trained = {unit: [flat for group, flat in each if group.trained] for unit, each in flats.items()}
-        self.offloaded = None if storage is None else Offloaded(storage, self.trained)
-        chunks = _chunks(plan, self.blocks, plan.mesh.coord(axis.ranks[axis.index]))
-        in_chunks = {
-            chunk: [block for unit, block in self.blocks.items() if chunk in chunks[unit]]
+        self.stage, self.num_prefetch, self.num_microbatches = stage, num_prefetch, plan.layout.num_microbatches
+        self.reshard_after_use = stage == 3 and axis.size > 1
+        flats, self.trained = _flatten(model, plan, axis, flat_groups, storage, keeps_buffer=not self.reshard_after_use)
+        self.groups = _sharded_groups(model, flats)
+        self.offloaded = None if storage is None else OffloadedState(storage, self.trained)
+        chunks = _chunks(plan, self.groups, plan.mesh.coord(axis.ranks[axis.index]))
+        groups_of = {
+            chunk: [group for unit, group in self.groups.items() if chunk in chunks[unit]]
             for chunk in sorted(set().union(*chunks.values()))
         }
-        self.window = Window(tuple(self.blocks.values()), ahead, self.drops, in_chunks)
+        self.prefetcher = Prefetcher(tuple(self.groups.values()), num_prefetch, self.reshard_after_use, groups_of)
+        # Backwards run through a unit's chunks from the last to the first, which completes its gradients.
         self._completed_in = {unit: min(chunks[unit]) for unit, each in reversed(self.trained.items()) if each}
-        self._compare = partial(compare, self.window.made, everyone, plan.mesh.groups(axis.name))
+        self._compare = partial(compare_calls, self.prefetcher.calls, world, plan.mesh.groups(axis.name))
         self._last_forward = Action("F", self.num_microbatches - 1) if plan.schedule is None else None
-        self._answers: list[Callable[[], None]] = []
-        self._waiting: list[str] = []
-        self._ready: list[str] = []
-        self._left: dict[str, int] = {}
-        self._sent: list[tuple[str, list[tuple[Flat, Pending[Tensor]]]]] = []
-        self._summed: set[str] = set()
-        self._is_in_doubt = self._evaluated = False
-        self._watch(model)
+        self._comparisons: list[Callable[[], None]] = []  # under way; each waits for its answer
+        self._due: list[str] = []  # units of this action's chunk that are to be reduced, in order
+        self._ready: list[str] = []  # units with gradients whose turn has not come
+        self._microbatches_left: dict[str, int] = {}  # of each unit, until its gradients are complete
+        self._reducing: list[tuple[str, list[tuple[FlatParameter, Pending[Tensor]]]]] = []
+        self._published: set[str] = set()
+        self._may_be_stale = self._evaluated = False
+        self._hook(model)
 
     def applied(self) -> Applied:
-        """What a run needs to know."""
-        flats = [flat for block in self.blocks.values() for flat in block.flats]
-        resting = {name: parameter for flat in flats for name, parameter in flat.resting.items()}
+        """The events, parameters and hooks that a run takes over."""
+        flats = [flat for group in self.groups.values() for flat in group.flats]
         events = Events(
             restart=self._restart,
             during=self._during,
@@ -150,158 +148,197 @@ class SlicedState:
         )
         return Applied(
             events=events,
-            parameters=resting,
+            parameters={name: p for flat in flats for name, p in flat.sharded_parameters.items()},
             offload=self.offloaded,
-            summed=self._is_summed,
-            kept=lambda: _wholes(flats),
-            saving=(self.window.save, self.window.take_out) if self.drops else None,
+            summed=self._published.__contains__,
+            kept=lambda: (flat.unsharded for flat in flats if flat.unsharded is not None),
+            saving=(self.prefetcher.pack, self.prefetcher.unpack) if self.reshard_after_use else None,
         )
 
-    def _watch(self, model: nn.Module) -> None:
-        """Before a module runs, and before anyone else reads its parameters, they are there."""
-        homes = {name: block for block in self.blocks.values() for flat in block.flats for name in flat.parameters}
-        by_module: dict[nn.Module, dict[str, Block]] = {}
+    def _hook(self, model: nn.Module) -> None:
+        """Unshards a module's parameters before its forward, and before other code reads them as attributes."""
+        group_of = {name: group for group in self.groups.values() for flat in group.flats for name in flat.parameters}
+        by_module: dict[nn.Module, dict[str, ShardedGroup]] = {}
         for _, module, own, name in owners(model):
-            if name in homes:
-                by_module.setdefault(module, {})[own] = homes[name]
-        for module, own_homes in by_module.items():
-            watched = _Watched(module._parameters, own_homes, self.window)
-            module._parameters = watched
-            module.register_forward_pre_hook(_calling(watched.enter), prepend=True)
-            module.register_forward_hook(_calling(watched.leave), always_call=True)
+            if name in group_of:
+                by_module.setdefault(module, {})[own] = group_of[name]
+        for module, groups in by_module.items():
+            parameters = _UnshardingParameters(module._parameters, groups, self.prefetcher)
+            module._parameters = parameters
+            module.register_forward_pre_hook(_hook_of(parameters.pre_forward), prepend=True)
+            module.register_forward_hook(_hook_of(parameters.post_forward), always_call=True)
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
-        self._waiting = [unit for unit, chunk in self._completed_in.items() if chunk == action.chunk]
-        with self.window.during(action):
+        self._due = [unit for unit, chunk in self._completed_in.items() if chunk == action.chunk]
+        with self.prefetcher.during(action):
             yield
-            self._send(sorted(self._ready, key=list(self._completed_in).index))
+            # Units whose turn did not come, since this rank's samples did not use one that is before them in the order.
+            self._start_reductions(sorted(self._ready, key=list(self._completed_in).index))
         if not torch.is_grad_enabled():
             self._evaluated = True
         elif action == self._last_forward:
-            self._answers.append(self._compare_calls())  # heard before a backward sums what the others do not
+            # Its answer is awaited before the first reduce-scatter, which would add up different units.
+            self._comparisons.append(self._start_comparison())
 
-    def _hear(self) -> None:
-        while self._answers:
-            self._answers.pop()()
+    # ---- do all ranks make the same calls?
 
-    def _compare_calls(self) -> Callable[[], None]:
-        """Starts to ask whether all ranks have made the same; returns what waits, and raises where they have not."""
-        if not self.drops:
+    def _start_comparison(self) -> Callable[[], None]:
+        """Starts to compare the calls since the last comparison; returns a function that waits, and may raise."""
+        if not self.reshard_after_use:  # the order is the plan's
             return lambda: None
         wait = self._compare()
-        self.window.made.clear()
+        self.prefetcher.calls.clear()
         return wait
 
+    def _finish_comparisons(self) -> None:
+        while self._comparisons:
+            self._comparisons.pop()()
+
+    # ---- between steps
+
     def _after_optimizer(self) -> None:
-        self._is_in_doubt = False
-        self.window.changed()
+        self._may_be_stale = False
+        self.prefetcher.shards_changed()
         if self.offloaded is not None:
             self.offloaded.put_away()
 
     def _restart(self) -> None:
-        """Lets go of what a step has left that raised, on all ranks alike; and of wholes that nobody vouches for.
+        """Clears what a failed step has left, on all ranks alike, and reshards parameters that may be out of date.
 
-        Forwards alone have no end of a step: what they made is compared here.
+        Evaluations have no ``before_sync``: the calls that they made are compared here, before the next step.
         """
-        for _, sent in self._sent:
-            for _, pending in sent:
-                pending.wait()  # others hold it until then
-        self._sent.clear()
+        for _, reducing in self._reducing:
+            for _, pending in reducing:
+                pending.wait()  # its memory is shared with other ranks until then
+        self._reducing.clear()
         self._ready.clear()
-        self._left.clear()
-        self._summed.clear()
-        for flat in (flat for flats in self.trained.values() for flat in flats):
-            flat.forget_gradient()
-        self.window.end()
-        if any(flat.is_updated for flats in self.trained.values() for flat in flats):
-            self._after_optimizer()  # its units that have been updated stay so
-        elif self._is_in_doubt:
-            self.window.changed()
+        self._microbatches_left.clear()
+        self._published.clear()
+        trained = [flat for flats in self.trained.values() for flat in flats]
+        for flat in trained:
+            flat.discard_gradients()
+        self.prefetcher.end_action()
+        if any(flat.update_state is not UpdateState.NOT_UPDATED for flat in trained):
+            self._after_optimizer()  # the failed step has updated some units, and they stay updated
+        elif self._may_be_stale:
+            self.prefetcher.shards_changed()
         if self._evaluated:
             self._evaluated = False
-            self._answers.append(self._compare_calls())
-        self.window.made.clear()
-        self._hear()
+            self._comparisons.append(self._start_comparison())
+        self.prefetcher.calls.clear()
+        self._finish_comparisons()
 
     # ---- gradients
 
     def _after_weight_gradients(self, unit: ParamGroup, microbatch: int) -> None:
         if not self.trained.get(unit.name):
             return
-        if self.stage == 1 and self._left.get(unit.name, self.num_microbatches) > 1:
-            self._count(unit.name)
+        if self.stage == 1 and self._microbatches_left.get(unit.name, self.num_microbatches) > 1:
+            self._count(unit.name)  # until the last microbatch, autograd sums gradients in .grad
             for flat in self.trained[unit.name]:
-                flat.keep_gradients()
+                flat.accumulate_wide()
             return
         self._ready.append(unit.name)
-        while self._waiting and self._waiting[0] in self._ready:
-            self._send([self._waiting.pop(0)])
+        while self._due and self._due[0] in self._ready:
+            self._start_reductions([self._due.pop(0)])
 
-    def _send(self, names: Sequence[str]) -> None:
-        """Starts the sums of units whose gradients are there."""
-        self._hear()
-        for name in names:
-            self._ready.remove(name)
-            self._count(name)
-            if self.drops:
-                self.window.made.append(f"a sum of '{name}'")
-            self._sent.append((name, [(flat, flat.send_gradients()) for flat in self.trained[name]]))
-            while len(self._sent) > self.ahead:
-                self._receive()
+    def _start_reductions(self, units: Sequence[str]) -> None:
+        """Starts the reduce-scatters of units whose gradients are there; at most ``num_prefetch`` stay under way."""
+        self._finish_comparisons()
+        for unit in units:
+            self._ready.remove(unit)
+            self._count(unit)
+            if self.reshard_after_use:
+                self.prefetcher.calls.append(f"a sum of '{unit}'")
+            self._reducing.append((unit, [(flat, flat.reduce_scatter()) for flat in self.trained[unit]]))
+            while len(self._reducing) > self.num_prefetch:
+                self._finish_reduction()
 
-    def _count(self, name: str) -> None:
-        self._left[name] = self._left.get(name, self.num_microbatches) - 1
+    def _count(self, unit: str) -> None:
+        self._microbatches_left[unit] = self._microbatches_left.get(unit, self.num_microbatches) - 1
 
-    def _receive(self) -> None:
-        name, sent = self._sent.pop(0)
-        for flat, pending in sent:
-            flat.add_gradient(pending.wait())
-        if not self._left[name] and all(name != other for other, _ in self._sent):
-            self._show(name)
+    def _finish_reduction(self) -> None:
+        """Waits for the oldest unit under way; publishes its gradients if they are complete."""
+        unit, reducing = self._reducing.pop(0)
+        for flat, pending in reducing:
+            flat.accumulate_shard(pending.wait())
+        if not self._microbatches_left[unit] and all(unit != other for other, _ in self._reducing):
+            self._publish(unit)
 
-    def _show(self, name: str) -> None:
-        """The unit's gradients are summed over the axis: others may go on with them."""
-        for flat in self.trained[name]:
-            flat.show_gradient()
-        self._summed.add(name)
+    def _publish(self, unit: str) -> None:
+        """Hands a unit's gradients on, summed over the axis: to sums over other axes, and to the optimizer."""
+        for flat in self.trained[unit]:
+            flat.publish_gradients()
+        self._published.add(unit)
         if self.offloaded is not None:
-            self.offloaded.gradients_are_there(name)
-
-    def _is_summed(self, name: str) -> bool:
-        return name in self._summed
+            self.offloaded.gradients_published(unit)
 
     def _before_sync(self) -> None:
-        self._hear()
-        self._answers.append(self._compare_calls())
-        while self._sent:
-            self._receive()
-        self._hear()
-        for name in self.trained:
-            if name not in self._summed:
-                self._show(name)
-        self._left.clear()
-        self._summed.clear()
-        self._is_in_doubt = True  # an optimizer made by hand tells nobody that it has stepped
+        self._finish_comparisons()
+        self._comparisons.append(self._start_comparison())
+        while self._reducing:
+            self._finish_reduction()
+        self._finish_comparisons()
+        for unit in self.trained:  # units that no sample of this rank has reached
+            if unit not in self._published:
+                self._publish(unit)
+        self._microbatches_left.clear()
+        self._published.clear()
+        self._may_be_stale = True  # an optimizer that the run has not made fires no after_optimizer
+
+
+def _flatten(
+    model: nn.Module,
+    plan: Plan,
+    axis: Axis,
+    flat_groups: Sequence[FlatGroup],
+    storage: OffloadStorage | None,
+    *,
+    keeps_buffer: bool,
+) -> tuple[_Flats, _Flats]:
+    """Each unit's flat parameters on this rank, and those of them that are trained."""
+    named = dict(model.named_parameters())
+    held = [(group, {name: named[name] for name in group.parameters if name in named}) for group in flat_groups]
+    held = [(group, mine) for group, mine in held if mine]  # other pipeline stages have the others
+    if storage is not None:
+        storage.reserve(_shard_bytes(mine, axis) for _, mine in held)
+    flats: _Flats = {}
+    trained: _Flats = {}
+    for group, mine in held:
+        first = group.parameters[0]  # all of a group have one dtype
+        dtype, wide = plan.dtypes[first], first in plan.wide_sums
+        flat = FlatParameter(mine, axis, keeps_buffer=keeps_buffer, dtype=dtype, wide_sums=wide, storage=storage)
+        flats.setdefault(group.unit, []).append(flat)
+        trained.setdefault(group.unit, []).extend([flat] if group.trained else [])
+    return flats, trained
+
+
+def _sharded_groups(model: nn.Module, flats: _Flats) -> Mapping[str, ShardedGroup]:
+    """Each unit's group; a parameter that several modules share, such as a tied table, holds it in every action."""
+    users: dict[str, set[str]] = {}
+    for path, _, _, name in owners(model):
+        users.setdefault(name, set()).add(path)
+    groups = {unit: ShardedGroup(unit, tuple(each)) for unit, each in flats.items()}
+    for group in groups.values():
+        if any(len(users[name]) > 1 for flat in group.flats for name in flat.parameters):
+            group.hold = Hold.EVERY_ACTION
+    return groups
 
 
 def _chunks(plan: Plan, units: Iterable[str], coord: Coord) -> Mapping[str, Sequence[int]]:
-    """The chunks that use each unit; what none uses belongs to the first that is here."""
+    """The chunks that use each unit; the rank's first chunk for a unit that none uses."""
     mine = (0,) if plan.schedule is None else plan.schedule.chunks_of(coord["pp"])
-    return {unit: chunks_with(plan, unit, coord) or mine[:1] for unit in units}
+    return {unit: chunks_using(plan, unit, coord) or mine[:1] for unit in units}
 
 
-def _calling(what: Callable[[], None]) -> Callable[..., None]:
-    """A hook; a copy of the module has the same one, and not a copy of what it calls."""
-    return lambda *_: what()
+def _hook_of(function: Callable[[], None]) -> Callable[..., None]:
+    """A hook that calls ``function``; deep copies of the module share it, since functions are not copied."""
+    return lambda *_: function()
 
 
-def _wholes(flats: Iterable[Flat]) -> Iterator[Tensor]:
-    return (flat.whole for flat in flats if flat.whole is not None)
-
-
-def _slice_bytes(parameters: Mapping[str, nn.Parameter], axis: Axis) -> int:
-    """What this rank's slice of a sequence takes."""
+def _shard_bytes(parameters: Mapping[str, nn.Parameter], axis: Axis) -> int:
+    """The bytes of this rank's shard of a flat sequence."""
     cuts = balanced(sum(p.numel() for p in parameters.values()), axis.size)
     some = next(iter(parameters.values()))
     return (cuts[axis.index + 1] - cuts[axis.index]) * some.element_size()

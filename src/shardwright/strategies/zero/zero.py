@@ -1,29 +1,31 @@
-"""ZeRO: the state of data parallel ranks cut into slices, instead of a copy on each.
+"""ZeRO / FSDP: data parallel ranks that each keep a shard of the training state, instead of a copy of all of it.
 
 ::
 
     dp4              parameters    gradients     optimizer     sent in a step of m microbatches, (n-1)/n P times
-    dp4              whole         whole         whole         2
-    dp4/zero1        whole         slice         slice         2
-    dp4/zero2        whole         slice         slice         m + 1
-    dp4/zero3        slice         slice         slice         3 m
-    dp2x4/zero3      two replicas of four slices each: slices' gradients are summed over the replicas once a step
+    dp4              full          full          full          2
+    dp4/zero1        full          shard         shard         2
+    dp4/zero2        full          shard         shard         m + 1
+    dp4/zero3        shard         shard         shard         3 m
+    dp2x4/zero3      hybrid: two replicas of four shards each; replicas sum the gradients of their shards once a step
 
-Stage 1 sums gradients once a step, into slices; stage 2 after each microbatch, so that no whole gradient outlives its
-unit's backward; stage 3 gathers a unit before it is used, forward and backward, and drops it after. Updated slices are
-gathered (stages 1 and 2) where the next step uses them first, while the unit before computes.
+Stage 1 reduce-scatters gradients once a step. Stage 2 does so after each microbatch, so that the full gradients of one
+unit at a time are in memory. Stage 3 also unshards a unit before it is used, forward and backward, and reshards it
+after. In stages 1 and 2 the updated shards are gathered when the next step first uses them, prefetched while the unit
+before computes; FSDP's names for stages 2 and 3 are SHARD_GRAD_OP and FULL_SHARD, for the hybrid HSDP.
 
-With ``offload`` slices and optimizer state rest in host memory (on a CPU they do as it is), with ``offload:disk`` in
-files that are mapped into memory, and are updated unit by unit: a step works on one unit's state at a time.
+``offload`` keeps shards and optimizer state in host memory (on a CPU nothing moves), ``offload:disk`` in files that are
+mapped into memory. Both update unit by unit, so that one unit's state at a time is in the memory that computes.
 
-Shapes: at rest a parameter, its gradient and its optimizer state are 1-D: what of this rank's slice of its unit's
-    sequence is the parameter's, so some parameters lie on some ranks alone.
-Traffic: for each unit's sequence of P elements, stage 1 one all-gather and one reduce-scatter; stage 2 one all-gather
-    and m reduce-scatters; stage 3 in each microbatch one all-gather forward, one backward, one reduce-scatter (a
-    sequence that two chunks of one stage use is gathered for each). Frozen parameters are gathered and not summed.
-    A unit that a forward does not use is gathered all the same in stages 1 and 2. In stage 3 ranks compare what they
-    have gathered, in one or two all-reduces of two numbers for each set of ranks with slices: the core's, a step.
-Raises: PlanError, in stage 3, on every rank: ranks that share slices use units in different orders.
+Shapes: a sharded parameter, its gradient and its optimizer state are 1-D: the elements of the parameter that are in
+    this rank's shard of its unit's flat sequence. Some ranks may have none of them.
+Traffic: for each unit's flat sequence of P elements, stage 1 one all-gather and one reduce-scatter; stage 2 one
+    all-gather and m reduce-scatters; stage 3 in each microbatch one all-gather forward, one backward and one
+    reduce-scatter (a sequence that two chunks of one stage use is gathered for each). Frozen parameters are gathered
+    and not reduced. Stages 1 and 2 gather also the units that a forward does not use. In stage 3 ranks compare the
+    calls that they have made, in one or two all-reduces of two numbers for each set of ranks with shards: counted with
+    the core, once a step.
+Raises: PlanError, in stage 3, on every rank: ranks that share shards use units in different orders.
 Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054; two levels: Wang et al. 2023, "ZeRO++", arXiv:2306.10209.
 """
 
@@ -40,16 +42,16 @@ from shardwright.mesh import Coord
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
-from shardwright.runtime.offload_storage import OffloadStorage, Place
-from shardwright.strategies.zero.flat_groups import Group, chunks_with, groups, rest_in_slices
-from shardwright.strategies.zero.sharded_state import SlicedState
+from shardwright.runtime.offload_storage import OffloadStorage, OffloadTarget
+from shardwright.strategies.zero.flat_groups import FlatGroup, chunks_using, flat_groups, shard_state
+from shardwright.strategies.zero.sharded_state import ShardedState
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
 @dataclass(frozen=True)
 class Zero:
-    """Cuts optimizer state (1), gradients (2) and parameters (3) into slices over ``dp``."""
+    """Shards optimizer state (1), gradients (2) and parameters (3) over ``dp``."""
 
     name: ClassVar[str] = "zero"
     axis: ClassVar[str] = "dp"
@@ -65,31 +67,29 @@ class Zero:
     source: ClassVar[str] = "Rajbhandari et al. 2020, arXiv:1910.02054"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Cuts what rests into slices. Raises LayoutError for two stages at once, or none."""
+        """Shards the plan's state over ``dp``. Raises LayoutError for two stages at once, none, or a bad option."""
         stage = _stage(plan)
-        drops = stage == 3 and plan.mesh["dp"] > 1
-        _ahead(plan)
-        return rest_in_slices(plan, "dp", _groups(plan, stage), drops=drops, away=_place(plan))
+        reshards = stage == 3 and plan.mesh["dp"] > 1
+        _num_prefetch(plan)  # read only in apply(), but a bad value is refused here, before anything is sent
+        return shard_state(plan, "dp", _groups(plan, stage), reshards=reshards, offload=_offload_target(plan))
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
-        """Flattens this rank's parameters and keeps its slices."""
-        stage = _stage(plan)
-        place, storage = _place(plan), None
-        if place is not None and _is_apart(place, axes["dp"].device.type):
-            storage = OffloadStorage(place, axes["world"], job.offload_folder)
-        chosen = _groups(plan, stage)
-        everyone = axes["world"].for_strategy("core")
-        return SlicedState(job.model, plan, axes["dp"], chosen, stage, _ahead(plan), everyone, storage).applied()
+        """Flattens this rank's parameters, keeps its shards and hooks the model to unshard them in time."""
+        stage, target, storage = _stage(plan), _offload_target(plan), None
+        if target is not None and _moves(target, axes["dp"].device.type):
+            storage = OffloadStorage(target, axes["world"], job.offload_folder)
+        groups, world = _groups(plan, stage), axes["world"].for_strategy("core")
+        return ShardedState(job.model, plan, axes["dp"], groups, stage, _num_prefetch(plan), world, storage).applied()
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """The gathers and sums of every sequence that this rank has a part of."""
+        """The all-gathers and reduce-scatters of every flat sequence that this rank has a shard of."""
         stage, size, num_microbatches = _stage(plan), plan.mesh["dp"], plan.layout.num_microbatches
         found = []
         for group in _groups(plan, stage):
             first, num_elements = group.parameters[0], group.num_elements(plan, coord)
             if not num_elements or size == 1:
                 continue
-            gathers = 2 * num_microbatches * len(chunks_with(plan, group.unit, coord)) if stage == 3 else 1
+            gathers = 2 * num_microbatches * len(chunks_using(plan, group.unit, coord)) if stage == 3 else 1
             found.append(Traffic("all_gather", "dp", num_elements * plan.dtypes[first].itemsize, size, gathers))
             if group.trained:
                 wide = plan.masters if first in plan.wide_sums else plan.dtypes
@@ -98,8 +98,8 @@ class Zero:
         return tuple(found)
 
 
-def _groups(plan: Plan, stage: int) -> tuple[Group, ...]:
-    return groups(plan, frozen=stage == 3)
+def _groups(plan: Plan, stage: int) -> tuple[FlatGroup, ...]:
+    return flat_groups(plan, frozen=stage == 3)  # stages 1 and 2 save nothing on frozen parameters: they stay full
 
 
 def _factor(plan: Plan) -> Factor:
@@ -122,7 +122,7 @@ def _stage(plan: Plan) -> int:
     return STAGES[given[0].name]
 
 
-def _ahead(plan: Plan) -> int:
+def _num_prefetch(plan: Plan) -> int:
     option = _factor(plan).option("ahead")
     if option is None:
         return 1
@@ -136,8 +136,8 @@ def _ahead(plan: Plan) -> int:
     return int(option.value)
 
 
-def _place(plan: Plan) -> Place | None:
-    """Where state rests, if that is not where it computes."""
+def _offload_target(plan: Plan) -> OffloadTarget | None:
+    """Where shards and optimizer state are offloaded to, if they are."""
     option = _factor(plan).option("offload")
     if option is None:
         return None
@@ -151,9 +151,9 @@ def _place(plan: Plan) -> Place | None:
     return "host" if option.value is None else "disk"
 
 
-def _is_apart(place: Place, device: str) -> bool:
-    """Whether it is other memory than that in which ranks compute."""
-    return place == "disk" or device not in ("cpu", "meta")
+def _moves(target: OffloadTarget, device: str) -> bool:
+    """Whether the target is other memory than that in which ranks compute."""
+    return target == "disk" or device not in ("cpu", "meta")
 
 
 STRATEGY = Zero()
