@@ -12,8 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from shardwright.axes import layout_axes
 from shardwright.errors import LayoutError
-from shardwright.layout import _ENTRIES, MAX_SIZE, Factor, Layout, Option
+from shardwright.layout import MAX_SIZE, Factor, Layout, Option
 
 NAMES = st.from_regex(r"[a-z0-9.-]{1,6}", fullmatch=True).filter(lambda n: n not in ("2d", "2.5d", "3d", "file"))
 VALUES = st.text(st.characters(codec="utf-8", exclude_categories=("Z", "C")), min_size=1, max_size=8)
@@ -413,7 +414,8 @@ def test_a_wrong_dictionary_is_a_layout_error_that_names_the_fault(mapping, name
     assert fix_of(caught.value)
 
 
-KEYS = [key for _, keys in _ENTRIES.values() for key in keys] + ["parallel", "precision", *_ENTRIES]
+KEYS = [key for axis in layout_axes().values() for key in (axis.keyword, *axis.keys)]
+KEYS += ["size", "options", "parallel", "microbatches", "precision"]
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["2d", "2.5d", "4"])
 TREES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYS) | LEAVES, inner)

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError
-from shardwright.mesh import AXES, Mesh, balanced, balanced_part
+from shardwright.mesh import Mesh, balanced, balanced_part
 
+AXES = mesh_axes()
 MESHES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4), max_size=4).map(lambda sizes: Mesh(**sizes))
 
 
@@ -26,6 +28,12 @@ def test_every_rank_has_one_coordinate_and_every_coordinate_one_rank(mesh):
 def test_axes_lie_in_one_order_however_they_are_given(mesh):
     assert Mesh(**dict(reversed(mesh.sizes))) == mesh
     assert mesh.axes == tuple(axis for axis in AXES if axis in mesh.axes)
+
+
+def test_the_strategies_give_a_mesh_these_axes_in_this_order():
+    assert mesh_axes() == ("pp", "replica", "dp", "cp", "depth", "row", "col", "tp")
+    assert mesh_axes("copies") == ("replica", "dp")
+    assert mesh_axes("operators") == ("cp", "depth", "row", "col", "tp")
 
 
 @given(MESHES, st.data())

@@ -18,6 +18,7 @@ from shardwright.report.description import describe
 from shardwright.report.show import show_text
 from shardwright.rng import without_values
 from shardwright.strategies import STRATEGIES
+from shardwright.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,17 +33,22 @@ def strategies() -> str:
     return "\n".join(lines)
 
 
+def texts(strategy: Strategy) -> list[tuple[str, str]]:
+    """Each option of a strategy and what it does."""
+    return [(name, option.text) for name, option in strategy.options.items()]
+
+
 def options() -> str:
     """Every option of every strategy; those that all strategies of an axis have, once."""
     lines = ["| factor | option | does |", "|---|---|---|"]
-    counts = Counter(pair for strategy in STRATEGIES.values() for pair in strategy.options.items())
+    counts = Counter(pair for strategy in STRATEGIES.values() for pair in texts(strategy))
     for name, strategy in sorted(STRATEGIES.items()):
         first = f"`{strategy.axis}N` ([{name}](../src/shardwright/strategies/{name}.py))"
-        for option, text in strategy.options.items():
+        for option, text in texts(strategy):
             if counts[option, text] <= 2:
                 lines.append(f"| {first} | `/{option}` | {text} |")
                 first = ""
-    axes = {pair: s.axis for s in STRATEGIES.values() for pair in s.options.items() if counts[pair] > 2}
+    axes = {pair: s.axis for s in STRATEGIES.values() for pair in texts(s) if counts[pair] > 2}
     lines += [f"| every `{axis}N` | `/{option}` | {text} |" for (option, text), axis in axes.items()]
     return "\n".join(lines)
 

@@ -5,8 +5,8 @@
     |   |    |   |         |   +------- an option of its axis
     |   |    |   |         +----------- an axis and its size; a grid has two or three numbers
 
-Items come in any order and are printed in one: pp, mb, dp, cp, tp, precision, recompute. The strategies say
-which options an axis has; only ``2d``, ``2.5d``, ``3d`` are known here, because they shape the size of tp.
+Items come in any order and are printed in one: pp, mb, dp, cp, tp, precision, recompute. The strategies' files say
+which axes there are, how their sizes are written and which options they have: see :mod:`shardwright.axes`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from difflib import get_close_matches
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
+from shardwright.axes import LayoutAxis, MisfitError, layout_axes
 from shardwright.errors import LayoutError, nearest
-from shardwright.grid_shapes import NUM_SIDES, default_shape
 from shardwright.mesh import Mesh
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -29,26 +29,12 @@ Precision = Literal["fp32", "bf16", "fp16"]
 MAX_SIZE = 2**20
 """The most ranks one factor may have, and the most microbatches."""
 
-_AXES = {  # the axes of the mesh by how many numbers the size has, and how the sizes are written
-    "pp": (("pp",), "one number: pp4"),
-    "dp": (("dp", "replica dp"), "dp4, or replicas x slices: dp2x4"),
-    "cp": (("cp",), "one number: cp4"),
-    "tp": (("tp", "row col", "depth row col"), "tp4 tp2x4/2d tp8/2d tp2x2x2/2.5d tp8/2.5d:d2 tp8/3d"),
-}
-_PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}  # the algorithm that a mode is known by
 OWN = "own-statistics"
 _WORDS = f"mbN mbN/{OWN} bf16 fp16 recompute:full|selective|offload|PATTERN"
-_ITEMS = f"single, or ppN dpN cpN tpN /options, {_WORDS}; N from 1"
-_SIZED = re.compile(r"(pp|dp|cp|tp)([0-9]+(?:x[0-9]+){0,2})((?:/.*)?)")
+_SIZED = re.compile(r"([a-z]+)([0-9]+(?:x[0-9]+){0,2})((?:/.*)?)")
 _OPTION = re.compile(r"file:\S+|[a-z0-9.-]+(?::[^/\s]+)?")
 _OPTIONS = "name or name:value; names of a-z, 0-9, '.' and '-'; no spaces, and '/' only behind file:"
-_ENTRIES = {  # of the dictionary form: the axis, and the keys
-    "pipeline": ("pp", ("size", "options", "schedule", "microbatches")),
-    "data": ("dp", ("size", "options", "zero")),
-    "context": ("cp", ("size", "options")),
-    "tensor": ("tp", ("size", "options", "mode", "depth")),
-}
-_TEXTS = ("options", "schedule", "mode", "precision", "recompute")  # keys of a text; all others: a number
+_TOP = {"microbatches": (str, int), "precision": (str,), "recompute": (str,)}  # of the dictionary form
 _Settled: TypeAlias = "tuple[tuple[int, ...], tuple[Option, ...]]"
 
 
@@ -136,7 +122,7 @@ class Factor:
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """The axes of the mesh that the sizes belong to, in their order."""
-        return tuple(_AXES[self.axis][0][len(self.sizes) - 1].split())
+        return layout_axes()[self.axis].mesh_axes[len(self.sizes) - 1]
 
     def option(self, name: str) -> Option | None:
         """The option of that name, if it was given."""
@@ -168,7 +154,7 @@ class Layout:
     own_statistics: bool = False
 
     def __post_init__(self) -> None:
-        order = tuple(sorted(self.factors, key=lambda factor: list(_AXES).index(factor.axis)))
+        order = tuple(sorted(self.factors, key=lambda factor: layout_axes()[factor.axis].order))
         if not isinstance(self.own_statistics, bool):
             raise _error("no such own_statistics", self.own_statistics, "True, False", "write False")
         object.__setattr__(self, "factors", order)
@@ -199,7 +185,7 @@ class Layout:
         """
         items = line.split()
         found: dict[str, Any] = {}
-        wrong = None if items else ("the line is empty", _ITEMS)
+        wrong = None if items else ("the line is empty", _items())
         for item in items if items != ["single"] else ():
             text = item
             for _ in range(5):  # mending one fault can uncover another
@@ -214,7 +200,8 @@ class Layout:
                 found.setdefault(slot, value)
                 break
         number, own = found.pop("mb", (1, False))
-        layout = cls(tuple(found.pop(axis) for axis in _AXES if axis in found), number, own_statistics=own, **found)
+        factors = tuple(found.pop(axis) for axis in layout_axes() if axis in found)
+        layout = cls(factors, number, own_statistics=own, **found)
         if wrong:
             raise _error(wrong[0], " ".join(items), wrong[1], str(layout))
         return layout
@@ -236,9 +223,10 @@ class Layout:
         'dp4/zero3 tp2x2x2/2.5d'
         """
         if isinstance(mapping, Mapping) and "parallel" in mapping:
-            mapping = _checked("the outer dictionary", mapping, ("parallel",)).get("parallel", {})
-        top = _checked("the layout", mapping, (*_ENTRIES, "microbatches", "precision", "recompute"))
-        items = [item for name in _ENTRIES if name in top for item in _items_of(name, top[name])]
+            mapping = _checked("the outer dictionary", mapping, {"parallel": (dict,)}).get("parallel", {})
+        entries = {axis.keyword: axis for axis in layout_axes().values() if axis.keyword}
+        top = _checked("the layout", mapping, {**dict.fromkeys(entries, (dict, int)), **_TOP})
+        items = [item for name in entries if name in top for item in _items_of(entries[name], top[name])]
         items += [f"mb{top['microbatches']}"] if "microbatches" in top else []
         layout = cls.parse(" ".join(items) or "single")
         words = {word: top[word] for word in ("precision", "recompute") if word in top}
@@ -275,57 +263,30 @@ def _show(axis: str, sizes: Iterable[int], options: Iterable[Option]) -> str:
 
 def _settle(axis: str, sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Settled:
     """The canonical sizes and options of a factor."""
-    if axis not in _AXES:
-        raise _ItemError("no such axis", ", ".join(_AXES), nearest(str(axis), _AXES) + "4")
+    if (known := layout_axes().get(axis)) is None:
+        raise _ItemError("no such axis", ", ".join(layout_axes()), nearest(str(axis), layout_axes()) + "4")
     first = {option.name: option for option in reversed(options)}
     kept = tuple(option for option in options if first[option.name] is option)
     counts = [min(max(size, 1), MAX_SIZE) if isinstance(size, int) else 1 for size in sizes] or [1]
-    fewer = [prod(counts[:-1]), counts[-1]] if axis == "dp" else [prod(counts)]
+    most = len(known.mesh_axes)
+    fewer = [prod(counts[:-1]), counts[-1]] if most == 2 else [prod(counts)]
     for wrong, what, mended in (
         (prod(counts) > MAX_SIZE, f"'{axis}' has more than {MAX_SIZE} ranks", [MAX_SIZE]),
         (not sizes or not all(map(_is_count, sizes)), f"sizes are integers from 1 to {MAX_SIZE}", counts),
         (len(kept) < len(options), "an option is given twice", counts),
-        (len(counts) > len(_AXES[axis][0]), f"'{axis}' has too many numbers", fewer),
+        (len(counts) > most, f"'{axis}' has too many numbers", fewer),
     ):
         if wrong:
-            raise _ItemError(what, _AXES[axis][1], _show(axis, mended, kept))
-    if axis == "tp":
-        sizes, kept = _settle_grid(sizes, kept)
+            raise _ItemError(what, known.sizes, _show(axis, mended, kept))
+    try:
+        sizes, settled = known.settle(sizes, tuple((option.name, option.value) for option in kept))
+    except MisfitError as misfit:
+        shown = _show(axis, misfit.sizes, [Option(*pair) for pair in misfit.options])
+        raise _ItemError(misfit.what, misfit.allowed or known.sizes, shown) from None
+    kept = tuple(Option(*pair) for pair in settled)
     # a name with a digit is nearly always the mode (zero3, 1f1b, 2d); file is last, to be read back
     keys = [(o.name == "file", o.value is not None, not re.search("[0-9]", o.name), o.name) for o in kept]
     return sizes, tuple(option for _, option in sorted(zip(keys, kept, strict=True)))
-
-
-def _settle_grid(sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Settled:
-    """The explicit grid of a ``tp`` factor; the depth moves from the option into the sizes."""
-    modes = [option for option in options if option.name in NUM_SIDES]
-    if not modes and len(sizes) == 1:
-        return sizes, options
-    mode = modes[0] if modes else Option("2d" if len(sizes) == 2 else "3d")
-    pins = mode.value in _PINS[mode.name]
-    kept = Option(mode.name, "".join(get_close_matches(mode.value or "", _PINS[mode.name], n=1)) or None)
-    settled = (kept, *(option for option in options if option.name not in NUM_SIDES))
-    num_numbers, deep = NUM_SIDES[mode.name], mode.name == "2.5d"
-    written = re.fullmatch("d([1-9][0-9]{0,6})", mode.value or "")
-    depth = int(written[1]) if written else 2
-    grid = sizes if len(sizes) == num_numbers else default_shape(mode.name, prod(sizes), depth)
-    if not modes and any(option.name == "auto" for option in options):
-        raise _ItemError("'auto' chooses the grid itself", "tp4/auto", _show("tp", [prod(sizes)], options))
-    for wrong, what in (
-        (not modes, "two or three numbers need a grid mode"),
-        (len(modes) > 1, "a grid has one mode"),
-        (mode.value and not pins and not (deep and written), f"{mode.name} has no such value: {_values(mode.name)}"),
-        (len(sizes) not in (1, num_numbers), f"a {mode.name} grid has {num_numbers} numbers"),
-        (deep and len(sizes) == 1 and not written, "a 2.5d grid needs its depth"),
-        (written and depth != grid[0], "the depth does not fit the ranks"),
-    ):
-        if wrong:
-            raise _ItemError(what, _AXES["tp"][1], _show("tp", grid, settled))
-    return grid, settled
-
-
-def _values(mode: str) -> str:
-    return " or ".join(f"{mode}:{value}" for value in (*_PINS[mode], *(["d2"] if mode == "2.5d" else [])))
 
 
 def _number(digits: str) -> int:
@@ -341,7 +302,7 @@ def _read_item(item: str) -> tuple[str, object]:
         return "mb", (_number(match[1]), match[2] is not None)
     if item.startswith("recompute:") and _is_value(item.removeprefix("recompute:")):
         return "recompute", item.removeprefix("recompute:")
-    if match := _SIZED.fullmatch(item):
+    if (match := _SIZED.fullmatch(item)) and match[1] in layout_axes():
         axis, numbers, rest = match.groups()
         texts = re.findall(r"/(file:.*|[^/]*)", rest)  # a path keeps its slashes
         parts = [text.partition(":") for text in texts]
@@ -352,7 +313,13 @@ def _read_item(item: str) -> tuple[str, object]:
         options = tuple(Option(name, value if colon else None) for name, colon, value in parts)
         return axis, Factor(axis, *_settle(axis, tuple(map(_number, numbers.split("x"))), options))
     known = {"single": "it stands alone", "fp32": "it is what a line without bf16 or fp16 has"}
-    raise _ItemError(known.get(item, "no such item"), _ITEMS, _guess(item))
+    raise _ItemError(known.get(item, "no such item"), _items(), _guess(item))
+
+
+def _items() -> str:
+    """What a line may hold."""
+    axes = " ".join(f"{axis}N" for axis in layout_axes())
+    return f"single, or {axes} /options, {_WORDS}; N from 1"
 
 
 def _guess(item: str) -> str:
@@ -361,40 +328,37 @@ def _guess(item: str) -> str:
     letters = re.sub("[^a-z].*", "", head.lower())[:20]
     size = "".join(re.findall("[0-9]+(?:x[0-9]+){0,2}", head.lower())[:1])
     # one wrong letter of two is a slip of the hand when a number follows, another word when not
-    words = (*_AXES, "mb", "bf16", "fp16", "recompute:full")
+    words = (*layout_axes(), "mb", "bf16", "fp16", "recompute:full")
     meant = "".join(get_close_matches(letters, words, n=1, cutoff=0.5 if size else 0.6))
     if meant == "mb":
         return f"mb{min(max(_number(size.split('x')[0] or '4'), 1), MAX_SIZE)}" + (f"/{OWN}" if options else "")
-    if meant in _AXES:
+    if meant in layout_axes():
         return f"{meant}{size or 4}{slash}{options}"
     return "" if meant == "fp16" and size != "16" else meant  # fp32 is what a line without one has
 
 
-def _checked(where: str, given: object, known: Sequence[str]) -> dict[str, Any]:
-    """The entries of ``given`` that are not None, each of a known key and its type; a bool is no integer."""
+def _checked(where: str, given: object, known: Mapping[str, Sequence[type]]) -> dict[str, Any]:
+    """The entries of ``given`` that are not None, each of a known key and its types; a bool is no integer."""
     if not isinstance(given, Mapping):
         raise _error(f"{where} is no dictionary", given, "keys " + ", ".join(known), 'write {"tensor": 4}')
     for key, value in given.items():
-        _check_among(f"key in {where}", key, known)
-        kinds = {"a text without spaces": _is_value(value)} if key in ("size", "microbatches", *_TEXTS) else {}
-        kinds |= {"a dictionary": isinstance(value, Mapping)} if key in ("parallel", *_ENTRIES) else {}
-        kinds |= {f"from 0 to {MAX_SIZE}": _is_count(value, 0)} if key not in ("parallel", *_TEXTS) else {}
+        _check_among(f"key in {where}", key, list(known))
+        fits = {
+            str: ("a text without spaces", _is_value(value)),
+            dict: ("a dictionary", isinstance(value, Mapping)),
+            int: (f"from 0 to {MAX_SIZE}", _is_count(value, 0)),
+        }
+        kinds = dict(fits[each] for each in known[key])
         if value is not None and not any(kinds.values()):
             raise _error(f"'{key}' in {where} cannot be this", value, " or ".join(kinds), f"change '{key}'")
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _items_of(name: str, value: object) -> list[str]:
-    """The items of the line that one entry of the dictionary means."""
-    axis, keys = _ENTRIES[name]
-    entry = _checked(f"'{name}'", value if isinstance(value, Mapping) else {"size": value}, keys)
-    mode, depth = entry.get("mode", "1d"), entry.get("depth")
+def _items_of(axis: LayoutAxis, value: object) -> list[str]:
+    """The items of the line that an axis' entry of the dictionary means."""
+    keys = {"size": (str, int), "options": (str,), **axis.keys}
+    entry = _checked(f"'{axis.keyword}'", value if isinstance(value, Mapping) else {"size": value}, keys)
     if "size" not in entry:
-        raise _error(f"'{name}' has no size", value, "a number of ranks", "add 'size'")
-    if depth is not None and mode != "2.5d":
-        raise _error("only mode 2.5d has a depth", depth, "no depth", "leave out 'depth', or write mode 2.5d")
-    texts = [f"{axis}{entry['size']}", f"zero{entry['zero']}" if entry.get("zero") else ""]
-    texts += ["" if mode == "1d" else mode if depth is None else f"{mode}:d{depth}"]
-    texts += [entry.get("options", ""), entry.get("schedule", "")]  # a path in file: has slashes, so last
+        raise _error(f"'{axis.keyword}' has no size", value, "a number of ranks", "add 'size'")
     words = [f"mb{entry['microbatches']}"] if "microbatches" in entry else []
-    return ["/".join(filter(None, texts)), *words]
+    return ["/".join(filter(None, [f"{axis.name}{entry['size']}", *axis.written(entry)])), *words]

@@ -16,14 +16,8 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
+from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError, nearest
-
-COPIES = ("replica", "dp")
-"""The axes that cut samples alone: their ranks hold copies of the model, or slices of one."""
-
-AXES = ("pp", "replica", "dp", "cp", "depth", "row", "col", "tp")
-"""Every axis a mesh may have, slowest first. ``replica`` is the first number of ``dp2x4``; a tensor-parallel
-grid has ``depth``, ``row`` and ``col`` in place of ``tp``."""
 
 Coord = Mapping[str, int]
 """A rank's index on every axis."""
@@ -51,7 +45,7 @@ def balanced_part(size: int, parts: int, part: int) -> range:
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """A grid of ranks with named axes, in the order of ``AXES``.
+    """A grid of ranks with named axes, in the order of :func:`shardwright.axes.mesh_axes`.
 
     >>> mesh = Mesh(tp=3, dp=2)
     >>> mesh.size, mesh.axes, mesh.coord(4)
@@ -63,14 +57,15 @@ class Mesh:
     sizes: tuple[tuple[str, int], ...]
 
     def __init__(self, **sizes: int) -> None:
+        known = mesh_axes()
         for axis, size in sizes.items():
-            if axis not in AXES:
+            if axis not in known:
                 raise LayoutError(
-                    "no such axis", given=axis, allowed=", ".join(AXES), fix=f"write {nearest(axis, AXES)}"
+                    "no such axis", given=axis, allowed=", ".join(known), fix=f"write {nearest(axis, known)}"
                 )
             if size < 1:
                 raise LayoutError(f"axis '{axis}' is empty", given=size, allowed="1 or more", fix=f"leave out {axis}")
-        object.__setattr__(self, "sizes", tuple((axis, sizes[axis]) for axis in AXES if axis in sizes))
+        object.__setattr__(self, "sizes", tuple((axis, sizes[axis]) for axis in known if axis in sizes))
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from shardwright.analysis.structure import BATCH_NORMS
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.mesh import Coord
+from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
@@ -20,16 +21,18 @@ from shardwright.runtime.applied import Applied
 class Strategy(Protocol):
     """One strategy: a file of ``strategies/`` that defines ``STRATEGY``.
 
+    ``axis`` is the name of the axis that it lies along: its own, which its file defines as ``AXIS``, or one that the
+    file of another strategy does.
     For each axis of a layout and each phase, the strategy that declares one of the options given is chosen, or
     else the one with ``default``. ``options`` maps each option to what it does; one that takes a value shows it
-    there: "stages by hand: cut:conv1,conv2". Others refuse values.
+    in its text: "stages by hand: cut:conv1,conv2". Others refuse values.
     """
 
     name: ClassVar[str]
     axis: ClassVar[str]
     phase: ClassVar[Literal["operators", "stages", "state"]]
     default: ClassVar[bool]
-    options: ClassVar[Mapping[str, str]]
+    options: ClassVar[Mapping[str, StrategyOption]]
     source: ClassVar[str]
 
     def place(self, job: Job, plan: Plan) -> Plan:

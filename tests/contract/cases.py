@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
+from math import prod
 from pathlib import Path
 
 import torch
@@ -33,74 +34,70 @@ NUM_SAMPLES = (7, 5)  # of the two steps: neither can be divided, and on 8 ranks
 
 # ---- layouts
 
-VALUES = {
-    "bucket": ("0",),
-    "2.5d": ("d2", "d3", "d1"),
-    "interleaved": ("v2",),
-    "cut": ("token,blocks.1", "conv1,conv2"),
-    "ahead": ("0", "2"),
-    "offload": ("disk",),
-    "file": (str(Path(__file__).parent / "two_stages.csv"),),
-}
-"""The values to try of an option that needs one; any other option is written bare."""
-OF_ONE_MODEL = ("cut",)
-"""Options whose values name a model's own parts: one of the values fits a model, the others do not."""
+SUPPLIED = {"file": (f"file:{Path(__file__).parent / 'two_stages.csv'}",)}
+"""What is written of options whose values are files of the tests; the strategies say all else."""
 
-PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
-"""Further values of an option, that need the sizes written out."""
 
-TOGETHER = (("sp", "regather"), ("zero1", "offload:disk"))
-"""Options of one strategy that do something else together than each does alone, or in other company."""
+def written(strategy, name: str) -> tuple[str, ...]:
+    """How tests write an option, with its values and with other options."""
+    found = strategy.options[name].written(name) or SUPPLIED.get(name, ())
+    assert found, f"'{name}' of {strategy.name} has no examples: add some to its file, or to SUPPLIED"
+    return found
 
-BESIDE = {"zero": "/bucket:0"}
-"""What is written with every option of a strategy: the models here are small, and would be one unit."""
 
-FURTHER = {("zero", 4): ("dp2x2/zero2", "dp2x2/zero3")}
-"""Factors of more than one size, by strategy and ranks: replicas of slices."""
+def of_one_model() -> list[str]:
+    """Options whose values name a model's own parts: one of the values fits a model, the others do not."""
+    return [name for strategy in STRATEGIES.values() for name, o in strategy.options.items() if o.of_one_model]
 
 
 def spellings(strategy, size: int) -> list[str]:
     """The factors that ask for ``strategy`` on so many ranks, with each of its options in turn."""
-
-    def written(name: str) -> list[str]:
-        return [f"/{name}:{value}" for value in VALUES[name]] if name in VALUES else [f"/{name}"]
-
     # a default strategy takes its options alone; another one is asked for by its first, which the others join, or by
     # one of these
     first, *rest = ("", *strategy.options) if strategy.default else strategy.options
-    names = written(first) if first else [""]
-    options = names + [name + other for each in rest for other in written(each) for name in names[:1]]
-    options += [other for each in rest for other in written(each) if other not in options]
+    names = written(strategy, first) if first else ("",)
+    further = [other for each in rest for other in written(strategy, each)]
     found = []
-    for option in options:
+    for option in (*names, *(_joined(names[0], other) for other in further), *further):
         try:
-            layout = Layout.parse(f"{strategy.axis}{size}{option}{BESIDE.get(strategy.name, '')}")
+            layout = Layout.parse("/".join(filter(None, [f"{strategy.axis}{size}", option])))
             if layout.num_ranks == size and strategy in choose(layout):
                 found.append(str(layout))
         except LayoutError:
             continue
-    for names in TOGETHER:
-        if {name.partition(":")[0] for name in names} <= set(strategy.options):
-            beside = BESIDE.get(strategy.name, "")
-            found.append(f"{strategy.axis}{size}/{'/'.join(names)}{beside}")
-    pins = [name for name in PINS if name in strategy.options]
-    return found + [pinned for name in pins for pinned in _pinned(found[:1], name)]
+    pinned = [each for name, option in strategy.options.items() for each in _pinned(found[:1], name, option.pins)]
+    return [*dict.fromkeys(found), *pinned]
 
 
-def _pinned(factors: list[str], name: str) -> list[str]:
+def _joined(options: str, others: str) -> str:
+    return "/".join(dict.fromkeys(filter(None, f"{options}/{others}".split("/")))) if options else others
+
+
+def _pinned(factors: list[str], name: str, pins: Sequence[str]) -> list[str]:
     """The same grids with each of the algorithms that may be pinned."""
     pinned = []
     for factor in (Layout.parse(each).factors[0] for each in factors):
-        for value in PINS[name]:
+        for value in pins:
             options = tuple(Option(name, value) if o.name == name else o for o in factor.options)
             pinned.append(str(replace(factor, options=options)))
     return pinned
 
 
+def further_sizes(strategy, size: int) -> list[str]:
+    """Factors of more than one number: replicas of slices."""
+    return [
+        str(Layout.parse(f"{strategy.axis}{sizes}/{text}"))
+        for name, option in strategy.options.items()
+        for sizes in option.sizes
+        for text in written(strategy, name)
+        if prod(map(int, sizes.split("x"))) == size
+    ]
+
+
 def spelling(strategy, size: int) -> str:
     """The plainest factor that asks for ``strategy`` on so many ranks."""
     found = spellings(strategy, size)
-    assert found, f"no layout line asks for {strategy.name} on {size} ranks: add its values to VALUES"
+    assert found, f"no layout line asks for {strategy.name} on {size} ranks: add examples to its options"
     return found[0]
 
 

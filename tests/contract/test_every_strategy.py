@@ -7,23 +7,23 @@ import torch
 from torch import nn
 
 from contract.cases import (
-    BESIDE,
     CASES,
     CHECKS,
     DEEP,
-    FURTHER,
     GPT2,
     LLAMA_ONE_KV,
     OPTION_CASES,
     SIZES,
     check_equal,
     check_refused,
+    further_sizes,
     lays_out,
     line_of,
     spelling,
     spellings,
     whole_size,
 )
+from shardwright.axes import layout_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.models import Attention, CrossEntropy, MeanSquaredError, MLPConfig, build_mlp
@@ -54,7 +54,7 @@ def lines_of(strategy, size, case):
     every = case in (DEEP, *OPTION_CASES) and size == whole_size(strategy)
     factors = spellings(strategy, size) if every else [spelling(strategy, size)]
     if case in (DEEP, GPT2):
-        factors += [each + BESIDE.get(strategy.name, "") for each in FURTHER.get((strategy.name, size), ())]
+        factors += further_sizes(strategy, size)
     factors = [factor for factor in factors if case.has_sequences or "/seq" not in factor]
     return [line_of(case, factor) for factor in factors]
 
@@ -105,7 +105,7 @@ def test_every_option_is_laid_out_for_some_model(strategy):
         given = [factor for factor in factors if option in (each.partition(":")[0] for each in factor.split("/"))]
         assert not given or set(given) & set(fitting), given
     written = {option.partition(":")[0] for factor in factors for option in factor.split("/")}
-    assert written >= set(strategy.options), "add the values of an option that needs one to VALUES"
+    assert written >= set(strategy.options), "an option is not among its own examples"
 
 
 # ---- promise 5
@@ -242,7 +242,7 @@ def test_an_option_that_nobody_declares_is_refused_on_every_rank(strategy):
 
 def test_an_axis_without_a_strategy_is_refused_on_every_rank():
     known = {strategy.axis for strategy in STRATEGIES.values()}
-    for axis in sorted({"pp", "dp", "cp", "tp"} - known):
+    for axis in sorted(layout_axes().keys() - known):
         assert f"no strategy for '{axis}2'" in check_refused(f"{axis}2", DEEP.model)
         assert f"fix:     leave out {axis}2: dp2" in check_refused(f"dp2 {axis}2", DEEP.model)
 

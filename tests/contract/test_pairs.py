@@ -6,12 +6,13 @@ import pytest
 
 from contract.cases import (
     CHECKS,
-    OF_ONE_MODEL,
     OPTION_CASES,
     PAIR_CASES,
+    SUPPLIED,
     check_refused,
     lays_out,
     line_of,
+    of_one_model,
     pairs,
     spelling,
     spellings,
@@ -44,7 +45,7 @@ def test_a_strategy_keeps_its_promises_beside_every_other(one, other, case):
 
 
 def stands_alone(factor):
-    named = any(f"/{name}:" in factor for name in (*OF_ONE_MODEL, "file"))
+    named = any(f"/{name}:" in factor for name in (*of_one_model(), *SUPPLIED))
     return named or any(lays_out(line_of(case, factor), case) for case in OPTION_CASES)
 
 
@@ -60,7 +61,7 @@ def test_every_option_keeps_the_promises_beside_every_other_strategy(one, other)
     ways = {line: [(each, case) for each in (line, f"{line} mb3") for case in OPTION_CASES] for line in lines}
     fitting = {line: [(each, case) for each, case in ways[line] if lays_out(each, case)] for line in lines}
     for line in lines:
-        named = next((name for name in OF_ONE_MODEL if f"/{name}:" in line), None)
+        named = next((name for name in of_one_model() if f"/{name}:" in line), None)
         alike = [line] if named is None else [other for other in lines if f"/{named}:" in other]
         assert any(fitting[other] for other in alike), line
         for each, case in fitting[line][:1]:

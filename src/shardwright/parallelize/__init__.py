@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.analysis.batch_norms import batch_norms
+from shardwright.axes import layout_axes
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.layout import Layout
@@ -175,5 +176,5 @@ def _axes(plan: Plan, world: World) -> dict[str, Axis]:
 
 def _strategy_on(mesh_axis: str, chosen: Sequence[Strategy]) -> str:
     """Who cut the axis that makes a gradient partial: its sync is recorded as that strategy's."""
-    parts = {"dp": ("dp", "replica"), "tp": ("tp", "depth", "row", "col")}
-    return next((s.name for s in chosen if mesh_axis in parts.get(s.axis, (s.axis,))), "core")
+    known = layout_axes()
+    return next((s.name for s in chosen if mesh_axis in known[s.axis].all_mesh_axes), "core")

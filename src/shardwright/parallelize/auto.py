@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import Factor, Layout, Option
 from shardwright.parallelize.sequences import is_sequence
@@ -104,5 +105,4 @@ def samples_of(inputs: Any, layout: Layout) -> int | None:
 
 def num_shares(layout: Layout) -> int:
     """In how many parts, microbatches of all model copies, a global batch goes through the model."""
-    data = layout.factor("dp")
-    return layout.num_microbatches * (data.size if data is not None else 1)
+    return layout.num_microbatches * prod(layout.mesh[axis] for axis in mesh_axes("copies"))

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.batch_norms import ignore_batch_statistics
 from shardwright.analysis.copying import copied
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
+from shardwright.axes import mesh_axes
 from shardwright.errors import GridError, LayoutError
 from shardwright.layout import Layout
-from shardwright.mesh import COPIES, Coord
+from shardwright.mesh import Coord
 from shardwright.parallelize.advice import advised
 from shardwright.parallelize.auto import num_shares, samples_of, settle
 from shardwright.parallelize.checks import check_microbatches, check_renormed
@@ -219,7 +220,7 @@ class StepTraffic:
     ) -> tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...]:
         if self.plan.stages is None:
             return tuple({} for _ in microbatches)
-        axes = [axis for axis in self.plan.mesh.axes if axis not in ("pp", *COPIES)]
+        axes = [axis for axis in self.plan.mesh.axes if axis in mesh_axes("operators")]
         # stages share the values, and copies of the model compute alike on as many samples
         key = (*(coord[axis] for axis in axes), *(each.counts(axes) for each in samples))
         if key not in self._crossed:

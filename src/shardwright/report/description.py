@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from shardwright.analysis.costs import FLOPS_PER_S
 from shardwright.analysis.structure import owners
+from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
-from shardwright.mesh import COPIES, Coord
+from shardwright.mesh import Coord
 from shardwright.parallelize.planning import StepTraffic, in_hand, local_samples, make_plan, num_rows
 from shardwright.parallelize.sequences import num_tokens_of
 from shardwright.plan.batch_shard import microbatch_samples
@@ -205,7 +206,7 @@ def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator
     counts = {num_samples}
     for axis, size in sizes.items():
         firsts = set(range(size))
-        if _is_large(plan) and axis in COPIES and axis in row_axes and axis not in cut_axes:
+        if _is_large(plan) and axis in mesh_axes("copies") and axis in row_axes and axis not in cut_axes:
             # where a share of the samples ends one smaller begins; the first ones and the last are there to be drawn
             firsts = {*range(min(size, DRAWN)), size - 1, *(count % size for count in counts)}
         if axis in row_axes:
@@ -248,7 +249,9 @@ class _Sent:
         apart = tuple(coord[axis] for axis in self.plan.mesh.axes if self.plan.inputs.get(axis) != 0)
         all_in_hand = in_hand(self.plan, coord, self.num_samples, self.num_tokens)
         together = tuple(
-            each.sizes((), axis) for each in all_in_hand for axis in sorted(self.plan.row_axes.difference(COPIES))
+            each.sizes((), axis)
+            for each in all_in_hand
+            for axis in sorted(self.plan.row_axes.difference(mesh_axes("copies")))
         )
         key = (apart, held.counts, tuple(map(len, microbatches)), together)
         if key not in self.found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardwright.axes import mesh_axes
 from shardwright.comm.axis import Axis
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.recompute import activation_offload_target
@@ -21,8 +22,7 @@ def checkpoint_activations(job: Job, plan: Plan) -> None:
     """
     states: list[RestorableState] = [each for each in (job.draws, job.samples, job.frame) if each is not None]
     selective = plan.layout.recompute == "selective"
-    tp = plan.layout.factor("tp")
-    shared = tp is not None and tp.size > 1
+    shared = any(plan.mesh[axis] > 1 for axis in mesh_axes("operators"))
     for path in plan.again:
         module = job.model.get_submodule(path)
         block = CheckpointedBlock(path, module, module.forward, tuple(states), selective, shared)

@@ -9,7 +9,8 @@ from itertools import accumulate, chain, product
 from math import prod
 from typing import NamedTuple
 
-from shardwright.mesh import AXES, Coord, Mesh, balanced
+from shardwright.axes import mesh_axes
+from shardwright.mesh import Coord, Mesh, balanced
 from shardwright.sharding.box import Box, Piece, Range, Ranges, cells, flat_boxes, runs
 
 
@@ -78,7 +79,7 @@ class TensorLayout:
     def __post_init__(self) -> None:
         assert all(size >= 0 for size in self.shape), f"no tensor has shape {self.shape}"
         named = [step.axis for step in self.steps]
-        assert set(named) <= set(AXES), f"no such axis among {named}"
+        assert set(named) <= set(mesh_axes()), f"no such axis among {named}"
         assert len(set(named)) == len(named), f"an axis cuts once, not twice: {named}"
 
     @staticmethod
@@ -159,17 +160,17 @@ class TensorLayout:
         # Steps that may change places are kept in one order, so that equal layouts compare equal.
         def order(step: _LayoutStep) -> tuple[int, int]:
             if isinstance(step, _HeldOnly):
-                return 0, AXES.index(step.axis)
+                return 0, mesh_axes().index(step.axis)
             return (1, step.dim) if isinstance(step, _Cut) else (2, 0)
 
-        assert step.axis in AXES, f"no such axis: {step.axis}"
+        assert step.axis in mesh_axes(), f"no such axis: {step.axis}"
         return TensorLayout(self.shape, tuple(sorted((*self.steps, step), key=order)))
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which not all ranks hold the same, slowest first."""
         named = {step.axis for step in self.steps}
-        return tuple(axis for axis in AXES if axis in named)
+        return tuple(axis for axis in mesh_axes() if axis in named)
 
     @property
     def is_flat(self) -> bool:

@@ -1,31 +1,91 @@
-"""Every strategy, one file each. A file here that defines ``STRATEGY`` is found by all that lists strategies."""
+"""Every strategy, one file or folder each. A file here that defines ``STRATEGY`` is found by all that lists strategies.
+
+A strategy with an axis of its own defines it as ``AXIS`` beside ``STRATEGY``: from there the layout line, the mesh,
+gradient sync, the ledger and the tests know it. Strategies that share an axis name it, and one of them defines it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from types import ModuleType
 
+from shardwright.axes import LayoutAxis, layout_axes, register, unregister
 from shardwright.errors import LayoutError, nearest
 from shardwright.layout import Factor, Layout, Option
 from shardwright.strategy import Strategy
 
 PHASES = ("operators", "stages", "state")
 
+_KNOWN: dict[str, Strategy] = {}
 
-def _found() -> dict[str, Strategy]:
-    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
-    folders = [module for module in modules if hasattr(module, "__path__")]
-    modules += [
-        importlib.import_module(f"{m.__name__}.{i.name}") for m in folders for i in pkgutil.iter_modules(m.__path__)
-    ]
-    values: list[Strategy] = [module.STRATEGY for module in modules if hasattr(module, "STRATEGY")]
-    return {strategy.name: strategy for strategy in values}
-
-
-STRATEGIES: Mapping[str, Strategy] = _found()
+STRATEGIES: Mapping[str, Strategy] = _KNOWN
 """Every strategy by name."""
+
+
+def _modules() -> Iterator[ModuleType]:
+    """The files of this folder, and those of its folders."""
+    for info in pkgutil.iter_modules(__path__, f"{__name__}."):
+        module = importlib.import_module(info.name)
+        yield module
+        for inner in pkgutil.iter_modules(module.__path__, f"{info.name}.") if info.ispkg else ():
+            yield importlib.import_module(inner.name)
+
+
+def _register_all() -> None:
+    modules = list(_modules())
+    for axis in {id(m.AXIS): m.AXIS for m in modules if hasattr(m, "AXIS")}.values():
+        if layout_axes().get(axis.name) is not axis:  # it is known where this file is run twice, as doctests do
+            register(axis)
+    for strategy in {id(m.STRATEGY): m.STRATEGY for m in modules if hasattr(m, "STRATEGY")}.values():
+        _add(strategy)
+
+
+def _add(strategy: Strategy) -> None:
+    """From now on layouts may ask for the strategy. Raises LayoutError where it takes the place of another."""
+    if strategy.name in _KNOWN:
+        others = ", ".join(_KNOWN)
+        raise _clash(
+            f"two strategies are called '{strategy.name}'", strategy.name, f"a name beside {others}", "rename one"
+        )
+    if strategy.axis not in layout_axes():
+        fix = "define AXIS beside STRATEGY, or name an axis that another strategy defines"
+        raise _clash(f"no strategy defines the axis '{strategy.axis}'", strategy.name, ", ".join(layout_axes()), fix)
+    for other in _KNOWN.values():
+        if strategy.default and other.default and (strategy.axis, strategy.phase) == (other.axis, other.phase):
+            both = f"'{strategy.name}' and '{other.name}', in the phase '{strategy.phase}'"
+            fix = f"ask for '{strategy.name}' by an option"
+            raise _clash(f"two strategies are the default of '{strategy.axis}'", both, "one in each phase", fix)
+    _KNOWN[strategy.name] = strategy
+
+
+def _clash(what: str, given: str, allowed: str, fix: str) -> LayoutError:
+    return LayoutError(what, given=given, allowed=allowed, fix=fix)
+
+
+@contextmanager
+def registered(strategy: Strategy, axis: LayoutAxis | None = None) -> Iterator[None]:
+    """Inside, layouts may ask for a strategy that is no file here, and name its axis.
+
+    Raises: LayoutError: it takes the name, the axis or the place of another.
+    """
+    if axis is not None:
+        register(axis)
+    try:
+        _add(strategy)
+        try:
+            yield
+        finally:
+            del _KNOWN[strategy.name]
+    finally:
+        if axis is not None:
+            unregister(axis)
+
+
+_register_all()
 
 
 def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[Strategy, ...]:
@@ -42,8 +102,8 @@ def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[
         for option in factor.options:
             if not any(option.name in strategy.options for strategy in of_axis):
                 raise _no_option(layout, factor, option.name, known)
-            shown = (strategy.options.get(option.name, "") for strategy in of_axis)
-            if option.value is not None and not any(f"{option.name}:" in text for text in shown):
+            texts = (strategy.options[option.name].text for strategy in of_axis if option.name in strategy.options)
+            if option.value is not None and not any(f"{option.name}:" in text for text in texts):
                 raise _no_value(layout, factor, option)
     return tuple(strategy for phase in PHASES for strategy in chosen[phase])
 
@@ -75,7 +135,7 @@ def _without(layout: Layout, factor: Factor) -> str:
 
 def _no_option(layout: Layout, factor: Factor, option: str, known: Mapping[str, Strategy]) -> LayoutError:
     names = {name for s in known.values() if s.axis == factor.axis for name in s.options}
-    options = sorted(names | ({"auto"} if factor.axis == "tp" else set()))
+    options = sorted(names.union(layout_axes()[factor.axis].automatic))
     plain = factor.axis + (f"{factor.size}")
     return LayoutError(
         f"no strategy here runs '{option}' on axis '{factor.axis}'",

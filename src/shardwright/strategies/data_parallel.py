@@ -16,19 +16,39 @@ Source: Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704 (buckets reduced
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from shardwright.analysis.batch_norms import batch_norms
+from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.mesh import Coord
 from shardwright.operators.batch_norm import share_statistics
+from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import split_into_param_groups
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
 from shardwright.strategy import check_samples_apart
+
+
+def _written(entry: Mapping[str, Any]) -> Sequence[str]:
+    """The options of the dictionary form's entry: ``{"size": 4, "zero": 3}``, where 0 is plain."""
+    return [f"zero{entry['zero']}" if entry.get("zero") else "", entry.get("options", "")]
+
+
+AXIS = LayoutAxis(
+    "dp",
+    order=10,
+    kind="copies",
+    mesh_axes=(("dp",), ("replica", "dp")),
+    sizes="dp4, or replicas x slices: dp2x4",
+    keyword="data",
+    keys={"zero": (int,)},
+    written=_written,
+)
+"""Copies of the model, each with samples of its own; ``replica`` is the first number of ``dp2x4``."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +59,11 @@ class DataParallel:
     axis: ClassVar[str] = "dp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = True
-    options: ClassVar[Mapping[str, str]] = {
-        "bucket": "least KiB of parameters that travel together: bucket:1024",
-        "fp32-sums": "with bf16 or fp16, gradients are added up in fp32: over microbatches, and over ranks",
+    options: ClassVar[Mapping[str, StrategyOption]] = {
+        "bucket": StrategyOption("least KiB of parameters that travel together: bucket:1024", ("bucket:0",)),
+        "fp32-sums": StrategyOption(
+            "with bf16 or fp16, gradients are added up in fp32: over microbatches, and over ranks"
+        ),
     }
     source: ClassVar[str] = "Li et al. 2020, arXiv:2006.15704"
 

@@ -17,6 +17,7 @@ from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
 from shardwright.models import MODELS, CrossEntropy, build, configure
 from shardwright.models.settings import check_fraction, check_known, check_sizes, parse_value
+from shardwright.parallelize.auto import num_shares
 
 RUN_FILE = "run.json"
 
@@ -99,9 +100,7 @@ class TrainConfig:
     @property
     def num_tokens(self) -> int:
         """The tokens of one microbatch of one model copy: what modes that weigh activations choose by."""
-        layout = Layout.parse(self.layout)
-        data = layout.factor("dp")
-        return max(1, self.batch * self.seq // (layout.num_microbatches * (data.size if data is not None else 1)))
+        return max(1, self.batch * self.seq // num_shares(Layout.parse(self.layout)))
 
     def build(self) -> tuple[nn.Module, nn.Module, Any]:
         """The plain model, its loss, and the model's config; build it under ``torch.device("meta")``."""

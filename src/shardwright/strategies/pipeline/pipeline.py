@@ -21,18 +21,20 @@ Source: Narayanan et al. 2021, arXiv:2104.04473; each schedule names its own in 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from shardwright.analysis.batch_dependence import keeps_state_between_calls
 from shardwright.analysis.structure import has_hooks
+from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
 from shardwright.operators.split_backward import split_backward
+from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Job, Partial, Plan, StateLayout
 from shardwright.plan.schedule import Schedule
@@ -52,6 +54,24 @@ from shardwright.strategies.pipeline.stage import Stage
 from shardwright.strategy import check_table
 
 
+def _written(entry: Mapping[str, Any]) -> Sequence[str]:
+    """The options of the dictionary form's entry: ``{"size": 4, "schedule": "1f1b"}``."""
+    return [entry.get("options", ""), entry.get("schedule", "")]  # a path in file: has slashes, so last
+
+
+AXIS = LayoutAxis(
+    "pp",
+    order=0,
+    kind="stages",
+    mesh_axes=(("pp",),),
+    sizes="one number: pp4",
+    keyword="pipeline",
+    keys={"schedule": (str,), "microbatches": (str, int)},
+    written=_written,
+)
+"""Stages of the model, one after the other."""
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """Cuts the model into stages by what its calls cost, and runs a schedule over them."""
@@ -60,11 +80,18 @@ class Pipeline:
     axis: ClassVar[str] = "pp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "stages"
     default: ClassVar[bool] = True
-    options: ClassVar[Mapping[str, str]] = {
-        **{name: family.description for name, family in SCHEDULES.items()},
-        "auto": "the best list for what the chunks cost, within a limit where one is given: auto:8GiB",
-        "cut": "stages by hand, each beginning at a module of this name: cut:conv1,conv2,fc",
-        "file": "a schedule of your own, as CSV or JSON: file:PATH",
+    options: ClassVar[Mapping[str, StrategyOption]] = {
+        **{
+            name: StrategyOption(family.description, ("interleaved:v2",) if name == "interleaved" else None)
+            for name, family in SCHEDULES.items()
+        },
+        "auto": StrategyOption("the best list for what the chunks cost, within a limit where one is given: auto:8GiB"),
+        "cut": StrategyOption(
+            "stages by hand, each beginning at a module of this name: cut:conv1,conv2,fc",
+            ("cut:token,blocks.1", "cut:conv1,conv2"),
+            of_one_model=True,
+        ),
+        "file": StrategyOption("a schedule of your own, as CSV or JSON: file:PATH", examples=()),
     }
     source: ClassVar[str] = "Narayanan et al. 2021, arXiv:2104.04473"
 

@@ -36,6 +36,7 @@ from shardwright.errors import LayoutError
 from shardwright.mesh import Coord
 from shardwright.operators.picture_rows import Resize, SlidingWindow, balanced_rows, reading_of
 from shardwright.plan.layer_overrides import overrides_of
+from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan, Shard
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
@@ -54,7 +55,9 @@ class Spatial:
     axis: ClassVar[str] = "tp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, str]] = {"spatial": "pictures cut in rows, for maps too large for one device"}
+    options: ClassVar[Mapping[str, StrategyOption]] = {
+        "spatial": StrategyOption("pictures cut in rows, for maps too large for one device")
+    }
     source: ClassVar[str] = "Dryden et al. 2019, arXiv:1903.06681"
 
     def place(self, job: Job, plan: Plan) -> Plan:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from shardwright.mesh import Coord
 from shardwright.plan.batch_shard import Rows
+from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Plan
 from shardwright.strategies.tensor_parallel.features import Features, width
 from shardwright.strategies.tensor_parallel.roles import (
@@ -84,10 +85,14 @@ class Mode:
 
 SEQ = "seq"
 
-OPTIONS: Mapping[str, str] = {
-    SEQ: "rows are the tokens of each sample and not samples: for batches of fewer samples than cut them",
-    "regather": "gathered operands are not kept for the backward but gathered again: less memory, more traffic",
-    "no-overlap": "no message travels while something is computed: to see what overlap gains",
+OPTIONS: Mapping[str, StrategyOption] = {
+    SEQ: StrategyOption(
+        "rows are the tokens of each sample and not samples: for batches of fewer samples than cut them"
+    ),
+    "regather": StrategyOption(
+        "gathered operands are not kept for the backward but gathered again: less memory, more traffic"
+    ),
+    "no-overlap": StrategyOption("no message travels while something is computed: to see what overlap gains"),
 }
 """What every mode has a choice of."""
 

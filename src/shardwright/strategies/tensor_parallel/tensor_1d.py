@@ -24,6 +24,7 @@ from typing import ClassVar, Literal
 
 from shardwright.comm.axis import Axis
 from shardwright.mesh import Coord
+from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
@@ -44,7 +45,10 @@ class Tensor1D:
     axis: ClassVar[str] = "tp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = True
-    options: ClassVar[Mapping[str, str]] = {"sp": "activations between pairs of layers cut by samples", **OPTIONS}
+    options: ClassVar[Mapping[str, StrategyOption]] = {
+        "sp": StrategyOption("activations between pairs of layers cut by samples", ("sp", "sp/regather")),
+        **OPTIONS,
+    }
     source: ClassVar[str] = "Shoeybi et al. 2019, arXiv:1909.08053"
 
     def mode(self, plan: Plan) -> Mode:

@@ -26,10 +26,12 @@ from typing import ClassVar, Literal
 
 from shardwright.comm.axis import Axis
 from shardwright.mesh import Coord
+from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
 from shardwright.strategies.tensor_parallel.apply import apply
+from shardwright.strategies.tensor_parallel.axis import PINS
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode, mode
 from shardwright.strategies.tensor_parallel.place import place
 from shardwright.strategies.tensor_parallel.roles import State
@@ -47,8 +49,11 @@ class Tensor2D:
     axis: ClassVar[str] = "tp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, str]] = {
-        "2d": "a grid of rows and columns, tp2x3/2d; 2d:summa pins the classic roles",
+    options: ClassVar[Mapping[str, StrategyOption]] = {
+        "2d": StrategyOption(
+            "a grid of rows and columns, tp2x3/2d; 2d:summa pins the classic roles",
+            pins=PINS["2d"],
+        ),
         **OPTIONS,
     }
     source: ClassVar[str] = "Xu et al. 2021, arXiv:2104.05343"

@@ -25,10 +25,12 @@ from typing import ClassVar, Literal
 
 from shardwright.comm.axis import Axis
 from shardwright.mesh import Coord
+from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
 from shardwright.strategies.tensor_parallel.apply import apply
+from shardwright.strategies.tensor_parallel.axis import PINS
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode, mode
 from shardwright.strategies.tensor_parallel.place import place
 from shardwright.strategies.tensor_parallel.roles import State
@@ -46,8 +48,12 @@ class Tensor2p5D:
     axis: ClassVar[str] = "tp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, str]] = {
-        "2.5d": "depth x rows x columns: tp2x2x2/2.5d, tp8/2.5d:d2; 2.5d:summa pins",
+    options: ClassVar[Mapping[str, StrategyOption]] = {
+        "2.5d": StrategyOption(
+            "depth x rows x columns: tp2x2x2/2.5d, tp8/2.5d:d2; 2.5d:summa pins",
+            ("2.5d:d2", "2.5d:d3", "2.5d:d1"),
+            pins=PINS["2.5d"],
+        ),
         **OPTIONS,
     }
     source: ClassVar[str] = "Wang et al. 2021, arXiv:2105.14500"

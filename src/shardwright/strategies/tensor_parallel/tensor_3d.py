@@ -28,10 +28,12 @@ from typing import ClassVar, Literal
 
 from shardwright.comm.axis import Axis
 from shardwright.mesh import Coord
+from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
 from shardwright.strategies.tensor_parallel.apply import apply
+from shardwright.strategies.tensor_parallel.axis import PINS
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode, mode
 from shardwright.strategies.tensor_parallel.place import place
 from shardwright.strategies.tensor_parallel.roles import State
@@ -49,8 +51,11 @@ class Tensor3D:
     axis: ClassVar[str] = "tp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
     default: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, str]] = {
-        "3d": "a cube, tp2x2x2/3d, tp8/3d; 3d:classic pins",
+    options: ClassVar[Mapping[str, StrategyOption]] = {
+        "3d": StrategyOption(
+            "a cube, tp2x2x2/3d, tp8/3d; 3d:classic pins",
+            pins=PINS["3d"],
+        ),
         **OPTIONS,
     }
     source: ClassVar[str] = "Bian et al. 2021, arXiv:2105.14450"

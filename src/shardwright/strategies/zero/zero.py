@@ -39,6 +39,7 @@ from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.layout import Factor
 from shardwright.mesh import Coord
+from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
@@ -57,12 +58,25 @@ class Zero:
     axis: ClassVar[str] = "dp"
     phase: ClassVar[Literal["operators", "stages", "state"]] = "state"
     default: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, str]] = {
-        "zero3": "parameters, gradients and optimizer state in slices; units are gathered before use",
-        "zero2": "gradients and optimizer state in slices, summed after each microbatch",
-        "zero1": "optimizer state in slices",
-        "ahead": "how many units are gathered before they are used, and reduced after: ahead:1",
-        "offload": "slices and optimizer state in host memory, or in mapped files: offload:disk",
+    options: ClassVar[Mapping[str, StrategyOption]] = {
+        # the models of tests are small, and would be one unit without a bucket
+        "zero3": StrategyOption(
+            "parameters, gradients and optimizer state in slices; units are gathered before use",
+            ("zero3/bucket:0",),
+            sizes=("2x2",),
+        ),
+        "zero2": StrategyOption(
+            "gradients and optimizer state in slices, summed after each microbatch",
+            ("zero2/bucket:0",),
+            sizes=("2x2",),
+        ),
+        "zero1": StrategyOption("optimizer state in slices", ("zero1/bucket:0", "zero1/offload:disk/bucket:0")),
+        "ahead": StrategyOption(
+            "how many units are gathered before they are used, and reduced after: ahead:1", ("ahead:0", "ahead:2")
+        ),
+        "offload": StrategyOption(
+            "slices and optimizer state in host memory, or in mapped files: offload:disk", ("offload:disk",)
+        ),
     }
     source: ClassVar[str] = "Rajbhandari et al. 2020, arXiv:1910.02054"
 

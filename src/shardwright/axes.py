@@ -1,0 +1,159 @@
+"""The axes that a layout line can name: each is declared by the file of a strategy, and found here by all others.
+
+::
+
+    strategies/data_parallel.py      AXIS = LayoutAxis("dp", order=10, mesh_axes=(("dp",), ("replica", "dp")), ...)
+                                                        |                            |
+    the line        dp2x4/zero3   <---------------------+                            |
+    the mesh        replica=2 dp=4   <-----------------------------------------------+
+
+The registry is empty until ``shardwright.strategies`` is imported, which ``import shardwright`` does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, TypeAlias
+
+from shardwright.errors import LayoutError
+
+Sizes: TypeAlias = tuple[int, ...]
+Options: TypeAlias = tuple[tuple[str, str | None], ...]
+"""The options behind an axis, each a name and a value."""
+
+Kind = Literal["stages", "copies", "operators"]
+"""What the ranks along an axis have: stages of the model, copies of it (or slices of one) for samples of their own, or
+parts of the same operators, which they compute together."""
+
+WORDS = ("mb", "bf", "fp", "single", "recompute")
+KEYS = ("parallel", "microbatches", "precision", "recompute", "size", "options")
+"""What a line and a dictionary call other things than axes."""
+
+
+class MisfitError(Exception):
+    """Sizes or options that an axis cannot have: what is wrong, and the nearest sizes and options that work."""
+
+    def __init__(self, what: str, sizes: Sizes, options: Options, allowed: str = "") -> None:
+        super().__init__(what)
+        self.what, self.sizes, self.options, self.allowed = what, sizes, options, allowed
+
+
+def _as_given(sizes: Sizes, options: Options) -> tuple[Sizes, Options]:
+    return sizes, options
+
+
+def _options_alone(entry: Mapping[str, Any]) -> Sequence[str]:
+    return [entry.get("options", "")]
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutAxis:
+    """One axis of a layout: how it is written, and which axes of the mesh its sizes are.
+
+    Args:
+        name: what the line calls it.
+        order: its place in the line and in the mesh, slowest first. Ranks of the last axis are neighbours.
+        kind: what the ranks along it have.
+        mesh_axes: the names of the mesh's axes, for a size of one number, of two, and so on.
+        sizes: how the sizes are written, for the texts of errors.
+        settle: gives the canonical sizes and options; raises MisfitError.
+        automatic: the options that become others before a strategy is chosen.
+        keyword: what the dictionary form calls it; without one that form cannot name it.
+        keys: the keys of its entry there beside ``size`` and ``options``, and the types of each: str, int.
+        written: the options that such an entry means, in the order of the line.
+
+    >>> axis = LayoutAxis("dp", 10, "copies", (("dp",), ("replica", "dp")), "dp4, or replicas x slices: dp2x4")
+    >>> axis.all_mesh_axes
+    ('replica', 'dp')
+    """
+
+    name: str
+    order: int
+    kind: Kind
+    mesh_axes: tuple[tuple[str, ...], ...]
+    sizes: str
+    settle: Callable[[Sizes, Options], tuple[Sizes, Options]] = _as_given
+    automatic: tuple[str, ...] = ()
+    keyword: str = ""
+    keys: Mapping[str, Sequence[type]] = field(default_factory=dict)
+    written: Callable[[Mapping[str, Any]], Sequence[str]] = _options_alone
+
+    @property
+    def all_mesh_axes(self) -> tuple[str, ...]:
+        """Every axis of the mesh that it may become, slowest first."""
+        return tuple(dict.fromkeys(name for names in reversed(self.mesh_axes) for name in names))
+
+
+_REGISTERED: dict[str, LayoutAxis] = {}
+
+
+def register(axis: LayoutAxis) -> None:
+    """From now on lines may name the axis.
+
+    Raises: LayoutError: another axis has one of its names, or its place.
+
+    >>> xp = LayoutAxis("xp", 5, "copies", (("xp",),), "one number: xp4")
+    >>> register(xp)
+    >>> "xp" in layout_axes(), "xp" in mesh_axes("copies"), "xp" in mesh_axes("operators")
+    (True, True, False)
+    >>> register(LayoutAxis("yp", 5, "copies", (("yp",),), "one number: yp4"))
+    Traceback (most recent call last):
+    shardwright.errors.LayoutError: two axes have the order 5
+      ...
+    >>> unregister(xp)
+    """
+    if not re.fullmatch("[a-z]+", axis.name) or axis.name in WORDS:
+        allowed = f"letters a-z; {', '.join(WORDS)} are other words of the line"
+        raise _clash(f"no axis can be called '{axis.name}'", axis.name, allowed, "rename it")
+    if any("world" in names or "+" in "".join(names) for names in axis.mesh_axes):
+        raise _clash("no axis of the mesh can be called so", axis.mesh_axes, "no 'world', and no '+'", "rename it")
+    if axis.keyword in KEYS:
+        raise _clash("the dictionary form has another such key", axis.keyword, "a key of its own", "rename the keyword")
+    for other in layout_axes().values():
+        _check_apart(axis, other)
+    _REGISTERED[axis.name] = axis
+    _forget()
+
+
+def _check_apart(axis: LayoutAxis, other: LayoutAxis) -> None:
+    """Raises LayoutError where two axes have a name or their place in common."""
+    both = f"'{axis.name}' beside '{other.name}'"
+    if axis.order == other.order:
+        taken = [each.order for each in layout_axes().values()]
+        allowed = f"an order of its own; {', '.join(map(str, taken))} are taken"
+        fix = f"give '{axis.name}' the order {1 + max(taken)}"
+        raise _clash(f"two axes have the order {axis.order}", both, allowed, fix)
+    shared = {axis.name, *axis.all_mesh_axes} & {other.name, *other.all_mesh_axes}
+    shared |= {axis.keyword} & {other.keyword} - {""}
+    if shared:
+        raise _clash(f"two axes are called '{min(shared)}'", both, "names of its own", f"rename that of '{axis.name}'")
+
+
+def unregister(axis: LayoutAxis) -> None:
+    """From now on no line can name the axis."""
+    del _REGISTERED[axis.name]
+    _forget()
+
+
+def _forget() -> None:
+    for known in (layout_axes, mesh_axes):
+        known.cache_clear()
+
+
+def _clash(what: str, given: object, allowed: str, fix: str) -> LayoutError:
+    return LayoutError(what, given=given, allowed=allowed, fix=fix)
+
+
+@cache
+def layout_axes() -> Mapping[str, LayoutAxis]:
+    """Every axis that a line can name, slowest first."""
+    return {axis.name: axis for axis in sorted(_REGISTERED.values(), key=lambda axis: axis.order)}
+
+
+@cache
+def mesh_axes(kind: Kind | None = None) -> tuple[str, ...]:
+    """Every axis that a mesh may have, or those of a kind, slowest first."""
+    return tuple(name for axis in layout_axes().values() if kind in (None, axis.kind) for name in axis.all_mesh_axes)

@@ -1,0 +1,80 @@
+"""The ``tp`` axis as a layout line writes it: a number of ranks, or a grid under one of the modes.
+
+::
+
+    tp8/2d         becomes  tp2x4/2d          the most square grid with rows <= columns
+    tp8/2.5d:d2    becomes  tp2x2x2/2.5d      the same under the given depth, which moves from the option into the sizes
+    tp8/3d         becomes  tp2x2x2/3d        the most cubic one
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from math import prod
+from typing import Any
+
+from shardwright.axes import LayoutAxis, MisfitError, Options, Sizes
+from shardwright.errors import LayoutError
+from shardwright.grid_shapes import NUM_SIDES, default_shape
+
+PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
+"""The values of a mode that pin the algorithm it is known by."""
+
+
+def _settle(sizes: Sizes, options: Options) -> tuple[Sizes, Options]:
+    """The explicit grid of the factor, and its options; one without a mode is left as it is."""
+    modes = [option for option in options if option[0] in NUM_SIDES]
+    if not modes and len(sizes) == 1:
+        return sizes, options
+    mode, value = modes[0] if modes else ("2d" if len(sizes) == 2 else "3d", None)
+    pinned = value in PINS[mode]
+    kept = (mode, "".join(get_close_matches(value or "", PINS[mode], n=1)) or None)
+    settled = (kept, *(option for option in options if option[0] not in NUM_SIDES))
+    num_numbers, deep = NUM_SIDES[mode], mode == "2.5d"
+    written = re.fullmatch("d([1-9][0-9]{0,6})", value or "")
+    depth = int(written[1]) if written else 2
+    grid = sizes if len(sizes) == num_numbers else default_shape(mode, prod(sizes), depth)
+    if not modes and any(name == "auto" for name, _ in options):
+        raise MisfitError("'auto' chooses the grid itself", (prod(sizes),), options, allowed="tp4/auto")
+    for wrong, what in (
+        (not modes, "two or three numbers need a grid mode"),
+        (len(modes) > 1, "a grid has one mode"),
+        (value and not pinned and not (deep and written), f"{mode} has no such value: {_values(mode)}"),
+        (len(sizes) not in (1, num_numbers), f"a {mode} grid has {num_numbers} numbers"),
+        (deep and len(sizes) == 1 and not written, "a 2.5d grid needs its depth"),
+        (written and depth != grid[0], "the depth does not fit the ranks"),
+    ):
+        if wrong:
+            raise MisfitError(what, grid, settled)
+    return grid, settled
+
+
+def _values(mode: str) -> str:
+    return " or ".join(f"{mode}:{value}" for value in (*PINS[mode], *(["d2"] if mode == "2.5d" else [])))
+
+
+def _written(entry: Mapping[str, Any]) -> Sequence[str]:
+    """The options of the dictionary form's entry: ``{"size": 8, "mode": "2.5d", "depth": 2}``."""
+    mode, depth = entry.get("mode", "1d"), entry.get("depth")
+    if depth is not None and mode != "2.5d":
+        raise LayoutError(
+            "only mode 2.5d has a depth", given=depth, allowed="no depth", fix="leave out 'depth', or write mode 2.5d"
+        )
+    return ["" if mode == "1d" else mode if depth is None else f"{mode}:d{depth}", entry.get("options", "")]
+
+
+AXIS = LayoutAxis(
+    "tp",
+    order=30,
+    kind="operators",
+    mesh_axes=(("tp",), ("row", "col"), ("depth", "row", "col")),
+    sizes="tp4 tp2x4/2d tp8/2d tp2x2x2/2.5d tp8/2.5d:d2 tp8/3d",
+    settle=_settle,
+    automatic=("auto",),
+    keyword="tensor",
+    keys={"mode": (str,), "depth": (int,)},
+    written=_written,
+)
+"""Parts of the same operators along one axis, or on a grid of two or three."""
