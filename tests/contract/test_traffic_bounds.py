@@ -17,6 +17,7 @@ from shardwright.models import MeanSquaredError
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import StepTraffic, make_plan
 from shardwright.plan.plan import Job
+from shardwright.strategies.tensor_parallel.mode import OPTIONS
 
 WIDTH, HIDDEN = 72, 144
 
@@ -144,3 +145,27 @@ def test_a_pair_of_layers_sends_no_more_than_the_formula_of_its_mode(line):
 @pytest.mark.parametrize("line", ["tp2x3/2d:summa", "tp3x2x2/2.5d:summa", "tp2x2x2/3d:classic", "tp3x2x2/3d:classic"])
 def test_a_classic_algorithm_sends_exactly_what_its_formula_says(line):
     assert sent_for_a_pair(line, 3) == {allowed_bytes(line, 3)}
+
+
+def sent_with_and_without_regather(line):
+    model = model_of(2, WIDTH, HIDDEN)
+    found = [sent(each, model, NUM_SAMPLES, 3) for each in (line, f"{line}/regather")]
+    assert all(recorded == said for of_ranks in found for recorded, said in of_ranks)
+    return [[recorded for recorded, _ in of_ranks] for of_ranks in found]
+
+
+@pytest.mark.parametrize("line", ["tp4/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d", "tp2x2x2/3d:classic"])
+def test_regather_sends_more_in_every_mode_that_keeps_what_it_gathers(line):
+    plain, again = sent_with_and_without_regather(line)
+    assert all(more > less for more, less in zip(again, plain, strict=True))
+
+
+UNCHANGED = {"tp2x2/2d:summa": ":summa", "tp2x2x2/2.5d:summa": ":summa", "tp4": "tpN alone"}
+
+
+@pytest.mark.parametrize("line", UNCHANGED)
+def test_where_regather_changes_nothing_the_list_of_options_says_so(line):
+    plain, again = sent_with_and_without_regather(line)
+    assert again == plain
+    _, exceptions = OPTIONS["regather"].split("; ")
+    assert UNCHANGED[line] in exceptions

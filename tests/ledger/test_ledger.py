@@ -44,7 +44,11 @@ def test_keys_that_several_heads_share_are_not_repeated(line):
         return measure_memory(run, batch, optimizer).peak_bytes
 
     (peak,) = sw.launch(work, 1, ranks="threads")
-    assert -UNDER <= predict_memory(Job(build(), CrossEntropy()), line, 0, data()).peak_bytes / peak - 1 <= OVER
+    assert (
+        -UNDER
+        <= predict_memory(Job(build(), CrossEntropy()), line, 0, data(), ranks="threads").peak_bytes / peak - 1
+        <= OVER
+    )
 
 
 def measured(world, line, dropout=0.1):
@@ -58,7 +62,7 @@ def measured(world, line, dropout=0.1):
 
 
 def predicted(line, rank, dropout=0.1):
-    return predict_memory(Job(plain(dropout), CrossEntropy()), line, rank, data())
+    return predict_memory(Job(plain(dropout), CrossEntropy()), line, rank, data(), ranks="threads")
 
 
 def check_close(line, dropout):
@@ -216,7 +220,11 @@ def test_attention_inside_of_torchs_encoder_keeps_no_weights_either(masked):
         return measure_memory(run, mine, optimizer).peak_bytes
 
     (peak,) = sw.launch(work, 1, ranks="threads")
-    assert -UNDER <= predict_memory(Job(build(), CrossEntropy()), "single", 0, batch).peak_bytes / peak - 1 <= OVER
+    assert (
+        -UNDER
+        <= predict_memory(Job(build(), CrossEntropy()), "single", 0, batch, ranks="threads").peak_bytes / peak - 1
+        <= OVER
+    )
 
 
 def test_an_encoder_that_looks_at_its_mask_is_rehearsed_without_values():
@@ -268,3 +276,12 @@ def test_a_recurrent_layer_is_warned_of():
     batch = torch.ones(2, 3, 4), torch.zeros(2, dtype=torch.int64)
     with pytest.warns(UserWarning, match="recurrent layers"):
         predict_memory(Job(Recurs(), CrossEntropy()), "dp2", 0, batch)
+
+
+def test_blocks_of_shared_memory_are_counted_for_ranks_that_are_processes_and_not_for_threads():
+    threads = predicted("dp2", 0)
+    processes = predict_memory(Job(plain(), CrossEntropy()), "dp2", 0, data())
+    num_bytes = 4 * sum(parameter.numel() for parameter in plain().parameters())  # all gradients, in one message
+    assert threads.at_peak()["shared"] == 0
+    assert num_bytes <= processes.at_peak()["shared"] < num_bytes + 4096
+    assert processes.peak_bytes == threads.peak_bytes + processes.at_peak()["shared"]

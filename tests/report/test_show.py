@@ -267,3 +267,23 @@ def test_what_is_left_out_lies_between_the_first_ones_and_the_last(count, most):
     assert shown[0] == 0
     assert shown[-1] == count - 1
     assert (None in shown) == (count > most)
+
+
+@pytest.mark.parametrize("beside", ["dp2", "tp2"])
+def test_a_layer_of_one_stage_is_said_to_be_computed_whole_by_the_ranks_of_that_stage(beside):
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    layers = describe(Job(model, nn.MSELoss()), Layout.parse(f"{beside} pp2 mb2"))["layers"]
+    said = {layer["module"]: layer["why"] for layer in layers if layer["role"] == "copied"}
+    assert said["3"].endswith(": the ranks of stage 1 compute it whole")
+    assert not any("every rank" in why for why in said.values())
+    alone = describe(Job(model, nn.MSELoss()), Layout.parse(beside))["layers"]
+    assert alone[2]["why"].endswith(": every rank computes it whole")
+
+
+def test_a_layer_that_two_of_three_stages_call_names_both():
+    twice = nn.Linear(4, 4)
+    model = nn.Sequential(twice, nn.Linear(4, 4), nn.Tanh(), twice, nn.Tanh(), nn.Linear(4, 4))
+    layers = describe(Job(model, nn.MSELoss()), Layout.parse("pp3/cut:0,2,5 mb2"))["layers"]
+    said = {layer["module"]: layer["why"] for layer in layers}
+    assert said["0"].endswith(": the ranks of stages 0, 1 compute it whole")
+    assert said["5"].endswith(": the ranks of stage 2 compute it whole")

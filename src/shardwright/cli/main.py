@@ -279,7 +279,7 @@ def show(
     if accounting:
         from shardwright.cli.memory import ledger_of
 
-        found, ledger = ledger_of(whole, job, model_config, where if measured else None, memory_png, width)
+        found, ledger = ledger_of(whole, job, model_config, where, memory_png, width, measured=measured)
         description, text = {**description, "memory": found}, f"{text}\n{ledger}"
     if measured and drawn:
         seen = measure(whole, where, job.seconds)

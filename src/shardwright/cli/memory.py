@@ -15,9 +15,9 @@ from shardwright.train.measuring import measure_accounts
 
 
 def ledger_of(
-    config: TrainConfig, job: Job, model_config: Any, ranks: Ranks | None, png: Path | None, width: int
+    config: TrainConfig, job: Job, model_config: Any, ranks: Ranks, png: Path | None, width: int, *, measured: bool
 ) -> tuple[list[dict[str, Any]], str]:
-    """Returns the ledger as data and as text, and draws it into ``png``; measured on ``ranks``, unless that is None.
+    """Returns the ledger as data and as text, and draws it into ``png``; with ``measured``, measured on ``ranks`` too.
 
     Raises: PlanError: the model is a user's own factory, so the shape of its batches is unknown.
     """
@@ -29,8 +29,8 @@ def ledger_of(
             allowed="the models mlp, attention, convnet and gpt",
             fix="call shardwright.ledger.predict_memory(job, layout, rank, batch) with a batch of your own",
         )
-    predicted = predicted_accounts(job, layout, batch)
-    measured = dict(enumerate(measure_accounts(config, ranks, job.seconds))) if ranks is not None else None
+    predicted = predicted_accounts(job, layout, batch, ranks)
+    found = dict(enumerate(measure_accounts(config, ranks, job.seconds))) if measured else None
     if png is not None:
-        draw_memory(png, config.layout, predicted, measured)
-    return memory_data(predicted, measured), memory_text(predicted, measured, width)
+        draw_memory(png, config.layout, predicted, found)
+    return memory_data(predicted, found), memory_text(predicted, found, width)

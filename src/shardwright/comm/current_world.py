@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm.axis import Axis
+from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.backends.process_groups import ProcessTransport
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.world import World
@@ -25,6 +26,7 @@ class _Alone:
     """The transport of a process that is all there is."""
 
     kind = "alone"
+    blocks: Blocks | None = None
 
     def channel(self, groups: object) -> dict[int, Any]:
         """See :class:`~shardwright.comm.world.Transport`: an axis of one rank sends nothing."""

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from shardwright.comm.axis import Axis, Channel
+from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.recorder import Recorder
 from shardwright.mesh import Mesh
 
@@ -17,6 +18,8 @@ class Transport(Protocol):
     """One backend, seen from one rank."""
 
     kind: str
+    blocks: Blocks | None
+    """The blocks of shared memory through which this rank talks, where it does."""
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
         """Channels for the groups this rank is in, by the group's place; every rank asks in the same order."""

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.meta_device import on_meta
+from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.backends.fake import fake_world
+from shardwright.comm.launch import Ranks
 from shardwright.layout import Layout
 from shardwright.ledger.attention import NativeAttentionOnMeta
 from shardwright.ledger.tracking import Account, Tracker
@@ -50,7 +52,7 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: Optimizer) -> Account
     (80, True)
     """
     run.axes["world"].for_strategy("core").barrier()  # nobody reads any more what the step before sent
-    tracker = Tracker()
+    tracker = Tracker(run.world.transport.blocks)
     tracker.hold("parameters", (*run.parameters.values(), *run.model.parameters(), *run.model.buffers(), *run.kept()))
     tracker.hold("gradients", (p.grad for p in _learning(run)))
     tracker.hold("optimizer", tree_leaves(list(optimizer.state.values())))
@@ -68,12 +70,14 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: Optimizer) -> Account
 
 
 def predict_memory(
-    job: Job, layout: Any, rank: int, batch: tuple[Any, Any], *, optimizer: Any = torch.optim.AdamW, **options: Any
-) -> Account:
+    job: Job, layout: Any, rank: int, batch: tuple[Any, Any], *, optimizer: Any = torch.optim.AdamW,
+    ranks: Ranks = "processes", **options: Any,
+) -> Account:  # fmt: skip
     """What one rank will hold while it takes a step on a global batch, of which shapes alone count.
 
     It is not the first step: the optimizer has its state. ``options`` are the optimizer's. Of torch's recurrent layers
-    it knows too little, and warns.
+    it knows too little, and warns. Ranks that are processes share one machine's memory: the blocks in which messages
+    lie are the most that ranks take which run the same code, however far one is ahead; threads need none.
 
     >>> batch = (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
     >>> from shardwright.models.losses import CrossEntropy
@@ -83,7 +87,7 @@ def predict_memory(
     """
     meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    world = fake_world(rank, layout.num_ranks)
+    world = fake_world(rank, layout.num_ranks, blocks=Blocks() if ranks == "processes" else None)
     run = parallelize(
         without_storage(job.model), layout, world, loss=without_storage(job.loss), num_tokens=job.num_tokens,
         roles=job.roles, example=meta[0], seconds=job.seconds,

@@ -1,7 +1,8 @@
 """What memory a rank's tensors take, seen while it runs: every storage from its first operator to its last reference.
 
-Bytes are those of storages, each counted once however many tensors look at it. What a transport needs for itself
-(blocks of shared memory, a message's copy) is not counted, nor what lay there before and nobody spoke of.
+Bytes are those of storages, each counted once however many tensors look at it, and of the blocks of shared memory that
+this rank's messages take. What else a transport needs for itself (a message's copy) is not counted, nor what lay there
+before and nobody spoke of.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "logits", "messages", "backward")
-"""What storages are for. ``messages`` are gathered pieces and what is sent; ``backward`` is what a backward works on,
-with what it computes again."""
+from shardwright.comm.backends.block_sizes import Blocks
+
+KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "logits", "messages", "backward", "shared")
+"""What memory is for. ``messages`` are gathered pieces and what is sent; ``backward`` is what a backward works on, with
+what it computes again; ``shared`` are blocks of memory that the ranks of one machine share, where messages lie."""
 
 ELSEWHERE = ("host", "disk")
 """Where state may rest that is offloaded: in no moment, since it is not the device's memory."""
@@ -89,8 +92,9 @@ class Tracker(TorchDispatchMode):
     [400, 800, 800]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Blocks | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._blocks = blocks
         self.action = "begin"
         self._said: str | None = None
         self._known: dict[int, _Held] = {}
@@ -117,6 +121,8 @@ class Tracker(TorchDispatchMode):
     def mark(self) -> None:
         """Notes what is held now."""
         self._forget()
+        if self._blocks is not None:
+            self._totals["shared"] = self._blocks.num_bytes
         self._moments.append(Moment(self.action, tuple(self._totals[kind] for kind in KINDS)))
 
     def account(self) -> Account:

@@ -310,12 +310,29 @@ def _layers(job: Job, plan: Plan) -> list[dict[str, Any]]:
             "kind": kinds.get(path, type(job.loss).__name__),
             "role": role.name,
             "strategy": role.strategy,
-            "why": role.why,
+            "why": _of_its_stages(plan, path, role.why),
             "parameters": used.get(path, []),
         }
         for path in dict.fromkeys([*paths, *(path for path in plan.roles if path not in modules)])
         for role in [plan.roles.get(path, plain)]
     ]
+
+
+def _of_its_stages(plan: Plan, path: str, why: str) -> str:
+    """``why``, which was written before there were stages: only the ranks of those that call the module compute it."""
+    if plan.schedule is None or plan.stages is None:
+        return why
+    chunked, schedule = plan.stages.chunked, plan.schedule
+    stages = {
+        schedule.stage_of[chunk]
+        for chunk in range(schedule.num_chunks)
+        for call in chunked.calls_of(chunk)
+        if f"{path}.".startswith(f"{call}.") or f"{call}.".startswith(f"{path}.")
+    }
+    if not 0 < len(stages) < schedule.num_stages:
+        return why
+    named = f"stage{'s' * (len(stages) > 1)} {numbers(sorted(stages))}"
+    return why.replace("every rank computes", f"the ranks of {named} compute")
 
 
 def numbers(every: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwright.comm.launch import Ranks
 from shardwright.formatting import format_bytes
 from shardwright.layout import Layout
 from shardwright.ledger.account import predict_memory
@@ -18,9 +19,8 @@ from shardwright.report.show import table_of, table_text
 MOST_RANKS = 8
 """With more ranks than this, only the first of each stage is listed."""
 
-_COLOURS = dict(
-    zip(KINDS, ("#08519c", "#b3d3e8", "#4a98c9", "#c9ced3", "#e69f00", "#d55e00", "#009e73", "#cc79a7"), strict=True)
-)
+_SHADES = ("#08519c", "#b3d3e8", "#4a98c9", "#c9ced3", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#7f3c8d")
+_COLOURS = dict(zip(KINDS, _SHADES, strict=True))
 
 _HEADS = {"parameters": "params", "gradients": "grads", "optimizer": "AdamW", "activations": "acts"}
 """Shorter names for the heads of columns."""
@@ -42,9 +42,11 @@ def ranks_to_rehearse(mesh: Mesh) -> tuple[int, ...]:
     return tuple(mesh.rank({**first, **coord}) for coord in coords)
 
 
-def predicted_accounts(job: Job, layout: Layout, batch: tuple[Any, Any]) -> dict[int, Account]:
+def predicted_accounts(
+    job: Job, layout: Layout, batch: tuple[Any, Any], ranks: Ranks = "processes"
+) -> dict[int, Account]:
     """The ledger of the ranks to list, with AdamW. Of the global batch only the shapes matter."""
-    return {rank: predict_memory(job, layout, rank, batch) for rank in ranks_to_rehearse(layout.mesh)}
+    return {rank: predict_memory(job, layout, rank, batch, ranks=ranks) for rank in ranks_to_rehearse(layout.mesh)}
 
 
 def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[dict[str, Any]]:
@@ -73,7 +75,7 @@ def memory_text(predicted: Accounts, measured: Accounts | None = None, width: in
     """What each rank holds at its peak, as a table; where it was measured too, with how far the prediction is off.
 
     >>> from shardwright.ledger.tracking import Moment
-    >>> account = Account((Moment("0B0", (2048, 0, 4096, 0, 1024, 0, 0, 0)),))
+    >>> account = Account((Moment("0B0", (2048, 0, 4096, 0, 1024, 0, 0, 0, 0)),))
     >>> print(memory_text({0: account}, {0: account}))
     KiB at the peak   when    sum   params   AdamW   acts
     ─────────────────────────────────────────────────────

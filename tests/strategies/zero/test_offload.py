@@ -345,7 +345,7 @@ def test_the_ledger_counts_what_is_on_disk_apart_and_what_computes_as_the_plan_s
     job = Job(mlp(widths), CrossEntropy())
     plan, _ = make_plan(job, sw.Layout.parse(line))
     for rank, measured in enumerate(sw.launch(work, 2, ranks="threads")):
-        predicted = predict_memory(job, line, rank, numbers(64))
+        predicted = predict_memory(job, line, rank, numbers(64), ranks="threads")
         slices = sum(rest.parameter.num_elements(plan.mesh.coord(rank)) for rest in plan.rest.values())
         assert measured.elsewhere == predicted.elsewhere == {"disk": 3 * 4 * slices}
         held = sum(plan.parameter_bytes(name, plan.mesh.coord(rank)) for name in plan.rest)

@@ -23,16 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.comm.backends.block_sizes import INLINE_BYTES, Blocks
 from shardwright.errors import PlanError
-
-INLINE_BYTES = 4096
-"""Messages up to this size travel in the socket."""
 
 POST, SUMMED, READ, NEW = 1, 2, 3, 4
 """What a message says: here are bytes; my part is summed; your block is read; this is a block of mine."""
 
 _HEADER = struct.Struct("<IQQQQQ")  # kind, channel, number, block, bytes, when it arrives (ns of the machine's clock)
-_LEAST_BLOCK_BYTES = 2**16
 _LONGEST_FOLDER = 52  # bytes: a local socket's path may have 103, and what comes after the folder up to 50
 
 
@@ -122,8 +119,7 @@ class MessageExchange:
         self.when_posted: dict[tuple[int, int], Callable[[], None]] = {}
         self.theirs: dict[tuple[int, int], Block] = {}
         self.blocks: list[Block] = []
-        self._free: dict[int, list[int]] = {}
-        self._unread: dict[int, int] = {}
+        self.taken = Blocks()
         self._known: set[tuple[int, int]] = set()
         self._ears = select.poll()
         self._by_handle: dict[int, int] = {}
@@ -163,12 +159,11 @@ class MessageExchange:
             for peer in to:
                 self._send(peer, _HEADER.pack(POST, channel, number, 0, num_bytes, arrival) + data)
             return -1
-        place = self._take(num_bytes)
+        place = self._take(num_bytes, len(to))
         block, offset = self.blocks[place], 0
         for tensor in tensors:
             block.bytes[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             offset += tensor.nbytes
-        self._unread[place] = len(to)
         for peer in to:
             self._introduce(peer, place)
             self._send(peer, _HEADER.pack(POST, channel, number, place, num_bytes, arrival))
@@ -216,28 +211,26 @@ class MessageExchange:
 
     def hold(self, place: int) -> None:
         """Keeps an own block until one more :meth:`release`."""
-        self._unread[place] += 1
+        self.taken.hold(place)
 
     def release(self, place: int) -> None:
         """One reader is done with an own block; the last one makes it free."""
-        self._unread[place] -= 1
-        if not self._unread[place]:
-            self._free.setdefault(self.blocks[place].num_bytes, []).append(place)
+        self.taken.release(place)
 
     def close(self) -> None:
         """Ends all connections."""
         for line in (*self.peers.values(), self.listener):
             line.close()
 
-    def _take(self, num_bytes: int) -> int:
-        size = max(_LEAST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
-        if not self._free.get(size):
+    def _take(self, num_bytes: int, readers: int) -> int:
+        def listen() -> None:
             while self._listen(0.0):
                 pass
-        if self._free.get(size):
-            return self._free[size].pop()
-        self.blocks.append(Block.new(size))
-        return len(self.blocks) - 1
+
+        place = self.taken.take(num_bytes, readers, listen)
+        if place == len(self.blocks):
+            self.blocks.append(Block.new(self.taken.sizes[place]))
+        return place
 
     def _introduce(self, peer: int, place: int) -> None:
         if (peer, place) not in self._known:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.axis import Channel, CollectiveCall, Pending
+from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.backends.message_blocks import Link, MessageExchange, folder_for_sockets
 from shardwright.comm.backends.shared_memory import SharedChannel
 from shardwright.comm.backends.shared_sums import parts_of
@@ -66,6 +67,7 @@ class ProcessTransport:
                 fix="leave out link",
             )
         self._exchange = _exchange(rank, self._hosts, timeout, folder, link) if self._hosts else None
+        self.blocks: Blocks | None = self._exchange.taken if self._exchange is not None else None
 
     def group(self, ranks: tuple[int, ...]) -> Any:
         """The process group of these ranks, made by its members at its first use."""

@@ -22,15 +22,8 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.axis import CollectiveCall, Pending
-from shardwright.comm.backends.message_blocks import (
-    INLINE_BYTES,
-    POST,
-    LateError,
-    LostError,
-    MessageExchange,
-    OtherSizeError,
-    Posted,
-)
+from shardwright.comm.backends.block_sizes import INLINE_BYTES
+from shardwright.comm.backends.message_blocks import POST, LateError, LostError, MessageExchange, OtherSizeError, Posted
 from shardwright.comm.backends.shared_sums import Sum, combine, parts_of, scatter_back
 from shardwright.comm.failures import LostPartnerError
 from shardwright.errors import CommunicationError

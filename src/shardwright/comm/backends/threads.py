@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.axis import Channel, CollectiveCall, Pending
+from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.recorder import Record, Recorder
 from shardwright.errors import CommunicationError
 
@@ -157,6 +158,7 @@ class ThreadTransport:
     """The transport of one rank of a thread world."""
 
     kind = "threads"
+    blocks: Blocks | None = None
 
     def __init__(self, hub: Hub, rank: int, recorder: Recorder) -> None:
         self.hub, self.rank, self.recorder = hub, rank, recorder

@@ -90,7 +90,8 @@ OPTIONS: Mapping[str, StrategyOption] = {
         "rows are the tokens of each sample and not samples: for batches of fewer samples than cut them"
     ),
     "regather": StrategyOption(
-        "gathered operands are not kept for the backward but gathered again: less memory, more traffic"
+        "gathered operands are not kept for the backward but gathered again: less memory, more traffic; "
+        ":summa does so without being asked, and tpN alone gathers nothing"
     ),
     "no-overlap": StrategyOption("no message travels while something is computed: to see what overlap gains"),
 }

@@ -14,7 +14,8 @@ Shapes: between layers an activation (B, ..., H) is (B / rows, ..., H / columns)
     With ``seq``, or where a batch is known to be too small, it is (B, T / rows, H / columns) instead: tokens
     of every sample are cut, and attention gathers keys and values over the axes that still cut its tokens.
 Traffic: roles are chosen for each block so that least is sent; row t and col h, the classic choice, sends
-    2 [(C-1) X + (R-1) W] / (R C) elements for each layer.
+    2 [(C-1) X + (R-1) W] / (R C) elements for each layer. ``summa`` pins that choice and keeps no gathered operand, as
+    the papers do: its backward gathers X and W again: a factor of 3 for the 2. ``regather`` adds nothing to it.
 Source: van de Geijn, Watts 1997 (SUMMA); Xu et al. 2021, arXiv:2104.05343 (Optimus).
 """
 
@@ -51,7 +52,7 @@ class Tensor2D:
     default: ClassVar[bool] = False
     options: ClassVar[Mapping[str, StrategyOption]] = {
         "2d": StrategyOption(
-            "a grid of rows and columns, tp2x3/2d; 2d:summa pins the classic roles",
+            "a grid of rows and columns, tp2x3/2d; 2d:summa pins the classic roles, and gathers again",
             pins=PINS["2d"],
         ),
         **OPTIONS,

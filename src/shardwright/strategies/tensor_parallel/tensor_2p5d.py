@@ -50,7 +50,7 @@ class Tensor2p5D:
     default: ClassVar[bool] = False
     options: ClassVar[Mapping[str, StrategyOption]] = {
         "2.5d": StrategyOption(
-            "depth x rows x columns: tp2x2x2/2.5d, tp8/2.5d:d2; 2.5d:summa pins",
+            "depth x rows x columns: tp2x2x2/2.5d, tp8/2.5d:d2; 2.5d:summa pins, and gathers again",
             ("2.5d:d2", "2.5d:d3", "2.5d:d1"),
             pins=PINS["2.5d"],
         ),

@@ -1,0 +1,58 @@
+"""Which blocks of shared memory a rank's messages take: one rule for those that run and those that are rehearsed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+INLINE_BYTES = 4096
+"""Messages up to this size travel in the socket, and take no block."""
+
+_LEAST_BLOCK_BYTES = 2**16
+_PAGE_BYTES = 4096
+
+
+class Blocks:
+    """A rank's blocks: their sizes, who has still to read them, and which can be used again. None is ever given back.
+
+    >>> blocks = Blocks()
+    >>> first, second = blocks.take(100_000, readers=1), blocks.take(70_000, readers=1)
+    >>> blocks.release(first)
+    >>> blocks.take(90_000, readers=1) == first, blocks.sizes, blocks.num_bytes
+    (True, [131072, 131072], 176128)
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._used: list[int] = []
+        self._free: dict[int, list[int]] = {}
+        self._unread: dict[int, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that they take: the pages of each that a message has reached."""
+        return sum(-(-used // _PAGE_BYTES) * _PAGE_BYTES for used in self._used)
+
+    def take(self, num_bytes: int, readers: int, listen: Callable[[], object] = lambda: None) -> int:
+        """The number of a free block of the right size, else of a new one; ``listen`` hears what has been read."""
+        size = max(_LEAST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
+        if not self._free.get(size):
+            listen()
+        if self._free.get(size):
+            place = self._free[size].pop()
+        else:
+            place = len(self.sizes)
+            self.sizes.append(size)
+            self._used.append(0)
+        self._used[place] = max(self._used[place], num_bytes)
+        self._unread[place] = readers
+        return place
+
+    def hold(self, place: int) -> None:
+        """Keeps a block until one more :meth:`release`."""
+        self._unread[place] += 1
+
+    def release(self, place: int) -> None:
+        """One reader is done with a block; the last one makes it free."""
+        self._unread[place] -= 1
+        if not self._unread[place]:
+            self._free.setdefault(self.sizes[place], []).append(place)
