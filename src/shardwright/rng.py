@@ -87,8 +87,8 @@ class RngTracker:
         """Whether a backward is running, other than the one in which this moment of the forward was come back to."""
         return _current_graph_task_id() != self._backward
 
-    def moment(self) -> Callable[[], None]:
-        """A function that goes back to this moment of this forward: what is computed again drops the same."""
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that restores this state, so that a forward that is computed again drops the same."""
         step, samples, calls, first = self.step, self._samples, Counter(self._calls), dict(self._first)
         repeats, backward = self._repeats(), self._backward
 

@@ -47,7 +47,7 @@ from shardwright.parallelize.checks import check_loss, check_model, check_trains
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import job_for, make_plan, num_rows, structural_copy
 from shardwright.parallelize.run import Run
-from shardwright.plan.batch_shard import local_samples, microbatch_samples
+from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Plan, compute_dtype
 from shardwright.rng import RngTracker, key_dropout
 from shardwright.runtime.executor import Microbatch
@@ -222,7 +222,7 @@ def _at_once(plan: Plan, batch: Batch) -> Iterator[tuple[Sequence[int], Batch]]:
     if not plan.layout.own_statistics:
         yield range(num_samples), batch
         return
-    shares = (local_samples(plan.mesh, plan.row_axes, at, num_samples) for at in plan.mesh.coords(plan.row_axes))
+    shares = (plan.batch_shard(at).local_samples(num_samples) for at in plan.mesh.coords(plan.row_axes))
     for together in zip(*(microbatch_samples(share, number) for share in shares), strict=True):
         samples = sorted(chain.from_iterable(together))
         yield samples, tree_map_only(Tensor, itemgetter(samples), batch)

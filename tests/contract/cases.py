@@ -24,7 +24,7 @@ from shardwright.models import AttentionConfig, ConvNetConfig, CrossEntropy, GPT
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan
-from shardwright.parallelize.sequences import is_sequence
+from shardwright.plan.batch_shard import is_sequence
 from shardwright.plan.plan import Job, Plan
 from shardwright.strategies import STRATEGIES, choose
 from shardwright.verify import Verdict, verify

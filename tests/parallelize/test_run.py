@@ -18,7 +18,7 @@ from shardwright.models import GPT, CrossEntropy, GPTConfig, MLPConfig, build_ml
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.optimizer_check import is_elementwise
-from shardwright.parallelize.planning import local_samples, make_plan, structural_copy
+from shardwright.parallelize.planning import make_plan, structural_copy
 from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Job
 from shardwright.rng import RngTracker, key_dropout
@@ -75,7 +75,7 @@ def assert_parts(run_plan, rank, found, whole):
 def test_shares_cover_every_sample_once_and_in_order(num_samples, line):
     plan, _ = make_plan(Job(build_mlp(MLPConfig()), CrossEntropy()), Layout.parse(line))
     for tp in range(plan.mesh["tp"]):
-        shares = [local_samples(plan, {"dp": dp, "tp": tp}, num_samples) for dp in range(plan.mesh["dp"])]
+        shares = [plan.batch_shard({"dp": dp, "tp": tp}).local_samples(num_samples) for dp in range(plan.mesh["dp"])]
         assert [sample for share in shares for sample in share] == list(range(num_samples))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

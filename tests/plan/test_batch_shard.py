@@ -1,13 +1,17 @@
-"""Whose samples a rank has in hand, against all ranks' lists, gathered and cut one step at a time."""
+"""Which samples and tokens each rank has, against all ranks' lists, gathered and cut one step at a time."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright import run_on_threads
+from shardwright.comm.autograd import cut_to_whole
 from shardwright.mesh import Mesh
-from shardwright.plan.batch_shard import Samples, local_samples, microbatch_samples
+from shardwright.plan.batch_shard import BatchShard, microbatch_samples, rows_after
 
 NAMES = ("dp", "depth", "row", "col")
 
@@ -45,11 +49,11 @@ def moved(mesh, held, what, axis):
     return {rank: split(held[rank], mesh[axis])[mesh.coord(rank)[axis]] for rank in held}
 
 
-def samples_at(case, rank, number):
+def shard_at(case, rank, number):
     mesh, axes, num_global, num_microbatches = case
-    samples = Samples(mesh, axes, mesh.coord(rank))
-    samples.begin(num_global, number, num_microbatches)
-    return samples
+    shard = BatchShard(mesh, axes, mesh.coord(rank))
+    shard.set_microbatch(num_global, number, num_microbatches)
+    return shard
 
 
 @given(cases(), st.data())
@@ -62,12 +66,12 @@ def test_every_rank_finds_the_samples_that_all_have_after_gathering_and_cutting(
     for what, axis in steps:
         held = moved(mesh, held, what, axis)
     here = data.draw(st.integers(0, mesh.size - 1))
-    samples = samples_at(case, here, number)
-    assert samples.ids(tuple(steps)) == tuple(held[here])
+    shard = shard_at(case, here, number)
+    assert shard.samples(tuple(steps)) == tuple(held[here])
     for rank in range(mesh.size):
-        assert samples.ids(tuple(steps), mesh.coord(rank)) == tuple(held[rank])
+        assert shard.samples(tuple(steps), mesh.coord(rank)) == tuple(held[rank])
     for axis in mesh.axes:
-        assert samples.sizes(tuple(steps), axis) == tuple(len(held[rank]) for rank in mesh.group(axis, here))
+        assert shard.sizes(tuple(steps), axis) == tuple(len(held[rank]) for rank in mesh.group(axis, here))
 
 
 @given(cases(), st.integers(0, 20), st.data())
@@ -81,17 +85,17 @@ def test_where_sequences_are_cut_rows_are_their_tokens_and_every_rank_has_all_sa
         held = moved(mesh, held, what, axis)
     samples_of_all = own((mesh, axes - token_axes, *case[2:]), 0)
     here = data.draw(st.integers(0, mesh.size - 1))
-    samples = Samples(mesh, axes - token_axes, mesh.coord(here), token_axes=token_axes)
-    samples.begin(case[2], 0, case[3])
+    shard = BatchShard(mesh, axes - token_axes, mesh.coord(here), token_axes=token_axes)
+    shard.set_microbatch(case[2], 0, case[3])
     for length in (num_tokens + 1, num_tokens):  # nothing is left of the last sequence
-        samples.cut_tokens(length)
-        samples.tokens(tuple(steps))
+        shard.set_num_tokens(length)
+        shard.tokens(tuple(steps))
     for rank in range(mesh.size):
-        assert samples.tokens(tuple(steps), mesh.coord(rank)) == tuple(held[rank])
+        assert shard.tokens(tuple(steps), mesh.coord(rank)) == tuple(held[rank])
         if token_axes:
-            assert samples.ids(tuple(steps), mesh.coord(rank)) == tuple(samples_of_all[rank])
+            assert shard.samples(tuple(steps), mesh.coord(rank)) == tuple(samples_of_all[rank])
     for axis in mesh.axes if token_axes else ():
-        assert samples.sizes(tuple(steps), axis) == tuple(len(held[rank]) for rank in mesh.group(axis, here))
+        assert shard.sizes(tuple(steps), axis) == tuple(len(held[rank]) for rank in mesh.group(axis, here))
 
 
 @given(cases())
@@ -100,7 +104,7 @@ def test_each_sample_is_computed_once_by_the_ranks_that_cut_the_batch(case):
     found = []
     for number in range(num_microbatches):
         for at in mesh.coords(axes):
-            copies = {samples_at(case, mesh.rank({**there, **at}), number).ids(()) for there in mesh.coords()}
+            copies = {shard_at(case, mesh.rank({**there, **at}), number).samples(()) for there in mesh.coords()}
             assert len(copies) == 1, "ranks that differ on other axes alone hold the same"
             found += copies.pop()
     assert sorted(found) == list(range(num_global))
@@ -108,13 +112,13 @@ def test_each_sample_is_computed_once_by_the_ranks_that_cut_the_batch(case):
 
 @given(cases())
 def test_what_a_rank_computes_is_a_run_of_the_batch_and_its_microbatches_a_cut_of_that(case):
-    mesh, axes, num_global, num_microbatches = case
+    mesh, _, num_global, num_microbatches = case
     for rank in range(mesh.size):
-        local = local_samples(mesh, axes, mesh.coord(rank), num_global)
+        local = shard_at(case, rank, 0).local_samples(num_global)
         shares = microbatch_samples(local, num_microbatches)
         assert [i for share in shares for i in share] == list(local)
         assert [tuple(share) for share in shares] == [
-            samples_at(case, rank, number).ids(()) for number in range(num_microbatches)
+            shard_at(case, rank, number).samples(()) for number in range(num_microbatches)
         ]
 
 
@@ -123,8 +127,8 @@ def test_what_is_cut_over_an_axis_that_does_not_cut_the_batch_and_gathered_again
     mesh, axes, *_ = case
     for axis in set(mesh.axes) - axes:
         for rank in range(mesh.size):
-            samples = samples_at(case, rank, 0)
-            assert samples.ids((("cut", axis), ("gather", axis))) == samples.ids(())
+            shard = shard_at(case, rank, 0)
+            assert shard.samples((("cut", axis), ("gather", axis))) == shard.samples(())
 
 
 @given(cases(), st.data())
@@ -133,26 +137,64 @@ def test_what_is_gathered_over_an_axis_that_cuts_the_batch_and_cut_again_is_as_i
     number = data.draw(st.integers(0, num_microbatches - 1))
     for axis in axes:
         for rank in range(mesh.size):
-            samples = samples_at(case, rank, number)
-            assert samples.ids((("gather", axis), ("cut", axis))) == samples.ids(())
+            shard = shard_at(case, rank, number)
+            assert shard.samples((("gather", axis), ("cut", axis))) == shard.samples(())
 
 
 @given(cases(), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2)), min_size=2, max_size=4))
 def test_the_next_microbatch_or_batch_leaves_nothing_of_the_last(case, begun):
     mesh, axes, _, num_microbatches = case
-    samples = Samples(mesh, axes, mesh.coord(0), num_microbatches)
+    shard = BatchShard(mesh, axes, mesh.coord(0), num_microbatches)
     for num_global, number in begun:
         number %= num_microbatches
-        samples.begin(num_global, number)
-        assert list(samples.ids(())) == own((mesh, axes, num_global, num_microbatches), number)[0]
+        shard.set_microbatch(num_global, number)
+        assert list(shard.samples(())) == own((mesh, axes, num_global, num_microbatches), number)[0]
 
 
 @given(cases(), st.integers(0, 9))
 def test_where_a_batch_is_not_cut_every_rank_holds_all_of_it(case, num_samples):
-    samples = samples_at(case, 0, 0)
-    cut = samples.ids(())
-    samples.alone(num_samples)
+    shard = shard_at(case, 0, 0)
+    cut = shard.samples(())
+    shard.set_uncut(num_samples)
     for rank in range(case[0].size):
-        assert samples.ids((), case[0].coord(rank)) == tuple(range(num_samples))
-    samples.begin(case[2], 0, case[3])
-    assert samples.ids(()) == cut
+        assert shard.samples((), case[0].coord(rank)) == tuple(range(num_samples))
+    shard.set_microbatch(case[2], 0, case[3])
+    assert shard.samples(()) == cut
+
+
+@pytest.mark.parametrize("cuts_tokens", [False, True])
+@pytest.mark.parametrize("gathered", [(), ("row",), ("dp",)])
+def test_rows_that_are_cut_and_joined_again_are_the_batch_in_its_order_and_so_are_their_gradients(
+    cuts_tokens, gathered
+):
+    mesh = Mesh(dp=3, row=2)
+    whole = torch.arange(33.0).view((3, 11) if cuts_tokens else (11, 3))
+
+    def work(axes):
+        coord = {name: axes[name].index for name in mesh.axes}
+        cut = {"axes": (), "token_axes": mesh.axes} if cuts_tokens else {"axes": mesh.axes}
+        shard = BatchShard(mesh, coord=coord, **cut)
+        shard.set_microbatch(len(whole))
+        shard.set_num_tokens(whole.shape[1])
+        x = whole.clone().requires_grad_()
+        mine, moves = shard.cut(x, axes), ()
+        places = shard.tokens(()) if cuts_tokens else shard.samples(())
+        assert torch.equal(mine, whole[:, places] if cuts_tokens else whole[list(places)])
+        for name in gathered:  # a layer has gathered already, and rows now lie in its order
+            mine = cut_to_whole(mine, axes[name], shard.dim, shard.sizes(moves, name))
+            moves = rows_after(moves, "gather", [name])
+        y = shard.join(mine, axes, moves)
+        (y * whole).sum().backward()
+        return torch.equal(y, whole), torch.equal(x.grad, whole)
+
+    assert run_on_threads(mesh, work) == [(True, True)] * mesh.size
+
+
+def test_a_snapshot_restores_the_microbatch_in_hand():
+    shard = BatchShard(Mesh(dp=2), ("dp",), {"dp": 1})
+    shard.set_microbatch(6, 0, 3)
+    held, restore = shard.samples(()), shard.snapshot()
+    shard.set_microbatch(6, 1, 3)
+    assert shard.samples(()) != held
+    restore()
+    assert shard.samples(()) == held

@@ -53,26 +53,13 @@ def test_units_are_as_large_as_asked_and_one_block_less_would_not_be(model, leas
     assert len(units) <= 1 or min(totals) >= least_bytes
 
 
-@given(models(), st.sampled_from([0, 50, 300]))
-def test_the_modules_of_a_unit_use_all_of_its_parameters(model, least_bytes):
-    users = {}
-    for path, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            users.setdefault(id(parameter), set()).add(path)
-    for unit in split_into_param_groups(model, least_bytes=least_bytes):
-        for name in unit.parameters:
-            for user in users[id(model.get_parameter(name))]:
-                assert any(user == m or m == "" or user.startswith(f"{m}.") for m in unit.modules), (user, unit)
-
-
 def test_the_blocks_of_a_language_model_travel_alone_and_its_tied_head_with_the_table():
     with torch.device("meta"):
         model = GPT(GPTConfig(num_layers=2, width=8))
     units = split_into_param_groups(model, least_bytes=0)
     assert [unit.name for unit in units][:2] == ["token", "position"]
     assert units[0].parameters == ("token.weight",)
-    assert "head" in units[0].modules
-    assert {"blocks.0", "blocks.1"} <= {module for unit in units for module in unit.modules}
+    assert {"blocks.0", "blocks.1"} <= {unit.name for unit in units}
 
 
 class Inner(nn.Module):

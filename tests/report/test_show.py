@@ -16,7 +16,7 @@ from torch import nn
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.models import MODELS
-from shardwright.parallelize.planning import StepTraffic, local_samples, make_plan
+from shardwright.parallelize.planning import StepTraffic, make_plan
 from shardwright.plan.plan import Job, Plan, StateLayout
 from shardwright.report import description
 from shardwright.report.description import describe
@@ -225,9 +225,9 @@ def test_where_two_axes_cut_the_samples_ranks_that_are_alike_compute_as_many(rep
         some = [*description._coords(plan, (), num_samples)]
     found, expected = Counter(), Counter()
     for coord, alike in some:
-        found[len(local_samples(plan, coord, num_samples))] += alike
+        found[len(plan.batch_shard(coord).local_samples(num_samples))] += alike
     for coord in plan.mesh.coords():
-        expected[len(local_samples(plan, coord, num_samples))] += 1
+        expected[len(plan.batch_shard(coord).local_samples(num_samples))] += 1
     assert found == expected
     assert len(some) <= 25
 

@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from shardwright.checkpoint.manifest import Manifest, check_files, find
+from shardwright.checkpoint.manifest import Manifest, check_files_on_all, find
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.checkpoint.saving import LOSS_SCALE, buffer_lies, kept_buffers, named_in
-from shardwright.comm.values import gather_json
+from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
 from shardwright.mesh import Coord
 from shardwright.parallelize.run import Run
@@ -43,7 +43,7 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
         for stored in manifest.tensors[name][2]
         if any(stored.box.intersect(piece.whole) for piece in lies.pieces(run.coord)) or not lies.shape
     }
-    _check_everywhere(run, folder, manifest, needed)
+    check_files_on_all(run.axes["world"].for_strategy("checkpoint"), folder, manifest, needed)
     with torch.no_grad():
         for name, lies, local in wanted:
             local.copy_(_read(folder, manifest, name, lies, run.coord, local))
@@ -65,18 +65,6 @@ def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
     dtype, shape, _ = manifest.tensors[name]
     local = torch.empty(shape, dtype=getattr(torch, dtype))
     return _read(folder, manifest, name, TensorLayout.whole(shape), {}, local)
-
-
-def _check_everywhere(run: Run, folder: Path, manifest: Manifest, names: set[str]) -> None:
-    """Raises CheckpointError on every rank when one of them finds a file broken, before any has changed."""
-    problem = ""
-    try:
-        check_files(folder, manifest, names)
-    except (CheckpointError, OSError) as failure:
-        problem = str(failure)
-    for each in gather_json(run.axes["world"].for_strategy("checkpoint"), problem):
-        if each:
-            raise CheckpointError(each)
 
 
 def _wanted(

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from shardwright.comm.agreement import first_problem
+from shardwright.comm.axis import Axis
 from shardwright.errors import CheckpointError
 from shardwright.sharding.box import Box
 
@@ -161,6 +163,17 @@ def check_files(path: Path, manifest: Manifest, names: set[str]) -> None:
             raise _broken(path, f"{name} {what}, {size} were written")
         if checksum(file) != digest:
             raise _broken(path, f"{name} does not match its checksum")
+
+
+def check_files_on_all(everyone: Axis, path: Path, manifest: Manifest, names: set[str]) -> None:
+    """Raises CheckpointError on every rank if :func:`check_files` raises on any, so that no rank has begun to load."""
+    problem = ""
+    try:
+        check_files(path, manifest, names)
+    except (CheckpointError, OSError) as failure:
+        problem = str(failure)
+    if found := first_problem(everyone, problem):
+        raise CheckpointError(found[1])
 
 
 def checksum(file: Path) -> str:

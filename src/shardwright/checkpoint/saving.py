@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, Stored, checksum, steps_in
+from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
-from shardwright.comm.values import gather_json
 from shardwright.errors import CheckpointError
 from shardwright.formatting import format_bytes
 from shardwright.parallelize.run import Run

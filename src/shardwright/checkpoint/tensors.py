@@ -12,11 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwright.checkpoint.manifest import Manifest, Stored, check_files, checksum, find
+from shardwright.checkpoint.manifest import Manifest, Stored, check_files_on_all, checksum, find
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.checkpoint.saving import Entries, check_extra, flush, joined_tensors, packed, publish, together
+from shardwright.comm.agreement import gather_json
 from shardwright.comm.current_world import everyone_here, here
-from shardwright.comm.values import gather_json
 from shardwright.errors import CheckpointError
 from shardwright.global_tensor import GlobalTensor
 from shardwright.global_tensor.agreement import check_everywhere
@@ -129,23 +129,13 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
             allowed="tensors of their own",
             fix="give the tensor that it is a view of, or a .clone()",
         )
-    _check_everywhere(folder, manifest, tensors)
+    files = {stored.file for name in tensors for stored in manifest.tensors[name][2]}
+    check_files_on_all(everyone_here(), folder, manifest, files)
     with torch.no_grad():
         for name, tensor in tensors.items():
             _fill(folder, manifest, name, tensor)
     note_writes(tensors.values())
     return manifest.extra
-
-
-def _check_everywhere(folder: Path, manifest: Manifest, tensors: Mapping[str, GlobalTensor]) -> None:
-    problem = ""
-    try:
-        check_files(folder, manifest, {stored.file for name in tensors for stored in manifest.tensors[name][2]})
-    except (CheckpointError, OSError) as failure:
-        problem = str(failure)
-    for each in gather_json(everyone_here(), problem):
-        if each:
-            raise CheckpointError(each)
 
 
 def _fill(folder: Path, manifest: Manifest, name: str, tensor: GlobalTensor) -> None:

@@ -1,4 +1,4 @@
-"""Whether all ranks were told the same, found out before anything else is sent: a different call elsewhere hangs."""
+"""Checks that all ranks make the same call on global tensors, before the call sends anything and would hang."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Iterable, Sequence
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardwright.comm.agreement import check_agreement, gather_json
 from shardwright.comm.current_world import everyone_here, here
-from shardwright.comm.values import difference, gather_json
 from shardwright.errors import LayoutError
 from shardwright.global_tensor.geometry import GlobalLayout, local_shape
 
 
 def check_alike(what: str, told: Sequence[object]) -> None:
-    """Raises LayoutError when ranks were told other things than rank 0; ``told`` holds what each was."""
+    """Raises LayoutError unless every rank gave ``what`` as rank 0 did; ``told[rank]`` is what each gave."""
     others = [rank for rank, each in enumerate(told) if each != told[0]]
     if others:
         raise _disagreement(what, f"ranks {others} give another than rank 0")
 
 
 def check_everywhere(what: str, said: Iterable[object]) -> None:
-    """The same for what every rank says now, item by item. Traffic: one all-reduce of two numbers."""
-    found = difference(everyone_here(), [str(each) for each in said])
-    if found is not None:
-        raise _disagreement(what, found)
+    """Raises LayoutError unless every rank gives the same items for ``what``.
+
+    Traffic: one all-reduce of two numbers.
+    """
+    check_agreement(everyone_here(), [str(each) for each in said], lambda found: _disagreement(what, str(found)))
 
 
 def check_source(x: DTensor, where: GlobalLayout) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import defaultdict
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwright.comm.agreement import gather_json, text_digest
 from shardwright.comm.autograd import once
 from shardwright.comm.current_world import everyone_here, here
-from shardwright.comm.values import digest, gather_json
 from shardwright.errors import LayoutError, PlanError
 from shardwright.global_tensor import sbp as words
 from shardwright.global_tensor.agreement import check_alike
@@ -24,6 +23,9 @@ from shardwright.global_tensor.sbp import Sbp, is_split
 from shardwright.global_tensor.tensor import GlobalTensor, Sbps, check_gradient, without_sums, wrap
 from shardwright.sharding.box import Box
 from shardwright.sharding.transfer import plan_transfer
+
+_ROOM_BYTES = 256
+"""Enough for what a rank says of its part, so that one message does."""
 
 
 def from_local(
@@ -53,7 +55,7 @@ def from_local(
     if not wrong and (mine.layout != torch.strided or mine.device.type != placement.type):
         wrong = f"a tensor of {mine.layout} on {mine.device.type}"
     told = {
-        "where": digest(f"{placement} {sbp} {grad_sbp} {check}"),
+        "where": text_digest(f"{placement} {sbp} {grad_sbp} {check}"),
         "shape": [] if wrong else list(mine.shape),
         "dtype": "" if wrong else str(mine.dtype).removeprefix("torch."),
         "here": local is not None,
@@ -61,7 +63,7 @@ def from_local(
         "grad": not wrong and mine.requires_grad,
         "digest": _digest(mine) if check and not wrong else "",
     }
-    facts = _told(told)
+    facts = gather_json(everyone_here(), told, room=_ROOM_BYTES)
     check_alike("the placement, an sbp or 'check'", [fact["where"] for fact in facts])
     members = {rank: facts[rank] for rank in placement.ranks}
     _check_parts(members, placement)
@@ -77,19 +79,8 @@ def from_local(
     return _FromLocal.apply(mine, where, given, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _told(mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank says of its part: one message where it is short, as it is."""
-    axis, room = everyone_here(), 256
-    text = json.dumps(mine).encode()
-    short = text if len(text) < room else b"long"
-    padded = torch.frombuffer(bytearray(short.ljust(room)), dtype=torch.uint8).to(axis.device)
-    said = [bytes(each.tolist()) for each in axis.all_gather(padded).cpu().split(room)]
-    if any(each.strip() == b"long" for each in said):
-        return gather_json(axis, mine)
-    return [json.loads(each) for each in said]
-
-
 def _digest(local: Tensor) -> str:
+    """Hashes every byte: ``tensor_digest`` adds rows and columns, which is equal for two orders of one-hot labels."""
     data = resolved(local.detach()).contiguous().cpu().flatten().view(torch.uint8)
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
 

@@ -144,7 +144,7 @@ def _watching(run: Run, tracker: Tracker) -> Iterator[None]:
     def done(*_: Any) -> None:
         stack.close()
 
-    with ExitStack() as stack, run.observed(Events(after_action=ended), began):
+    with ExitStack() as stack, run.observed(Events(before_action=began, after_action=ended)):
         handles: list[Any] = [parameter.register_post_accumulate_grad_hook(one) for parameter in parameters]
         if isinstance(run.loss, nn.Module):
             handles.append(run.loss.register_forward_pre_hook(output))

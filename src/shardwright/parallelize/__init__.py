@@ -25,7 +25,7 @@ from shardwright.parallelize.layer_alone import LayerAlone, layer_alone
 from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, structural_copy, without_storage
 from shardwright.parallelize.run import Run
 from shardwright.parallelize.same_start import check_same_start
-from shardwright.plan.batch_shard import Samples
+from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import sync_axes
 from shardwright.rng import RngTracker, key_dropout
@@ -35,7 +35,7 @@ from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.runtime.executor import Executor
 from shardwright.runtime.gradient_sync import GradientSync
 from shardwright.runtime.mixed_precision import MasterWeights, cast_buffers
-from shardwright.strategies.pipeline.agreement import check_same, lines_of
+from shardwright.strategies.pipeline.agreement import check_same_code, lines_of
 from shardwright.strategy import Strategy, apply_in_turn
 
 __all__ = [
@@ -112,7 +112,7 @@ def parallelize(
     check_world(plan, world)
     everyone = world.everyone()
     if plan.stages is not None:
-        check_same(everyone.for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
+        check_same_code(everyone.for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
     place_parameters(job.model, {**plan.compute, **plan.buffers}, plan.mesh.coord(world.rank), seed, world.device)
     check_same_start(everyone.for_strategy("core"), world, model, seed)
     return _run_of(job, plan, chosen, world, everyone, seed, stop_at_nan)
@@ -123,13 +123,13 @@ def _run_of(
 ) -> Run:
     """This rank's run: its part of every tensor, what each strategy adds, and the executor that fires their events."""
     coord = plan.mesh.coord(world.rank)
-    samples = Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes)
+    shard = plan.batch_shard(coord)
     draws = RngTracker(seed)
-    job = job._replace(samples=samples, draws=draws, deferred=DeferredGradients())
+    job = job._replace(batch_shard=shard, draws=draws, deferred=DeferredGradients())
     job.loss.to(world.device)
     axes = {**_axes(plan, world), "world": everyone}
-    rows = {m: partial(samples.ids, r) for m, r in plan.rows.items()}
-    key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, samples))
+    rows = {m: partial(shard.samples, r) for m, r in plan.rows.items()}
+    key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, shard))
     if plan.layout.precision != "fp32":  # torch's own takes no weights that are narrower than the statistics
         share_statistics((norm for _, norm in batch_norms(job.model)), (), always=True)
     support_empty_batches(job.model)
@@ -153,14 +153,14 @@ def _run_of(
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
     written = None if plan.layout.own_statistics else BufferWrites(job.model)
-    executor = Executor(job.model, plan.units, events, draws, samples, late, work, job.deferred, written)
+    executor = Executor(job.model, plan.units, events, draws, shard, late, work, job.deferred, written)
     return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan)
 
 
-def _tokens(model: nn.Module, plan: Plan, samples: Samples) -> Mapping[str, Callable[[Sequence[int]], Any]]:
+def _tokens(model: nn.Module, plan: Plan, shard: BatchShard) -> Mapping[str, Callable[[Sequence[int]], Any]]:
     """Which tokens each layer sees, where sequences are cut."""
     paths = [path for path, _ in model.named_modules()] if plan.token_axes else []
-    return {p: partial(samples.slices, plan.rows.get(p, ()), plan.token_dims.get(p, (1,))) for p in paths}
+    return {p: partial(shard.slices, plan.rows.get(p, ()), plan.token_dims.get(p, (1,))) for p in paths}
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import Factor, Layout, Option
-from shardwright.parallelize.sequences import is_sequence
+from shardwright.plan.batch_shard import is_sequence
 
 AUTO = "auto"
 

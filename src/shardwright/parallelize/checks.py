@@ -14,7 +14,6 @@ from shardwright.analysis.batch_dependence import iterates, sees_batch
 from shardwright.comm.world import World
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
-from shardwright.plan.batch_shard import local_samples
 from shardwright.plan.plan import Plan
 from shardwright.strategy import check_table
 
@@ -122,7 +121,7 @@ def check_renormed(model: nn.Module, plan: Plan) -> None:
 def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
     """Raises PlanError for a batch so small that a microbatch would have nothing to take statistics of its own from."""
     number, first = plan.layout.num_microbatches, dict.fromkeys(plan.mesh.axes, 0)  # of a balanced cut, the largest
-    here = len(local_samples(plan.mesh, plan.row_axes, first, num_global))
+    here = len(plan.batch_shard(first).local_samples(num_global))
     if not plan.layout.own_statistics or here >= number:
         return
     if any(sees_batch(module) or iterates(module) for module in model.modules()):

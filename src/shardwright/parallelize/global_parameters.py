@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardwright.comm.values import gather_json
+from shardwright.comm.agreement import gather_json
 from shardwright.errors import PlanError, nearest
 from shardwright.global_tensor import GlobalTensor, Placement
 from shardwright.global_tensor import sbp as words

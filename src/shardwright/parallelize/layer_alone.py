@@ -18,7 +18,7 @@ from shardwright.parallelize.checks import check_model, check_world
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import structural_copy, without_storage
 from shardwright.parallelize.same_start import check_same_start
-from shardwright.plan.batch_shard import Rows, Samples
+from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import summed_axes
 from shardwright.runtime.gradient_sync import GradientSync
@@ -48,14 +48,13 @@ class LayerAlone:
     ((1, 3), (3, 5), (2, 3))
     """
 
-    def __init__(self, layer: nn.Linear, plan: Plan, axes: Mapping[str, Axis], samples: Samples) -> None:
+    def __init__(self, layer: nn.Linear, plan: Plan, axes: Mapping[str, Axis], shard: BatchShard) -> None:
         self.layer, self.plan = layer, plan
-        self._axes, self._samples = axes, samples
+        self._axes, self._shard = axes, shard
         note = plan.notes[""]
         assert isinstance(note, LinearNote)
         self._note = note
-        self._row_axes = [name for name in plan.mesh.axes if name in plan.row_axes]
-        self._sync = GradientSync(layer, plan, samples.coord, lambda names: axes["+".join(names)])
+        self._sync = GradientSync(layer, plan, shard.coord, lambda names: axes["+".join(names)])
         self._summed: tuple[Tensor, ...] = ()
 
     def cut(self, x: Tensor) -> Tensor:
@@ -66,13 +65,11 @@ class LayerAlone:
         Raises: PlanError: an input of another width or dtype.
         """
         self._check("an input", x, (None, self._note.x.size))
-        self._samples.begin(x.shape[0])
-        for number, name in enumerate(self._row_axes):
-            rows: Rows = tuple(("gather", axis) for axis in reversed(self._row_axes[number + 1 :]))
-            x = whole_to_cut(x, self._axes[name], 0, self._samples.sizes(rows, name))
+        self._shard.set_microbatch(x.shape[0])
+        x = self._shard.cut(x, self._axes)
         features = self._note.x
         for number, name in enumerate(features.names):
-            sizes = features.sizes(self._samples.coord, name, over=features.names[number + 1 :])
+            sizes = features.sizes(self._shard.coord, name, over=features.names[number + 1 :])
             x = whole_to_cut(x, self._axes[name], -1, sizes)
         return x
 
@@ -94,13 +91,9 @@ class LayerAlone:
         features = self._note.y
         joined: tuple[str, ...] = ()
         for name in reversed(features.names):
-            y = cut_to_whole(y, self._axes[name], -1, features.sizes(self._samples.coord, name, over=joined))
+            y = cut_to_whole(y, self._axes[name], -1, features.sizes(self._shard.coord, name, over=joined))
             joined = (*joined, name)
-        rows: Rows = ()
-        for name in reversed(self._row_axes):
-            y = cut_to_whole(y, self._axes[name], 0, self._samples.sizes(rows, name))
-            rows = (*rows, ("gather", name))
-        return y
+        return self._shard.join(y, self._axes)
 
     def sum_gradients(self) -> None:
         """Sums the gradients of parameters that several ranks hold, where each has only a term.
@@ -122,11 +115,11 @@ class LayerAlone:
 
     @property
     def _coord(self) -> Mapping[str, int]:
-        return self._samples.coord
+        return self._shard.coord
 
     def _num_samples(self) -> int | None:
         """How many samples of the batch in hand are this rank's; None where no axis cuts them."""
-        return len(self._samples.ids(())) if self._row_axes else None
+        return len(self._shard.samples(())) if self.plan.row_axes else None
 
     def _check(self, what: str, x: Tensor, sizes: tuple[int | None, int]) -> None:
         """Raises PlanError unless ``x`` has so many samples and features, in the layer's dtype."""
@@ -178,8 +171,8 @@ def layer_alone(
     plan, mode = _planned(whole, layout)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)
-    samples = Samples(plan.mesh, plan.row_axes, coord)
-    job = Job(structural_copy(layer), nn.Identity(), num_tokens, samples)
+    shard = plan.batch_shard(coord)
+    job = Job(structural_copy(layer), nn.Identity(), num_tokens, shard)
     place_parameters(job.model, plan.compute, coord, seed, world.device)
     check_same_start(world.everyone().for_strategy("core"), world, layer, seed)
     axes = {name: axis.for_strategy(mode.name) for name, axis in world.axes(plan.mesh).items()}
@@ -188,7 +181,7 @@ def layer_alone(
             axes["+".join(names)] = world.axis("+".join(names), plan.mesh.groups(names)).for_strategy(mode.name)
     apply(job, axes, plan, mode, Later(ahead=0))
     assert isinstance(job.model, nn.Linear)
-    return LayerAlone(job.model, plan, axes, samples)
+    return LayerAlone(job.model, plan, axes, shard)
 
 
 def _planned(job: Job, layout: Layout) -> tuple[Plan, Mode]:

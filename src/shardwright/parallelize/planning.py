@@ -24,9 +24,7 @@ from shardwright.parallelize.advice import advised
 from shardwright.parallelize.auto import num_shares, samples_of, settle
 from shardwright.parallelize.checks import check_microbatches, check_renormed
 from shardwright.parallelize.rehearsal import crossings, values_crossing
-from shardwright.parallelize.sequences import cut_tokens, num_tokens_of
-from shardwright.plan import batch_shard as samples
-from shardwright.plan.batch_shard import Samples, microbatch_samples
+from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
 from shardwright.plan.layer_overrides import overrides_of
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.recompute import activation_offload_target, called_modules, count_recomputation, recomputed_blocks
@@ -142,18 +140,8 @@ def job_for(
     return Job(model, loss, num_tokens, roles=roles, example=example, num_samples=num_samples, stages=stages)
 
 
-def local_samples(plan: Plan, coord: Coord, num_samples: int) -> range:
-    """The places in the global batch of the samples that ``coord`` computes: nested balanced cuts of dim 0.
-
-    >>> plan, _ = make_plan(Job(nn.Linear(2, 2), nn.Identity()), Layout.parse("dp2"))
-    >>> local_samples(plan, {"dp": 1}, 5)
-    range(3, 5)
-    """
-    return samples.local_samples(plan.mesh, plan.row_axes, coord, num_samples)
-
-
 def rows(tree: Any, start: int, stop: int) -> Any:
-    """Rows of every tensor of a batch: views."""
+    """Returns these samples of every tensor of a batch, as views."""
     if isinstance(tree, Tensor):  # a walk through a tree costs ten times as much
         return tree[start:stop]
     return tree_map_only(Tensor, lambda tensor: tensor[start:stop], tree)
@@ -197,14 +185,15 @@ class StepTraffic:
     def at(self, coord: Coord) -> dict[str, tuple[Traffic, ...]]:
         """By strategy, the messages of the rank at ``coord``."""
         plan = self.plan
-        inputs = cut_tokens(plan, coord, self._inputs, self._num_tokens)
-        shares = microbatch_samples(local_samples(plan, coord, self._num_samples), plan.layout.num_microbatches)
+        shard = plan.batch_shard(coord)
+        inputs = shard.cut_tokens(self._inputs, self._num_tokens)
+        shares = microbatch_samples(shard.local_samples(self._num_samples), plan.layout.num_microbatches)
         mine = [rows(inputs, share.start, share.stop) for share in shares]
         everywhere = tuple(map(self._visits, mine))
         visits = tuple(_on_stage(each, plan, coord) for each in everywhere)
-        samples = in_hand(plan, coord, self._num_samples, self._num_tokens)
-        crossing = self._crossing(mine, samples, coord)
-        batch = StepCalls(visits, next(self._whole.parameters()).element_size(), samples, crossing, everywhere)
+        shards = microbatch_shards(plan, coord, self._num_samples, self._num_tokens)
+        crossing = self._crossing(mine, shards, coord)
+        batch = StepCalls(visits, next(self._whole.parameters()).element_size(), shards, crossing, everywhere)
         return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
 
     def _visits(self, microbatch: Any) -> ModuleCalls:
@@ -216,13 +205,13 @@ class StepTraffic:
         return self._seen[shapes]
 
     def _crossing(
-        self, microbatches: Sequence[Any], samples: Sequence[Samples], coord: Coord
+        self, microbatches: Sequence[Any], shards: Sequence[BatchShard], coord: Coord
     ) -> tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...]:
         if self.plan.stages is None:
             return tuple({} for _ in microbatches)
         axes = [axis for axis in self.plan.mesh.axes if axis in mesh_axes("operators")]
         # stages share the values, and copies of the model compute alike on as many samples
-        key = (*(coord[axis] for axis in axes), *(each.counts(axes) for each in samples))
+        key = (*(coord[axis] for axis in axes), *(each.counts(axes) for each in shards))
         if key not in self._crossed:
             apart = narrow_model(without_storage(self.job.model), self.plan)  # it will be changed
             job = self.job._replace(model=apart, loss=without_storage(self.job.loss))
@@ -254,13 +243,12 @@ def _on_stage(visits: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCalls:
     return found
 
 
-def in_hand(plan: Plan, coord: Coord, num_global: int, num_tokens: int = 0) -> tuple[Samples, ...]:
-    """The samples of each microbatch of a global batch, as ``coord`` sees them; with tokens, where these are cut."""
-    every = range(plan.layout.num_microbatches)
-    found = tuple(Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes) for _ in every)
-    for number, each in enumerate(found):
-        each.begin(num_global, number, len(found))
-        each.cut_tokens(num_tokens)
+def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int = 0) -> tuple[BatchShard, ...]:
+    """Returns what the rank at ``coord`` has of each microbatch of a global batch of so many samples and tokens."""
+    found = tuple(plan.batch_shard(coord) for _ in range(plan.layout.num_microbatches))
+    for number, shard in enumerate(found):
+        shard.set_microbatch(num_global, number, len(found))
+        shard.set_num_tokens(num_tokens)
     return found
 
 

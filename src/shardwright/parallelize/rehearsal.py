@@ -21,7 +21,6 @@ from shardwright.analysis.structure import owners
 from shardwright.comm.backends.fake import fake_world
 from shardwright.mesh import Coord
 from shardwright.operators.deferred_gradients import DeferredGradients
-from shardwright.plan.batch_shard import Samples
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import BoundaryTensor
 from shardwright.rng import RngTracker
@@ -62,9 +61,9 @@ def values_crossing(
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
     axes = world.axes(plan.mesh)
     _cut_parameters(job.model, plan, coord)
-    samples = Samples(plan.mesh, plan.row_axes, coord, token_axes=plan.token_axes)
-    samples.cut_tokens(num_tokens)
-    job = job._replace(samples=samples, draws=RngTracker(), deferred=DeferredGradients())
+    shard = plan.batch_shard(coord)
+    shard.set_num_tokens(num_tokens)
+    job = job._replace(batch_shard=shard, draws=RngTracker(), deferred=DeferredGradients())
     job, _ = apply_in_turn([each for each in strategies if each.phase == "operators"], job, axes, plan)
     job.model.eval()
     chunked = plan.stages.chunked
@@ -73,8 +72,8 @@ def values_crossing(
     found = []
     known: dict[tuple[object, ...], Mapping[str, Any]] = {}
     for number, inputs in enumerate(microbatches):
-        samples.begin(num_global, number, len(microbatches))
-        like = (*(tensor.shape for tensor in _tensors(inputs)), *samples.counts(plan.mesh.axes))
+        shard.set_microbatch(num_global, number, len(microbatches))
+        like = (*(tensor.shape for tensor in _tensors(inputs)), *shard.counts(plan.mesh.axes))
         if like in known:
             found.append(known[like])
             continue

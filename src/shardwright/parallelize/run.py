@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.module_calls import call_model
+from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
-from shardwright.comm.values import gather_json
 from shardwright.comm.world import World
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.losses import mean_of
 from shardwright.parallelize.checks import check_frozen, check_full, check_own, check_trains
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.overlapped_update import updates_beside, updating
-from shardwright.parallelize.planning import local_samples, num_rows, numbers_per_sample, on_device, rows
-from shardwright.parallelize.sequences import check_long_enough, cut_tokens, join_tokens, num_tokens_of
-from shardwright.plan.batch_shard import microbatch_samples
+from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
+from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
 from shardwright.plan.plan import OUTPUT, Job, Plan
 from shardwright.plan.schedule import Action, Schedule, accumulate
 from shardwright.rng import RngTracker
@@ -64,7 +63,6 @@ class Run:
         stop_at_nan: bool = False,
     ) -> None:
         self.model, self.loss = job.model, job.loss
-        self._samples = job.samples
         self.plan, self.world, self.axes = plan, world, axes
         resting = {name: p for each in applied for name, p in each.parameters.items()}
         self.parameters: Mapping[str, nn.Parameter] = {
@@ -78,14 +76,14 @@ class Run:
         self.loss_scale = LossScale() if plan.layout.precision == "fp16" else None
         self._stops_at_nan = stop_at_nan
         self._widens = plan.layout.precision != "fp32"
-        self._executor, self._sync = executor, sync
+        self._executor, self._sync, self._shard = executor, sync, executor.batch_shard
         self._everyone = axes["world"]
 
     # ---- batches
 
     def share(self, num_samples: int) -> range:
         """Which samples of a global batch this rank computes: load no others."""
-        return local_samples(self.plan, self.coord, num_samples)
+        return self._shard.local_samples(num_samples)
 
     def shard(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Microbatch]:
         """This rank's part of each global batch (inputs, targets); samples lie in dim 0 of every tensor."""
@@ -103,8 +101,8 @@ class Run:
         num_tokens = 0
         if self.plan.token_axes:
             num_tokens = num_tokens_of(inputs, targets)
-            check_long_enough(self.plan, num_tokens)
-        inputs, targets = cut_tokens(self.plan, self.coord, (inputs, targets), num_tokens)
+            self._shard.check_num_tokens(num_tokens)
+        inputs, targets = self._shard.cut_tokens((inputs, targets), num_tokens)
         inputs, targets = on_device((self._narrow(inputs), targets), self.world.device)
         return Microbatch(inputs, targets, self.share(num_global), num_global, num_tokens)
 
@@ -191,7 +189,7 @@ class Run:
         """The model's whole output on inputs that every rank holds, on every rank."""
         num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
         self._begin(num_tokens)
-        mine = on_device(self._narrow(cut_tokens(self.plan, self.coord, inputs, num_tokens)), self.world.device)
+        mine = on_device(self._narrow(self._shard.cut_tokens(inputs, num_tokens)), self.world.device)
         with eval_mode(self.model):
             in_stages = self.plan.schedule is not None
             output = self._predict_in_stages(mine, num_tokens) if in_stages else self._predict(mine)
@@ -199,14 +197,13 @@ class Run:
         for cut in reversed(self.plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbours
             output = self.axes[cut.axis].all_gather(output, cut.dim, self._output_sizes(cut.axis, joined))
             joined.append(cut.axis)
-        if self.plan.token_axes and self._samples is not None:
-            return join_tokens(self.plan, self._samples, self.axes, output)
+        if self.plan.token_axes:
+            return self._shard.join(output, self.axes, self.plan.rows.get(OUTPUT, ()))
         # what gathered rows found the same samples on every rank
         return tree_map_only(Tensor, lambda each: each[: num_rows(inputs)], output)
 
     def _predict(self, inputs: Any) -> Any:
-        if self._samples is not None:
-            self._samples.alone(num_rows(inputs))
+        self._shard.set_uncut(num_rows(inputs))
         with self._executor.during(Action("F", 0)):
             return call_model(self.model, inputs)
 
@@ -214,8 +211,7 @@ class Run:
         """What comes now has samples of so many tokens, and nothing to do with what came before."""
         for events in self._executor.events:
             events.restart()
-        if self._samples is not None:
-            self._samples.cut_tokens(num_tokens)
+        self._shard.set_num_tokens(num_tokens)
 
     def _predict_in_stages(self, inputs: Any, num_tokens: int) -> Any:
         """The output of the last chunk, on every stage."""
@@ -254,15 +250,14 @@ class Run:
     # ---- what happens when
 
     @contextmanager
-    def observed(self, events: Events, before_action: Callable[[Action], None]) -> Iterator[None]:
-        """While it lasts, somebody is told of the actions that run."""
-        executor = self._executor
-        before = executor.events, executor.before_action
-        executor.events, executor.before_action = (*executor.events, events), before_action
+    def observed(self, events: Events) -> Iterator[None]:
+        """Adds a listener to the events of the steps that run inside the block."""
+        before = self._executor.events
+        self._executor.events = (*before, events)
         try:
             yield
         finally:
-            executor.events, executor.before_action = before
+            self._executor.events = before
 
     def rehearse_with(self, batch: Microbatch, values: Sequence[Mapping[str, Any]]) -> None:
         """Readies a stage for steps beside stages that are not there: ``values`` cross between them, by microbatch."""

@@ -1,4 +1,4 @@
-"""Units: blocks of parameters that travel together."""
+"""Cuts a model's parameters into units: blocks that are gathered, summed and updated together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import nn
 
 
 class ParamGroup(NamedTuple):
-    """A block: its parameters, and the modules that use them, in forward order."""
+    """A block of parameters that are gathered, summed and updated together, by name."""
 
     name: str
-    modules: tuple[str, ...]
     parameters: tuple[str, ...]
 
 
@@ -20,11 +19,10 @@ _LISTS = (nn.Sequential, nn.ModuleList)
 
 
 def split_into_param_groups(model: nn.Module, *, least_bytes: int = 2**20) -> tuple[ParamGroup, ...]:
-    """The model's parameters in units that travel together: whole blocks, at least ``least_bytes`` each.
+    """Returns the model's parameters in units of whole blocks, each of at least ``least_bytes``, in forward order.
 
-    A block is an entry of a list or sequence of modules, however deep in the model. Small neighbours are joined, in
-    forward order. A tied parameter belongs to the first block that uses it, and the unit's modules name the other users
-    too.
+    A block is an entry of a list or sequence of modules, however deep in the model. Small neighbours are joined. A tied
+    parameter belongs to the first block that uses it.
 
     >>> model = nn.Sequential(nn.Linear(600, 600), nn.Linear(2, 2), nn.Linear(900, 900))
     >>> [group.name for group in split_into_param_groups(model)]
@@ -32,7 +30,6 @@ def split_into_param_groups(model: nn.Module, *, least_bytes: int = 2**20) -> tu
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     home: dict[str, int] = {}  # by parameter, the unit it belongs to
-    users: dict[int, list[str]] = {}
     modules: list[list[str]] = [[]]
     num_bytes = 0
     for path, module, whole in _entries("", model):
@@ -42,8 +39,6 @@ def split_into_param_groups(model: nn.Module, *, least_bytes: int = 2**20) -> tu
             if name not in home:
                 home[name] = len(modules) - 1
                 num_bytes += parameter.numel() * parameter.element_size()
-            elif home[name] < len(modules) - 1:
-                users.setdefault(home[name], []).append(path)
         if num_bytes >= least_bytes:
             modules.append([])
             num_bytes = 0
@@ -52,14 +47,13 @@ def split_into_param_groups(model: nn.Module, *, least_bytes: int = 2**20) -> tu
         tail = modules.pop()
         modules[-1] += tail
         home = {name: min(number, last - 1) for name, number in home.items()}
-        users = {number: [u for u in paths if u not in modules[number]] for number, paths in users.items()}
     units = []
     for number, paths in enumerate(modules):
         if not paths:
             continue
         name = paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}"
         parameters = tuple(n for n, at in home.items() if at == number)
-        units.append(ParamGroup(name, (*paths, *dict.fromkeys(users.get(number, ()))), parameters))
+        units.append(ParamGroup(name, parameters))
     return tuple(unit for unit in units if unit.parameters)
 
 
@@ -84,11 +78,11 @@ def _holds_blocks(module: nn.Module) -> bool:
     return any(next(entry.children(), None) is not None for each in lists for entry in each.children())
 
 
-def held_param_groups(units: Sequence[ParamGroup], held: Collection[str]) -> tuple[ParamGroup, ...]:
-    """The units with the parameters that a rank holds; those of which it holds none are left out.
+def held_param_groups(groups: Sequence[ParamGroup], held: Collection[str]) -> tuple[ParamGroup, ...]:
+    """Returns the groups, each with those of its parameters that a rank holds; groups without any are left out.
 
-    >>> held_param_groups([ParamGroup("a", ("a",), ("a.w",)), ParamGroup("b", ("b",), ("b.w",))], {"b.w"})
-    (Unit(name='b', modules=('b',), parameters=('b.w',)),)
+    >>> held_param_groups([ParamGroup("a", ("a.w",)), ParamGroup("b", ("b.w",))], {"b.w"})
+    (ParamGroup(name='b', parameters=('b.w',)),)
     """
-    found = (unit._replace(parameters=tuple(n for n in unit.parameters if n in held)) for unit in units)
-    return tuple(unit for unit in found if unit.parameters)
+    found = (group._replace(parameters=tuple(n for n in group.parameters if n in held)) for group in groups)
+    return tuple(group for group in found if group.parameters)

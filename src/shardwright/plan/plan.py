@@ -18,7 +18,7 @@ from shardwright.analysis.structure import owners
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.operators.deferred_gradients import DeferredGradients
-from shardwright.plan.batch_shard import Rows, Samples
+from shardwright.plan.batch_shard import BatchShard, RowMoves
 from shardwright.plan.param_groups import ParamGroup, split_into_param_groups
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
@@ -114,29 +114,29 @@ class ForwardFrame(Protocol):
         """Earlier chunks have called a module so often, of ``total`` calls in this forward."""
         ...
 
-    def moment(self) -> Callable[[], None]:
-        """A function that goes back to this moment of this forward."""
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that restores the state of this forward to what it is now."""
         ...
 
 
 class Job(NamedTuple):
     """What a person hands over: a plain model, the loss that gives (sum, count), and how much is computed at once.
 
-    ``num_tokens`` are those of one microbatch of one model copy, as far as they are known when it is laid out; a
-    wrong number costs speed, never the result. ``samples`` says, on a rank, whose samples are in hand. ``roles`` are
-    those that a person gives to single layers, by patterns of names. ``example`` are the inputs of one microbatch of
-    one model copy, on the meta device, where they are known: what a layer costs is counted on them. ``num_samples``
-    are those of the smallest microbatch where each is a sequence of tokens: too few to be cut, their sequences are.
-    ``stages`` are the modules at which a person lets stages begin, by putting parts on devices; ``seconds`` are those
-    that were measured of modules' forwards. ``deferred`` takes, on a rank, weight gradients that are wanted later;
-    ``draws`` are its random numbers; ``frame`` is what a strategy before this one does around the model's forward.
-    ``offload_folder`` is where files of state go that a layout keeps on disk.
+    ``num_tokens`` are those of one microbatch of one model copy, as far as they are known when it is laid out; a wrong
+    number costs speed, never the result. ``batch_shard`` says, on a rank, which rows of the microbatch each rank has.
+    ``roles`` are those that a person gives to single layers, by patterns of names. ``example`` are the inputs of one
+    microbatch of one model copy, on the meta device, where they are known: what a layer costs is counted on them.
+    ``num_samples`` are those of the smallest microbatch where each is a sequence of tokens: too few to be cut, their
+    sequences are. ``stages`` are the modules at which a person lets stages begin, by putting parts on devices;
+    ``seconds`` are those that were measured of modules' forwards. ``deferred`` takes, on a rank, weight gradients that
+    are wanted later; ``draws`` are its random numbers; ``frame`` is what a strategy before this one does around the
+    model's forward. ``offload_folder`` is where files of state go that a layout keeps on disk.
     """
 
     model: nn.Module
     loss: nn.Module
     num_tokens: int = NUM_TOKENS
-    samples: Samples | None = None
+    batch_shard: BatchShard | None = None
     roles: Mapping[str, str] = MappingProxyType({})
     example: Any = None
     num_samples: int | None = None
@@ -209,7 +209,7 @@ class Plan:
     """The parameters that are whole only while something computes with them; of others a whole stays on each rank."""
     offloaded: Mapping[str, str] = field(default_factory=dict)
     """Of parameters whose state rests elsewhere than on the rank's device, where: on ``host`` or ``disk``."""
-    rows: Mapping[str, Rows] = field(default_factory=dict)
+    rows: Mapping[str, RowMoves] = field(default_factory=dict)
     token_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The dims of a module's input with tokens, where sequences are cut and these are not dim 1 alone."""
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -273,7 +273,16 @@ class Plan:
         """What ``module`` takes in is cut: random layers need to know their place in the whole."""
         return replace(self, activations={**self.activations, module: (*self.activations.get(module, ()), activation)})
 
-    def move_rows(self, module: str, rows: Rows) -> Plan:
+    def batch_shard(self, coord: Coord) -> BatchShard:
+        """Returns what the rank at ``coord`` has of global batches: which samples, and which tokens of each.
+
+        >>> plan = Plan.of(Job(nn.Linear(2, 2), nn.Identity()), Layout.parse("dp2")).cut_inputs("dp", dim=0)
+        >>> plan.batch_shard({"dp": 1}).local_samples(5)
+        range(3, 5)
+        """
+        return BatchShard(self.mesh, self.row_axes, coord, token_axes=self.token_axes)
+
+    def move_rows(self, module: str, rows: RowMoves) -> Plan:
         """Notes that ``module`` sees other samples, or tokens, than this rank's own: random layers ask which."""
         return replace(self, rows={**self.rows, module: rows}) if rows else self
 

@@ -10,7 +10,7 @@ import torch
 from shardwright.analysis.module_calls import ModuleCalls
 from shardwright.comm.recorder import ring_factor
 from shardwright.mesh import Coord
-from shardwright.plan.batch_shard import Samples
+from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan, Use
 from shardwright.sharding.box import Box
@@ -110,12 +110,12 @@ class StepCalls(NamedTuple):
     """What one rank's step sees: the calls of every module, for each microbatch; and what crosses between chunks.
 
     ``crossing`` holds, by a value's name in the model's code, its tensors. ``everywhere`` are the calls that all stages
-    make, where ``visits`` are this rank's.
+    make, where ``visits`` are this rank's. ``shards`` are what each rank has of each microbatch.
     """
 
     visits: tuple[ModuleCalls, ...]
     gradient_bytes: int
-    samples: tuple[Samples, ...] = ()
+    shards: tuple[BatchShard, ...] = ()
     crossing: tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...] = ()
     everywhere: tuple[ModuleCalls, ...] = ()
 

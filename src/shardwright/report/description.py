@@ -14,9 +14,8 @@ from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
-from shardwright.parallelize.planning import StepTraffic, in_hand, local_samples, make_plan, num_rows
-from shardwright.parallelize.sequences import num_tokens_of
-from shardwright.plan.batch_shard import microbatch_samples
+from shardwright.parallelize.planning import StepTraffic, make_plan, microbatch_shards, num_rows
+from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
 from shardwright.plan.plan import INPUT, Job, LayerRole, Plan
 from shardwright.plan.schedule import Action
 from shardwright.plan.traffic import partial_axes
@@ -244,13 +243,13 @@ class _Sent:
         Ranks that differ only on axes that cut the samples send the same when they hold as much and compute as many,
         and so do those whose samples they gather.
         """
-        samples = local_samples(self.plan, coord, self.num_samples)
+        samples = self.plan.batch_shard(coord).local_samples(self.num_samples)
         microbatches = microbatch_samples(samples, self.plan.layout.num_microbatches)
         apart = tuple(coord[axis] for axis in self.plan.mesh.axes if self.plan.inputs.get(axis) != 0)
-        all_in_hand = in_hand(self.plan, coord, self.num_samples, self.num_tokens)
+        shards = microbatch_shards(self.plan, coord, self.num_samples, self.num_tokens)
         together = tuple(
             each.sizes((), axis)
-            for each in all_in_hand
+            for each in shards
             for axis in sorted(self.plan.row_axes.difference(mesh_axes("copies")))
         )
         key = (apart, held.counts, tuple(map(len, microbatches)), together)
@@ -258,7 +257,7 @@ class _Sent:
             said = self.traffic.at(coord)
             self.found[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in said.items()}
         found = {"samples": len(samples), "sent_bytes": self.found[key]}
-        return found | ({"tokens_of_each": len(all_in_hand[0].tokens(()))} if self.plan.token_axes else {})
+        return found | ({"tokens_of_each": len(shards[0].tokens(()))} if self.plan.token_axes else {})
 
 
 def _parameter(plan: Plan, name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from shardwright.plan.plan import Job, Plan
 from shardwright.plan.recompute import activation_offload_target
 from shardwright.runtime.activation_offload import ActivationOffload
 from shardwright.runtime.applied import Applied
-from shardwright.runtime.checkpointed_block import CheckpointedBlock, RestorableState
+from shardwright.runtime.checkpointed_block import CheckpointedBlock, Restorable
 from shardwright.runtime.offload_storage import LEAST_BYTES, OffloadStorage
 
 
@@ -20,7 +20,7 @@ def checkpoint_activations(job: Job, plan: Plan) -> None:
     Ranks that share operators run all of a block again, so that all make the same calls; others run as far as the
     backward asks.
     """
-    states: list[RestorableState] = [each for each in (job.draws, job.samples, job.frame) if each is not None]
+    states: list[Restorable] = [each for each in (job.draws, job.batch_shard, job.frame) if each is not None]
     selective = plan.layout.recompute == "selective"
     shared = any(plan.mesh[axis] > 1 for axis in mesh_axes("operators"))
     for path in plan.again:

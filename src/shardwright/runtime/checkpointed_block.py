@@ -36,11 +36,11 @@ COSTLY = (
 """The operators whose results a selective region keeps: products, convolutions and attention."""
 
 
-class RestorableState(Protocol):
-    """What a forward asks beside its inputs, and what moves on with it."""
+class Restorable(Protocol):
+    """State that a forward reads beside its inputs and moves on, such as random numbers."""
 
-    def moment(self) -> Callable[[], None]:
-        """A function that goes back to this moment."""
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that restores the state to what it is now."""
         ...
 
 
@@ -128,7 +128,7 @@ class _Region:
 
     def forward(self) -> Any:
         """The first run."""
-        self.restore = tuple(each.moment() for each in self.block.states)
+        self.restore = tuple(each.snapshot() for each in self.block.states)
         self.versions, self.modes = self._versions(), tuple(_get_current_function_mode_stack())
         self.casts = self._casting()
         buffers = {name: buffer._version for name, buffer in self.block.other_buffers()}
@@ -180,7 +180,7 @@ class _Region:
                 raise _Enough
             return number
 
-        now = [each.moment() for each in self.block.states]
+        now = [each.snapshot() for each in self.block.states]
         for back in self.restore:
             back()
         given = {id(leaf): leaf for leaf in tree_leaves((self.args, self.named)) if isinstance(leaf, Tensor)}
@@ -225,7 +225,7 @@ class CheckpointedBlock:
     path: str
     module: nn.Module
     forward: Callable[..., Any]
-    states: tuple[RestorableState, ...] = ()
+    states: tuple[Restorable, ...] = ()
     selective: bool = False
     shared: bool = False
 

@@ -1,16 +1,28 @@
-"""The one executor: it runs any list of actions, pipeline or not, and fires the events that strategies wait for.
+"""The one executor: it runs a list of actions on a rank's part of the model, and fires the events strategies act on.
 
 A rank's part of the model is its *work*: chunks that take in a microbatch, or what other stages sent, and that compute
-the loss, or send to other stages. Without a pipeline it is one chunk, the whole model.
+the loss, or send to other stages. Without a pipeline it is one chunk, the whole model. A *unit* is a block of
+parameters that travel together. One step, with its events in the order they fire, and what listens to each::
 
-One backward, and when each event fires (a *unit* is a block of layers whose parameters travel together)::
+    restart                                  ZeRO, fp32 masters, tensor parallelism: drop what a failed step left
+    for each action a of the schedule:       F, B, or a backward in two parts, I (inputs) and W (weights)
+        before_action(a)                     the memory ledger
+        during(a) opens                      ZeRO: gathers the units of the chunk
+          F: forward of one microbatch
+          B: backward of one microbatch; W: the weight gradients that its I has put off
+             after_backward(m)               tensor parallelism: puts weight gradients still under way in place
+             after_weight_gradients(u, m)    ZeRO, gradient sync: start to sum the unit; masters: widen its gradients
+        during(a) closes                     ZeRO: starts the sums that are left, drops the units
+        after_action(a)                      tensor parallelism: ends early gathers; offload: mean loss; the ledger
+    before_sync                              ZeRO: waits for its sums
+    (the core waits for the sums of the gradient sync)
+    after_sync                               fp32 masters: take over the gradients
+    (the optimizer steps)
+    after_optimizer                          ZeRO: what it gathered is stale; masters: round to the compute dtype
 
-    before_forward(u)  after_forward(u)  ...  before_backward(u)  after_weight_gradients(u, m)  after_action(a)
-
-``after_backward(m)`` comes when autograd is through, before the units that it did not finish: what a strategy has under
-way for weights is put in place there. Every action runs ``during(a)``. Once a step come ``before_sync``, when all
-actions are done, ``after_sync``, when the core has summed what it sums, and ``after_optimizer``: parameters at rest
-have changed, as they do when a checkpoint is loaded.
+``after_weight_gradients(u, m)`` fires during a backward as soon as autograd has given the last gradient of the unit, so
+that sums run beside the rest of the backward. Units that this backward did not reach follow after ``after_backward``,
+and so do all units of an action W.
 """
 
 from __future__ import annotations
@@ -28,7 +40,7 @@ from torch import Tensor, nn
 from shardwright.analysis.module_calls import call_model
 from shardwright.errors import PlanError
 from shardwright.operators.deferred_gradients import DeferredGradients
-from shardwright.plan.batch_shard import Samples
+from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.param_groups import ParamGroup, held_param_groups
 from shardwright.plan.schedule import Action, Schedule
 from shardwright.rng import RefusesRandomNumbers, RngTracker
@@ -60,19 +72,18 @@ def _in_nothing(action: Action) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Events:
-    """What to do at the edges of units and actions. All are optional; ranks fire them in the same order.
+    """What one listener does at each event of a step, in the order drawn above; an event left out does nothing.
 
-    ``restart`` comes before a step and before a forward alone: what a step that raised has left is let go of.
+    All ranks fire the same events in the same order, so that listeners may send. ``restart`` fires before a forward
+    alone too, and ``after_optimizer`` whenever parameters at rest have changed, as when a checkpoint is loaded.
     """
 
     restart: Callable[[], None] = _nothing
-    before_forward: Callable[[ParamGroup], None] = _nothing
-    after_forward: Callable[[ParamGroup], None] = _nothing
-    before_backward: Callable[[ParamGroup], None] = _nothing
+    before_action: Callable[[Action], None] = _nothing
+    during: Callable[[Action], AbstractContextManager[None]] = _in_nothing
     after_backward: Callable[[int], None] = _nothing
     after_weight_gradients: Callable[[ParamGroup, int], None] = _nothing
     after_action: Callable[[Action], None] = _nothing
-    during: Callable[[Action], AbstractContextManager[None]] = _in_nothing
     before_sync: Callable[[], None] = _nothing
     after_sync: Callable[[], None] = _nothing
     after_optimizer: Callable[[], None] = _nothing
@@ -127,7 +138,7 @@ class WholeModel:
         self._microbatches, self._last = microbatches, last
 
     def wait(self, place: int) -> None:
-        """Nothing comes from elsewhere."""
+        """Does nothing: this rank receives from no other stage."""
 
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
         """See :class:`ModelPart`."""
@@ -139,7 +150,7 @@ class WholeModel:
         return (None,)
 
     def pass_back(self, chunk: int, number: int) -> None:
-        """Nobody waits for it."""
+        """Does nothing: no other rank waits for the gradient of the model's inputs."""
 
     def chunks_with(self, parameter: str) -> frozenset[int]:
         """See :class:`ModelPart`."""
@@ -178,14 +189,14 @@ class Executor:
         units: Sequence[ParamGroup],
         events: Iterable[Events],
         draws: RngTracker,
-        samples: Samples | None = None,
+        batch_shard: BatchShard,
         late: Collection[str] = (),
         work: ModelPart | None = None,
         deferred: DeferredGradients | None = None,
         written: BufferWrites | None = None,
     ) -> None:
         self.written = written
-        self.model, self.draws, self.samples, self.late = model, draws, samples, frozenset(late)
+        self.model, self.draws, self.batch_shard, self.late = model, draws, batch_shard, frozenset(late)
         self.work = WholeModel(model) if work is None else work
         self.deferred = DeferredGradients() if deferred is None else deferred
         self.events = tuple(events)
@@ -195,7 +206,6 @@ class Executor:
         self._chunks = {u.name: frozenset[int]().union(*map(self.work.chunks_with, u.parameters)) for u in self.units}
         self._has_run: set[tuple[int, bool]] = set()
         self._action = Action("F", 0)
-        self.before_action: Callable[[Action], None] = _nothing
         self._done: dict[tuple[str, int], set[int]] = {}
         self._missing: dict[str, set[str]] = {}
         self._watch()
@@ -207,12 +217,13 @@ class Executor:
         starts: dict[tuple[int, int], tuple[Sequence[Tensor], Sequence[Callable[[], None]]]] = {}
         for place, action in enumerate(schedule.actions[stage]):
             kind, number, chunk = self._action = action
-            self.before_action(action)
+            for events in self.events:
+                events.before_action(action)
             self.work.wait(place)
             began = perf_counter()
             with self.during(action):
                 if kind == "F":
-                    starts[chunk, number] = self._forward(chunk, number, microbatches), self._moment()
+                    starts[chunk, number] = self._forward(chunk, number, microbatches), self._snapshots()
                 elif kind == "W":
                     self.deferred.do(chunk, number)
                     self._end_backward(number, chunk)
@@ -223,7 +234,7 @@ class Executor:
                 events.after_action(action)
 
     def during(self, action: Action) -> AbstractContextManager[Any]:
-        """What strategies have open while an action runs."""
+        """Returns a context manager that enters ``Events.during`` of all listeners around an action."""
         around = [events.during(action) for events in self.events if events.during is not _in_nothing]
         return _all_of(around) if around else nullcontext()
 
@@ -237,10 +248,10 @@ class Executor:
     def _forward(self, chunk: int, number: int, microbatches: Sequence[Microbatch]) -> Sequence[Tensor]:
         microbatch = microbatches[number]
         self.draws.samples = microbatch.samples
-        if self.samples is not None and microbatch.num_global is None:
-            self.samples.alone(len(microbatch.samples))
-        elif self.samples is not None and microbatch.num_global is not None:
-            self.samples.begin(microbatch.num_global, number, len(microbatches))
+        if microbatch.num_global is None:
+            self.batch_shard.set_uncut(len(microbatch.samples))
+        else:
+            self.batch_shard.set_microbatch(microbatch.num_global, number, len(microbatches))
         key = (chunk, self.model.training)
         around: list[AbstractContextManager[Any]] = [] if key in self._has_run else [RefusesRandomNumbers()]
         written = self.written if self.model.training and len(microbatches) > 1 else None
@@ -251,14 +262,14 @@ class Executor:
         self._has_run.add(key)
         return starts
 
-    def _moment(self) -> Sequence[Callable[[], None]]:
-        """What goes back to the samples in hand, and what was drawn for them."""
-        return [each.moment() for each in (self.draws, self.samples) if each is not None]
+    def _snapshots(self) -> Sequence[Callable[[], None]]:
+        """Returns functions that restore the batch shard and the random numbers that this forward has used."""
+        return [self.draws.snapshot(), self.batch_shard.snapshot()]
 
     def _backward(self, starts: Sequence[Tensor], forward: Sequence[Callable[[], None]]) -> None:
         kind, number, chunk = self._action
-        for back in forward:  # others may have been in hand since, and a model may compute again by itself
-            back()
+        for restore in forward:  # other microbatches came since, and activation checkpointing may run its forward again
+            restore()
         self._missing = {unit.name: set(unit.parameters) for unit in self.units}
         gradients = self.work.gradients(chunk, number)
         with self.deferred.collecting(chunk, number) if kind == "I" else nullcontext():
@@ -275,17 +286,12 @@ class Executor:
             self._fire_gradients(unit)
 
     def _watch(self) -> None:
-        """Hooks where units begin and end, and on every parameter, for whoever listens."""
+        """Puts a hook on every trained parameter, to hear when autograd has given its gradient."""
         for unit in self.units:
             for name in unit.parameters:
                 parameter = self.parameters[name]
                 if parameter.requires_grad and name not in self.late:  # autograd calls hooks of no gradient too
                     parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, name))
-            edges = [self.model.get_submodule(module) for module in unit.modules]
-            if any(e.before_forward is not _nothing or e.before_backward is not _nothing for e in self.events):
-                for module in edges:
-                    module.register_forward_pre_hook(self._on_forward(unit))
-                    module.register_forward_hook(self._on_output(unit))
 
     def _on_gradient(self, unit: ParamGroup, name: str) -> Callable[[Tensor], None]:
         here = ref(self)  # torch keeps such a hook outside of what Python collects: it must not hold the model
@@ -307,7 +313,7 @@ class Executor:
             self._fire_gradients(unit)
 
     def _fire_gradients(self, unit: ParamGroup) -> None:
-        """Once for each microbatch, when all chunks that use the unit have given its gradients."""
+        """Fires ``after_weight_gradients`` once for each microbatch, when all chunks that use the unit are done."""
         chunks, number = self._chunks[unit.name], self._action.microbatch
         done = self._done.setdefault((unit.name, number), set())
         if self._action.chunk in chunks and self._action.chunk not in done:
@@ -315,23 +321,3 @@ class Executor:
             if done == chunks:
                 for events in self.events:
                     events.after_weight_gradients(unit, number)
-
-    def _on_forward(self, unit: ParamGroup) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            for events in self.events:
-                events.before_forward(unit)
-
-        return hook
-
-    def _on_output(self, unit: ParamGroup) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda _: self._fire_backward(unit))
-            for events in self.events:
-                events.after_forward(unit)
-
-        return hook
-
-    def _fire_backward(self, unit: ParamGroup) -> None:
-        for events in self.events:
-            events.before_backward(unit)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
-from shardwright.comm.values import gather_json
 from shardwright.errors import PlanError
 
 LEAST = 1.0

@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.comm.agreement import first_problem
 from shardwright.comm.axis import Axis
-from shardwright.comm.values import gather_json
 from shardwright.errors import PlanError
 from shardwright.formatting import format_bytes
 
@@ -78,9 +78,8 @@ class OffloadStorage:
                 self._open(num_bytes)
             except OSError as failure:
                 problem = f"{failure.strerror or failure}, with {format_bytes(num_bytes)} to keep in '{self.folder}'"
-        for rank, text in enumerate(gather_json(self._world, problem)):  # or one rank would raise and the others wait
-            if text:
-                raise _refused(f"rank {rank}: {text}")
+        if found := first_problem(self._world, problem):
+            raise _refused("rank {}: {}".format(*found))
 
     def _open(self, num_bytes: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -25,9 +25,9 @@ import shardwright
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.manifest import find, steps_in
 from shardwright.checkpoint.saving import save
+from shardwright.comm.agreement import first_problem, gather_json
 from shardwright.comm.failures import ToldToStop
 from shardwright.comm.launch import Ranks, launch
-from shardwright.comm.values import gather_json
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
@@ -201,7 +201,7 @@ def _alone(world: World, out: Path) -> Iterator[None]:
             file = stack.enter_context((out / LOCK).open("w"))
             if not _lock(file):
                 problem = "another run writes to it"
-        if any(gather_json(everyone, problem)):
+        if first_problem(everyone, problem):
             raise _in_use(out)
         yield
 

@@ -11,8 +11,8 @@ from types import MappingProxyType
 import torch
 
 from shardwright.analysis.costs import time_layers
+from shardwright.comm.agreement import gather_json
 from shardwright.comm.launch import Ranks, launch
-from shardwright.comm.values import gather_json
 from shardwright.comm.world import World
 from shardwright.layout import Layout
 from shardwright.ledger.account import measure_memory

@@ -1,4 +1,4 @@
-"""Whether all ranks have read the same code and run the same lists, asked before any of them waits for another.
+"""Checks that all ranks have read the same calls and run the same schedule, before any waits for another's message.
 
 Each rank reads the model's code by itself. Where that follows Python's random numbers, the rank or the time, two ranks
 read different calls, and each would wait for messages that the other never sends.
@@ -13,17 +13,17 @@ import torch
 from torch import fx
 
 from shardwright.analysis.call_graph import Chunked
+from shardwright.comm.agreement import Difference, check_agreement
 from shardwright.comm.axis import Axis
-from shardwright.comm.values import difference
 from shardwright.errors import PlanError
 from shardwright.plan.schedule import Schedule
 
 _SHOWN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-"""What is written alike in every process; of anything else its type tells."""
+"""Types whose ``repr`` is the same in every process; an argument of any other type is shown by its type's name."""
 
 
 def lines_of(chunked: Chunked, schedule: Schedule | None = None) -> list[str]:
-    """A model's calls with their chunks, and what stages do in which order, a line each.
+    """Returns the model's calls, each with its chunk, and the list of actions of every stage, one line each.
 
     >>> from torch import nn
     >>> from shardwright.analysis.call_graph import CallSite, read_graph
@@ -55,20 +55,22 @@ def _text(argument: Any) -> str:
     return shown[0] if len(shown) == 1 else f"({', '.join(shown)})"
 
 
-def check_same(axis: Axis, lines: Sequence[str]) -> None:
-    """Returns if all members have the same lines.
+def check_same_code(axis: Axis, lines: Sequence[str]) -> None:
+    """Raises PlanError, on every member, unless all have the same :func:`lines_of` their model and schedule.
 
-    Traffic: one all-reduce of two numbers. Raises: PlanError: on every member, with the first lines that differ.
+    Traffic: one all-reduce of two numbers.
 
     >>> from shardwright import Mesh, run_on_threads
-    >>> run_on_threads(Mesh(pp=2), lambda axes: check_same(axes["pp"], ["chunk 0: y = relu(x)"]))
+    >>> run_on_threads(Mesh(pp=2), lambda axes: check_same_code(axes["pp"], ["chunk 0: y = relu(x)"]))
     [None, None]
     """
-    if axis.size == 1 or axis.device.type == "meta" or (found := difference(axis, lines)) is None:
-        return  # a rehearsal has no values
-    raise PlanError(
+    check_agreement(axis, lines, _read_different_code)
+
+
+def _read_different_code(found: Difference) -> PlanError:
+    return PlanError(
         "ranks have read different code, or run different lists, and would wait for each other for ever",
-        given=found,
+        given=str(found),
         allowed="calls, costs and schedules that are the same on every rank",
         fix="take random numbers of the host, the rank and the time out of the model's forward, and give every "
         "rank the same seconds and files",

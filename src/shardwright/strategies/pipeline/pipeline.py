@@ -334,13 +334,8 @@ def _by_chunk(units: tuple[ParamGroup, ...], stages: Stages) -> tuple[ParamGroup
         chunks = sorted({home.get(name, 0) for name in unit.parameters})
         for chunk in chunks:
             parameters = tuple(name for name in unit.parameters if home.get(name, 0) == chunk)
-            modules = (
-                unit.modules
-                if len(chunks) == 1
-                else tuple(m for m in unit.modules if any(name.startswith(f"{m}.") or m == "" for name in parameters))
-            )
             name = unit.name if len(chunks) == 1 else f"{unit.name} ({chunk})"
-            found.append(ParamGroup(name, modules, parameters))
+            found.append(ParamGroup(name, parameters))
     return tuple(sorted(found, key=lambda unit: min(home.get(name, 0) for name in unit.parameters)))
 
 

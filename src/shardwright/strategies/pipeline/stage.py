@@ -20,7 +20,7 @@ from shardwright.plan.plan import ForwardFrame
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.runtime.executor import Microbatch, OutputHandler
-from shardwright.strategies.pipeline.agreement import check_same, lines_of
+from shardwright.strategies.pipeline.agreement import check_same_code, lines_of
 from shardwright.strategies.pipeline.messages import StageMessage, arrivals, coming, receiver
 from shardwright.strategies.pipeline.p2p import P2P, fill, spec_of
 from shardwright.strategies.pipeline.shared_buffers import SharedBuffers
@@ -251,7 +251,7 @@ class Stage:
         kind = (given, self.model.training)
         if kind not in self._compared:
             self._compared.add(kind)
-            check_same(self.mail.axis.for_strategy("core"), lines_of(code.chunked))
+            check_same_code(self.mail.axis.for_strategy("core"), lines_of(code.chunked))
 
     def _changed(self, code: StageCode) -> list[tuple[str, str]]:
         """What the code was read with and is no longer so."""

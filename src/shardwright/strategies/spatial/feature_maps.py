@@ -97,8 +97,8 @@ class _Running:
             if f"{name}.".startswith(f"{path}."):
                 self.num_calls[name] = len(numbers) // total * times
 
-    def moment(self) -> Callable[[], None]:
-        """A function that goes back to this moment of this forward."""
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that restores what is cut and how often each module was called to what it is now."""
         settled, num_calls = self.settled, Counter(self.num_calls)
 
         def back() -> None:

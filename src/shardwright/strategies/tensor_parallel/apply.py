@@ -23,7 +23,7 @@ from shardwright.operators.norms import Split, cut_layer_norm, cut_rms_norm
 from shardwright.operators.operand_moves import OperandMove, take
 from shardwright.operators.vocabulary import cut_cross_entropy, cut_embedding
 from shardwright.operators.weight_guard import Forwarding, Running, guard
-from shardwright.plan.batch_shard import Samples
+from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.plan import LOSS, OUTPUT, Job, Plan
 from shardwright.runtime.applied import Applied
 from shardwright.runtime.executor import Events
@@ -55,9 +55,9 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Lat
 
     ``later`` collects the gradients of fetched weights; ``Later(ahead=0)`` puts each in place at once.
     """
-    assert job.samples is not None, "a rank knows whose samples it has in hand"
+    assert job.batch_shard is not None, "a job on a rank has its batch shard"
     ahead = Ahead(always=plan.stages is not None)
-    applying = _Applying(job, axes, plan, mode, job.samples, ahead, later or Later())
+    applying = _Applying(job, axes, plan, mode, job.batch_shard, ahead, later or Later())
     applying.everything()
     late = frozenset(
         own_names(job.model, path)[own]
@@ -88,7 +88,7 @@ class _Applying:
     axes: Mapping[str, Axis]
     plan: Plan
     mode: Mode
-    samples: Samples
+    shard: BatchShard
     ahead: Ahead
     later: Later
 
@@ -157,9 +157,7 @@ class _Applying:
         for each in gatherings:
             axis = self.axes[each.axis]
             if each.lies == "rows":
-                found.append(
-                    OperandMove(axis, "rows", partial(self.samples.sizes, each.rows, each.axis), self.mode.dim)
-                )
+                found.append(OperandMove(axis, "rows", partial(self.shard.sizes, each.rows, each.axis), self.mode.dim))
             elif each.lies == "features":
                 sizes = each.feature_sizes(self.coord)
                 found.append(OperandMove(axis, "features", partial(tuple[int, ...], sizes)))
@@ -199,7 +197,7 @@ class _Applying:
         lies = self.plan.compute[own_names(self.job.model, path)["weight"]]
         found = []
         for number, name in enumerate(names):
-            inner, here = self.plan.mesh.coords(names[:number]), self.samples.coord
+            inner, here = self.plan.mesh.coords(names[:number]), self.shard.coord
             sizes = tuple(
                 sum(lies.local_shape({**here, name: index, **there})[0] for there in inner)
                 for index in range(self.plan.mesh[name])
@@ -246,14 +244,14 @@ class _Applying:
     def _tokens(self, attention: nn.Module, note: TokensNote) -> None:
         """Queries, keys and values are those of some tokens; each query sees those of all, or of all before it."""
         assert isinstance(attention, Attention)
-        samples = self.samples
+        shard = self.shard
 
         def places(num_tokens: int, device: torch.device) -> Tensor:
-            span = samples.span(note.rows)
+            span = shard.span(note.rows)
             return torch.arange(span.start, span.stop, device=device)
 
         def num_seen() -> int:
-            return samples.span(note.rows).stop if note.causal else samples.num_tokens
+            return shard.span(note.rows).stop if note.causal else shard.num_tokens
 
         if attention.rotary is not None:
             attention.rotary.positions = places  # type: ignore[method-assign]
@@ -325,8 +323,8 @@ class _Applying:
         """A sequence's tokens begin at their place in it."""
 
         def forward(tokens_BT: Tensor) -> Tensor:
-            module.check(self.samples.num_tokens)
-            span = self.samples.span(())
+            module.check(self.shard.num_tokens)
+            span = self.shard.span(())
             return torch.arange(span.start, span.stop, device=tokens_BT.device)
 
         module.forward = forward  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shardwright.mesh import Coord
-from shardwright.plan.batch_shard import Rows
+from shardwright.plan.batch_shard import RowMoves, rows_after
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Plan
 from shardwright.strategies.tensor_parallel.features import Features, width
@@ -20,7 +20,6 @@ from shardwright.strategies.tensor_parallel.roles import (
     State,
     States,
     cheapest,
-    rows_after,
 )
 
 
@@ -70,7 +69,11 @@ class Mode:
         return tuple((a.name, a.size) for a, s in zip(self.axes, states, strict=True) if s == state)
 
     def choose(
-        self, layers: tuple[Layer, ...], boundaries: tuple[Boundary, ...], num_tokens: int, rows_end: Rows | None = ()
+        self,
+        layers: tuple[Layer, ...],
+        boundaries: tuple[Boundary, ...],
+        num_tokens: int,
+        rows_end: RowMoves | None = (),
     ) -> Choice | None:
         """The roles of a path of layers: the cheapest, or those of the classic algorithm where it fits."""
         regather = not self.keep
@@ -124,7 +127,7 @@ class Gathering(NamedTuple):
 
     axis: str
     lies: str
-    rows: Rows = ()
+    rows: RowMoves = ()
     features: Features | None = None
     over: tuple[str, ...] = ()
 
@@ -175,7 +178,7 @@ class TokensNote:
     ``kv`` are the features of the keys, as many as of the values; ``makers`` the layers that make both.
     """
 
-    rows: Rows
+    rows: RowMoves
     gathers: tuple[Gathering, ...]
     kv: Features
     causal: bool
@@ -192,7 +195,7 @@ class HeadsNote:
     held: tuple[tuple[int, ...], ...]
     slices: tuple[tuple[int, int], ...]
     inside: bool
-    rows: Rows
+    rows: RowMoves
     entry: EntryNote | None = None
     tokens: TokensNote | None = None
 
@@ -217,7 +220,7 @@ class TableNote:
     features: Features
     gathers: tuple[Gathering, ...]
     sums: tuple[Gathering, ...]
-    rows: Rows = ()
+    rows: RowMoves = ()
     per_sample: bool = True
 
     def width(self, coord: Coord) -> int:

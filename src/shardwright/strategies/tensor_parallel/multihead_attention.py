@@ -28,7 +28,7 @@ from shardwright.operators.head_slices import head_rows, head_slices, query_head
 from shardwright.operators.linear import GridProduct, WeightFetch, weight_of
 from shardwright.operators.multihead_attention import SomeHeads, multihead
 from shardwright.operators.operand_moves import OperandMove
-from shardwright.plan.batch_shard import Rows, Samples
+from shardwright.plan.batch_shard import BatchShard, RowMoves
 from shardwright.plan.layer_overrides import Overrides
 from shardwright.plan.plan import ActivationCut, Plan, Replicate, Shard
 from shardwright.plan.traffic import Traffic
@@ -206,7 +206,7 @@ class Applying(Protocol):
 
     plan: Plan
     axes: Mapping[str, Axis]
-    samples: Samples
+    shard: BatchShard
 
     @property
     def coord(self) -> dict[str, int]:
@@ -242,7 +242,7 @@ def apply_multihead(applying: Applying, module: nn.Module, note: MultiheadNote) 
 
 def _fetch(applying: Applying, name: str, axes: Sequence[str]) -> tuple[WeightFetch, ...]:
     lies, mesh = applying.plan.compute[name], applying.plan.mesh
-    here = applying.samples.coord
+    here = applying.shard.coord
 
     def rows(index: int, number: int) -> int:
         inner = mesh.coords(axes[:number])
@@ -271,9 +271,9 @@ class Pricing(Protocol):
     coord: Coord
     mode: Mode
 
-    def _num_rows(self, rows: Rows, tokens: int) -> int: ...
+    def _num_rows(self, rows: RowMoves, tokens: int) -> int: ...
     def _taken(
-        self, gatherings: Sequence[Gathering], rows: Rows, x: Features, visit: ModuleCall, *, again: bool = False
+        self, gatherings: Sequence[Gathering], rows: RowMoves, x: Features, visit: ModuleCall, *, again: bool = False
     ) -> Iterator[Traffic]: ...
     def _summed(
         self, gatherings: Sequence[Gathering], shape: tuple[int, int], visit: ModuleCall, learns: bool

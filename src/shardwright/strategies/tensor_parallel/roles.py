@@ -19,7 +19,7 @@ from itertools import permutations, product
 from math import inf, prod
 from typing import Literal, NamedTuple
 
-from shardwright.plan.batch_shard import Rows
+from shardwright.plan.batch_shard import RowMoves, rows_after
 
 State = Literal["T", "F", "C"]
 RoleName = Literal["t", "h", "k"]
@@ -79,33 +79,21 @@ class RoleStep(NamedTuple):
     after: States
     gathers: tuple[str, ...] = ()
     cuts: tuple[str, ...] = ()
-    rows_before: Rows = ()
+    rows_before: RowMoves = ()
 
     def num_fetched(self, axes: Sequence[GridAxis]) -> int:
         """How many parts of the weight's rows are stored apart and gathered for the product."""
         return prod(a.size for a, role in zip(axes, self.roles, strict=True) if role == "t" and a.stored)
 
     @property
-    def rows_gathered(self) -> Rows:
+    def rows_gathered(self) -> RowMoves:
         """How the rows lie in the product."""
         return rows_after(self.rows_before, "gather", self.gathers)
 
     @property
-    def rows_after(self) -> Rows:
+    def rows_after(self) -> RowMoves:
         """How the rows of the output lie."""
         return rows_after(self.rows_gathered, "cut", self.cuts)
-
-
-def rows_after(rows: Rows, what: Literal["gather", "cut"], axes: Sequence[str]) -> Rows:
-    """The rows once these axes have gathered or cut them: what undoes the last thing done takes it back.
-
-    >>> rows_after((("gather", "row"),), "cut", ["row", "col"])
-    (('cut', 'col'),)
-    """
-    undone: Literal["gather", "cut"] = "cut" if what == "gather" else "gather"
-    for axis in axes:
-        rows = rows[:-1] if rows and rows[-1] == (undone, axis) else (*rows, (what, axis))
-    return rows
 
 
 @dataclass(frozen=True)
@@ -176,7 +164,7 @@ def joined_elements(boundary: Boundary, states: States, axes: Sequence[GridAxis]
     return 2 * (over - 1) / over * num_tokens * boundary.joined / kept
 
 
-def follow_each_other(rows: Rows, axes: Sequence[GridAxis]) -> bool:
+def follow_each_other(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
     """Whether every rank's rows are a run, in their order: gathered over the fastest axes first, and cut after that.
 
     >>> axes = [GridAxis("depth", 2, "T"), GridAxis("row", 2, "T")]
@@ -197,7 +185,7 @@ def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
 
 
 def steps_from(
-    layer: Layer, before: States, rows: Rows, boundary: Boundary, axes: Sequence[GridAxis]
+    layer: Layer, before: States, rows: RowMoves, boundary: Boundary, axes: Sequence[GridAxis]
 ) -> Iterator[RoleStep]:
     """Every way to run one layer from ``before`` to a state that the boundary allows.
 
@@ -224,7 +212,7 @@ def steps_from(
 
 
 def _moved(
-    rows: Rows, axes: Sequence[GridAxis], before: States, roles: Sequence[RoleName], after: States
+    rows: RowMoves, axes: Sequence[GridAxis], before: States, roles: Sequence[RoleName], after: States
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """The orders in which dim 0 can be gathered for the product and then cut again so that all can be taken back."""
     gathers = [a for a, s, r in zip(axes, before, roles, strict=True) if r == "h" and s == "T"]
@@ -237,7 +225,7 @@ def _moved(
                 yield tuple(axis.name for axis in first), tuple(axis.name for axis in second)
 
 
-def _in_place(rows: Rows, axes: Sequence[GridAxis]) -> bool:
+def _in_place(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
     """Whether an axis that cuts the model's input is only gathered and another only cut: all can be taken back."""
     from_input = {axis.name: axis.stream == "T" for axis in axes}
     return all(from_input[axis] is (what == "gather") for what, axis in rows)
@@ -250,7 +238,7 @@ def cheapest(
     num_tokens: int,
     *,
     regather: bool = False,
-    rows_end: Rows | None = (),
+    rows_end: RowMoves | None = (),
 ) -> Choice | None:
     """The roles that send least, from the first boundary to the last; None where nothing fits.
 
@@ -265,9 +253,9 @@ def cheapest(
     """
     start = boundaries[0].states
     assert start is not None, "a path begins somewhere"
-    best: dict[tuple[States, Rows], Choice] = {(start, ()): Choice((), 0.0)}
+    best: dict[tuple[States, RowMoves], Choice] = {(start, ()): Choice((), 0.0)}
     for layer, boundary in zip(layers, boundaries[1:], strict=True):
-        found: dict[tuple[States, Rows], Choice] = {}
+        found: dict[tuple[States, RowMoves], Choice] = {}
         for (before, rows), so_far in best.items():
             for step in steps_from(layer, before, rows, boundary, axes):
                 elements = so_far.elements + sent_elements(layer, step, axes, num_tokens, regather=regather)

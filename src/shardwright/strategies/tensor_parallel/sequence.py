@@ -34,12 +34,12 @@ from shardwright.errors import LayoutError
 from shardwright.models import CrossEntropy, MeanSquaredError
 from shardwright.models.attention import Attention
 from shardwright.models.gpt import Positions
-from shardwright.plan.batch_shard import Rows
+from shardwright.plan.batch_shard import RowMoves, rows_after
 from shardwright.plan.plan import Job, Plan
 from shardwright.strategies.tensor_parallel.feature_flow import NORMS
 from shardwright.strategies.tensor_parallel.features import Features
 from shardwright.strategies.tensor_parallel.mode import SEQ, Gathering, Mode, TokensNote
-from shardwright.strategies.tensor_parallel.roles import Boundary, States, joined_elements, rows_after
+from shardwright.strategies.tensor_parallel.roles import Boundary, States, joined_elements
 
 KNOWN = "Linear, Embedding, LayerNorm, RMSNorm, elementwise layers, shardwright's Attention and Positions"
 LOSSES = (CrossEntropy, MeanSquaredError)
@@ -94,7 +94,7 @@ def cut_rows(plan: Plan, mode: Mode) -> Plan:
 
 
 def tokens_note(
-    attention: Attention, path: str, kv: Features, rows: Rows, states: States, job: Job, mode: Mode
+    attention: Attention, path: str, kv: Features, rows: RowMoves, states: States, job: Job, mode: Mode
 ) -> TokensNote:
     """How an attention whose tokens lie like this, after its projections, comes to the keys and values of all."""
     order = [axis for what, axis in reversed(rows) if what == "cut"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwright.analysis.module_calls import ModuleCall
 from shardwright.mesh import Coord
-from shardwright.plan.batch_shard import Rows, Samples
+from shardwright.plan.batch_shard import BatchShard, RowMoves
 from shardwright.plan.plan import LOSS, OUTPUT, Plan
 from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
 from shardwright.strategies.tensor_parallel.convolution import ConvolutionNote, price_convolution
@@ -36,8 +36,8 @@ def traffic(plan: Plan, batch: StepCalls, coord: Coord, mode: Mode) -> tuple[Tra
     found: list[Traffic] = []
     trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
     weights = {use.module: use.parameter for use in plan.uses if use.parameter.endswith("weight")}
-    for visits, samples in zip(batch.visits, batch.samples, strict=True):
-        pricing = _Pricing(plan, samples, coord, mode, trained, weights)
+    for visits, shard in zip(batch.visits, batch.shards, strict=True):
+        pricing = _Pricing(plan, shard, coord, mode, trained, weights)
         for path, note in plan.notes.items():
             where = {LOSS: note.head if isinstance(note, LossNote) else "", OUTPUT: ""}.get(path, path)
             for visit in visits.get(where, ()):
@@ -51,7 +51,7 @@ def traffic(plan: Plan, batch: StepCalls, coord: Coord, mode: Mode) -> tuple[Tra
 @dataclass
 class _Pricing:
     plan: Plan
-    samples: Samples
+    shard: BatchShard
     coord: Coord
     mode: Mode
     trained: Collection[str]
@@ -95,19 +95,19 @@ class _Pricing:
         """The rows of one sample in a tensor (samples, ..., features); of one token, where sequences are cut."""
         return prod(shape[1:-1]) if self.mode.dim == 0 else prod(shape[:1]) * prod(shape[2:-1])
 
-    def _num_rows(self, rows: Rows, each: int) -> int:
-        held = self.samples.ids(rows) if self.mode.dim == 0 else self.samples.tokens(rows)
+    def _num_rows(self, rows: RowMoves, each: int) -> int:
+        held = self.shard.samples(rows) if self.mode.dim == 0 else self.shard.tokens(rows)
         return len(held) * each
 
     def _taken(
-        self, gatherings: Sequence[Gathering], rows: Rows, x: Features, visit: ModuleCall, *, again: bool = False
+        self, gatherings: Sequence[Gathering], rows: RowMoves, x: Features, visit: ModuleCall, *, again: bool = False
     ) -> Iterator[Traffic]:
         """All-gathers of an input, and the sums of its gradient."""
         of_each = self._each(visit.x_shape)
         shape = (self._num_rows(rows, of_each), width(x.held(self.coord)))
         for each in gatherings:
             if each.lies == "rows":
-                shape = (sum(self.samples.sizes(each.rows, each.axis)) * of_each, shape[1])
+                shape = (sum(self.shard.sizes(each.rows, each.axis)) * of_each, shape[1])
             elif each.lies == "features":
                 shape = (shape[0], sum(each.feature_sizes(self.coord)))
             num_bytes, size = prod(shape) * visit.element_bytes, self.plan.mesh[each.axis]
@@ -141,7 +141,7 @@ class _Pricing:
                 yield Traffic("all_gather", each.axis, num_bytes, size)
             index = self.coord[each.axis]
             if each.lies == "rows":
-                shape = (self.samples.sizes(each.rows, each.axis)[index] * of_each, shape[1])
+                shape = (self.shard.sizes(each.rows, each.axis)[index] * of_each, shape[1])
             else:
                 shape = (shape[0], each.feature_sizes(self.coord)[index])
 
@@ -162,19 +162,19 @@ class _Pricing:
         if note.inside:
             members = sum(held == note.held[note.heads.number(self.coord)] for held in note.held)
             seen = visit.x_shape[1] if note.tokens is None else self._num_seen(note.tokens)
-            queries = visit.x_shape[1] if note.tokens is None else len(self.samples.tokens(note.rows))
-            num_bytes = len(self.samples.ids(note.rows)) * queries * seen * visit.element_bytes
+            queries = visit.x_shape[1] if note.tokens is None else len(self.shard.tokens(note.rows))
+            num_bytes = len(self.shard.samples(note.rows)) * queries * seen * visit.element_bytes
             yield Traffic("all_reduce", note.heads.names[0], num_bytes, members, visit.num_forwards + 1)
 
     def _num_seen(self, note: TokensNote) -> int:
-        return self.samples.span(note.rows).stop if note.causal else self.samples.num_tokens
+        return self.shard.span(note.rows).stop if note.causal else self.shard.num_tokens
 
     def _joined(self, note: TokensNote, visit: ModuleCall) -> Iterator[Traffic]:
         """All-gathers of keys and values, and the sums of their gradients."""
         elements = visit.x_shape[0] * 2 * width(note.kv.kept(self.coord))
         learns = visit.needs_gradient or any(maker in self.trained for maker in note.makers)
         for each in note.gathers:
-            num_bytes = sum(self.samples.sizes(each.rows, each.axis)) * elements * visit.element_bytes
+            num_bytes = sum(self.shard.sizes(each.rows, each.axis)) * elements * visit.element_bytes
             size = self.plan.mesh[each.axis]
             yield Traffic("all_gather", each.axis, num_bytes, size, visit.num_forwards)
             if learns:
@@ -196,7 +196,7 @@ class _Pricing:
     def _table(self, note: TableNote, visit: ModuleCall, trained: bool) -> Iterator[Traffic]:
         numbers, rows = self._each((*visit.x_shape, 1)), note.rows
         for each in note.gathers:
-            num_bytes = sum(self.samples.sizes(each.rows, each.axis)) * numbers * INDEX_BYTES
+            num_bytes = sum(self.shard.sizes(each.rows, each.axis)) * numbers * INDEX_BYTES
             yield Traffic("all_gather", each.axis, num_bytes, self.plan.mesh[each.axis], visit.num_forwards)
         num_rows = self._num_rows(rows, self._each(visit.y_shape)) if note.per_sample else prod(visit.y_shape[:-1])
         yield from self._summed(note.sums, (num_rows, note.width(self.coord)), visit, trained)
@@ -206,7 +206,7 @@ class _Pricing:
         num_rows = self._num_rows((), of_each)
         element_bytes = max(visit.element_bytes, 4)  # losses are no narrower than float32
         for each in note.gathers:
-            num_rows = sum(self.samples.sizes(each.rows, each.axis)) * of_each
+            num_rows = sum(self.shard.sizes(each.rows, each.axis)) * of_each
             size = self.plan.mesh[each.axis]
             yield Traffic("all_gather", each.axis, num_rows * INDEX_BYTES, size)
             yield Traffic("all_gather", each.axis, num_rows * element_bytes, size)

@@ -16,14 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.analysis.structure import owners
+from shardwright.comm.agreement import Difference, check_agreement_async
 from shardwright.comm.axis import Axis, Pending
+from shardwright.errors import PlanError
 from shardwright.mesh import Coord, balanced
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan
@@ -35,7 +36,6 @@ from shardwright.strategies.zero.flat_groups import FlatGroup, chunks_using
 from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
 from shardwright.strategies.zero.offloaded_update import OffloadedState
 from shardwright.strategies.zero.prefetch import Hold, Prefetcher, ShardedGroup
-from shardwright.strategies.zero.unshard_order import compare_calls
 
 _Flats = dict[str, list[FlatParameter]]
 """The flat parameters of each unit."""
@@ -125,7 +125,7 @@ class ShardedState:
         self.prefetcher = Prefetcher(tuple(self.groups.values()), num_prefetch, self.reshard_after_use, groups_of)
         # Backwards run through a unit's chunks from the last to the first, which completes its gradients.
         self._completed_in = {unit: min(chunks[unit]) for unit, each in reversed(self.trained.items()) if each}
-        self._compare = partial(compare_calls, self.prefetcher.calls, world, plan.mesh.groups(axis.name))
+        self._world, self._groups = world, plan.mesh.groups(axis.name)
         self._last_forward = Action("F", self.num_microbatches - 1) if plan.schedule is None else None
         self._comparisons: list[Callable[[], None]] = []  # under way; each waits for its answer
         self._due: list[str] = []  # units of this action's chunk that are to be reduced, in order
@@ -184,10 +184,14 @@ class ShardedState:
     # ---- do all ranks make the same calls?
 
     def _start_comparison(self) -> Callable[[], None]:
-        """Starts to compare the calls since the last comparison; returns a function that waits, and may raise."""
+        """Starts to compare the calls since the last comparison; returns a function that waits, and may raise.
+
+        In stage 3 each rank unshards what its own forward reads. If the ranks' forwards took different ways, they would
+        compute with other groups' values of the same size, and no call would fail.
+        """
         if not self.reshard_after_use:  # the order is the plan's
             return lambda: None
-        wait = self._compare()
+        wait = check_agreement_async(self._world, self.prefetcher.calls, _different_orders, self._groups)
         self.prefetcher.calls.clear()
         return wait
 
@@ -330,6 +334,17 @@ def _chunks(plan: Plan, units: Iterable[str], coord: Coord) -> Mapping[str, Sequ
     """The chunks that use each unit; the rank's first chunk for a unit that none uses."""
     mine = (0,) if plan.schedule is None else plan.schedule.chunks_of(coord["pp"])
     return {unit: chunks_using(plan, unit, coord) or mine[:1] for unit in units}
+
+
+def _different_orders(found: Difference) -> PlanError:
+    line, rank, call, other, other_call = found
+    return PlanError(
+        "ranks use the model's units in different orders, so each gathers what the others do not",
+        given=f"call {line} of rank {rank} is {call}, of rank {other} {other_call}",
+        allowed="under zero3, models that use the same units in the same order on every rank",
+        fix="write zero2 in place of zero3, or use every unit in each forward; the step's gradients are wrong, "
+        "and so is what its forward has written into buffers",
+    )
 
 
 def _hook_of(function: Callable[[], None]) -> Callable[..., None]:

@@ -1,0 +1,184 @@
+"""Do all ranks hold the same? Every question of this kind in the library is asked with the functions of this file.
+
+A rank that builds another model, reads other code or calls in another order than its peers computes wrong numbers, or
+waits for messages that never come. So ranks compare *lines* of text that say what each has: a digest of the lines is
+all-reduced, and only where digests differ are the lines themselves gathered, to name the first that differs::
+
+    lines of each rank --digest--> all-reduce of two numbers --equal--> done
+                                                             --differ--> gather_json of all lines --> Difference
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.axis import Axis
+
+_LEAST = torch.iinfo(torch.int64).min
+_TOO_LONG = b"long"
+_NUM_COLUMNS, _NUM_ROWS = 512, 64
+"""The matrix that ``tensor_digest`` sums: so many numbers in a row, and so many rows at once, which fit in a cache."""
+
+
+def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
+    """Returns every member's ``value``, passed through JSON, in the order of the members.
+
+    Traffic: two all-gathers, of the lengths and of the texts. With ``room``, one all-gather of so many bytes from each
+    member, and the two only where the text of any member does not fit.
+
+    >>> from shardwright import Mesh, run_on_threads
+    >>> run_on_threads(Mesh(dp=2), lambda axes: gather_json(axes["dp"], {"rank": axes["dp"].index}))[0]
+    [{'rank': 0}, {'rank': 1}]
+    """
+    text = json.dumps(value).encode()
+    if room:
+        padded = (text if len(text) < room else _TOO_LONG).ljust(room)
+        texts = _gather_bytes(axis, padded, [room] * axis.size)
+        if not any(each.strip() == _TOO_LONG for each in texts):
+            return [json.loads(each) for each in texts]
+    sizes = axis.all_gather(torch.tensor([len(text)], device=axis.device)).tolist()
+    return [json.loads(each) for each in _gather_bytes(axis, text, sizes)]
+
+
+def _gather_bytes(axis: Axis, text: bytes, sizes: Sequence[int]) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(axis.device)
+    return [bytes(part.tolist()) for part in axis.all_gather(mine, sizes=sizes).cpu().split(list(sizes))]
+
+
+def first_problem(axis: Axis, problem: str) -> tuple[int, str] | None:
+    """Returns the first rank that reports a problem, and its text; None if every member reports ``""``.
+
+    An error that one rank alone raises leaves its peers waiting, so each rank catches its own, reports it here, and all
+    raise together. Traffic: as :func:`gather_json`.
+
+    >>> from shardwright import Mesh, run_on_threads
+    >>> run_on_threads(Mesh(dp=2), lambda axes: first_problem(axes["dp"], "disk full" if axes["dp"].index else ""))
+    [(1, 'disk full'), (1, 'disk full')]
+    """
+    told = zip(axis.ranks, gather_json(axis, problem), strict=True)
+    return next(((rank, text) for rank, text in told if text), None)
+
+
+def text_digest(text: str) -> int:
+    """Returns a number that stands for a text; 56 bits, so that its negative fits an int64 too.
+
+    >>> text_digest("split(0)") == text_digest("split(0)") != text_digest("split(1)")
+    True
+    """
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Returns a short text that stands for the bits of a tensor and their places; reads 1 GB in a tenth of a second.
+
+    The bits are laid out as a matrix of int64, of which the sums of the columns are hashed, and the sums of the rows
+    are digested in turn until none are left. A number that changes, or moves, changes a sum.
+
+    >>> a, b = torch.arange(2000.0), torch.arange(2000.0)
+    >>> b[[0, 1999]] = b[[1999, 0]]
+    >>> tensor_digest(a) == tensor_digest(torch.arange(2000.0)) != tensor_digest(b)
+    True
+    """
+    found = hashlib.blake2b(digest_size=6)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    while True:
+        num_whole = len(flat) - len(flat) % (8 * _NUM_COLUMNS)
+        found.update(bytes(flat[num_whole:].tolist()))
+        if not num_whole:
+            return found.hexdigest()
+        columns, rows = _sums(flat[:num_whole])
+        found.update(bytes(columns.tolist()))
+        flat = rows
+
+
+def _sums(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes of the sums of each column and of each row, while a part of the matrix is in the processor's cache."""
+    columns = torch.zeros(_NUM_COLUMNS, dtype=torch.int64, device=flat.device)
+    rows = []
+    for part in flat.split(8 * _NUM_COLUMNS * _NUM_ROWS):
+        aligned = part if part.storage_offset() % 8 == 0 else part.clone()
+        matrix = aligned.view(torch.int64).view(-1, _NUM_COLUMNS)
+        columns += matrix.sum(0)
+        rows.append(matrix.sum(1))
+    return columns.view(torch.uint8), torch.cat(rows).view(torch.uint8)
+
+
+class Difference(NamedTuple):
+    """The first line, counted from 1, in which two ranks differ, and what each has there."""
+
+    line: int
+    rank: int
+    text: str
+    other: int
+    other_text: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} has '{self.text:.200}', rank {self.other} '{self.other_text:.200}'"
+
+
+def first_difference_async(
+    axis: Axis, lines: Sequence[str], groups: Sequence[Sequence[int]] = ()
+) -> Callable[[], Difference | None]:
+    """Starts to compare lines; the function it returns waits, and gives where they differ first, or None if nowhere.
+
+    All members call both. With ``groups``, lists of ranks, lines need to be equal only within each group, and all
+    members hear of a difference in any. On the meta device, which has no values, nothing differs.
+    Traffic: one all-reduce of two numbers for each group; where lines differ, all lines are gathered too.
+
+    >>> from shardwright import Mesh, run_on_threads
+    >>> def compare(axes):
+    ...     return str(first_difference_async(axes["pp"], ["same", f"member {axes['pp'].index}"])())
+    >>> run_on_threads(Mesh(pp=2), compare)[1]
+    "rank 0 has 'member 0', rank 1 'member 1'"
+    """
+    if axis.size == 1 or axis.device.type == "meta":
+        return lambda: None
+    groups = groups or [axis.ranks]
+    mine, number = list(lines), text_digest("\n".join(lines))
+    place = next(place for place, ranks in enumerate(groups) if axis.ranks[axis.index] in ranks)
+    pairs = torch.full((2 * len(groups),), _LEAST, device=axis.device)
+    pairs[2 * place], pairs[2 * place + 1] = number, -number
+    pending = axis.all_reduce_async(pairs, "max")
+
+    def finish() -> Difference | None:
+        if all(most == -least for most, least in pending.wait().view(-1, 2).tolist()):  # the greatest is the smallest
+            return None
+        texts = dict(zip(axis.ranks, gather_json(axis, mine), strict=True))
+        rank, other = next((ranks[0], rank) for ranks in groups for rank in ranks if texts[rank] != texts[ranks[0]])
+        pairs_of_lines = enumerate(zip_longest(texts[rank], texts[other], fillvalue="nothing"), 1)
+        line, (text, other_text) = next((line, pair) for line, pair in pairs_of_lines if pair[0] != pair[1])
+        return Difference(line, rank, text, other, other_text)
+
+    return finish
+
+
+def check_agreement(axis: Axis, lines: Sequence[str], error: Callable[[Difference], Exception]) -> None:
+    """Raises ``error(difference)`` on every member unless all have the same lines.
+
+    Traffic: one all-reduce of two numbers; where lines differ, all lines are gathered too.
+
+    >>> from shardwright import Mesh, run_on_threads
+    >>> run_on_threads(Mesh(pp=2), lambda axes: check_agreement(axes["pp"], ["chunk 0: y = relu(x)"], PermissionError))
+    [None, None]
+    """
+    check_agreement_async(axis, lines, error)()
+
+
+def check_agreement_async(
+    axis: Axis, lines: Sequence[str], error: Callable[[Difference], Exception], groups: Sequence[Sequence[int]] = ()
+) -> Callable[[], None]:
+    """Starts :func:`check_agreement`, within ``groups`` where given; the function it returns waits, and may raise."""
+    wait = first_difference_async(axis, lines, groups)
+
+    def finish() -> None:
+        if (found := wait()) is not None:
+            raise error(found)
+
+    return finish
