@@ -26,7 +26,7 @@ FLAGS = {
     | {"--bind-cores"}
     | {"--offload-folder", "--out", "--resume", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
-    "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--ranks"},
+    "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--ranks"},
     "sample": {"--from", "--layout", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
     "doctor": {"--json"},
     "checkpoint inspect": {"PATH", "--json"},

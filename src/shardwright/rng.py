@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.attention_scores import attend_dropping
 from shardwright.errors import PlanError
+from shardwright.forward_stack import Forward, Rung, set_forward
 
 KEYED = (nn.Dropout,)
 TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -302,8 +303,7 @@ def key_dropout(
         drop = KeyedDropout(draws, name, held, whose, which, dim=int(name in second))
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
             if module.dropout > 0:
-                module.forward = _keyed_multihead(module, drop)  # type: ignore[method-assign]
-                module.__dict__["_dropper"] = drop
+                _replace(module, drop, _keyed_multihead(module, drop))
             continue
         inner = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
         other = isinstance(module, nn.Dropout) and type(module) is not nn.Dropout and module.p > 0
@@ -315,8 +315,13 @@ def key_dropout(
                 fix="use nn.Dropout, or take the layer out",
             )
         if type(module) in KEYED:
-            module.forward = partial(_dropout, module, drop)
-            module.__dict__["_dropper"] = drop
+            _replace(module, drop, partial(_dropout, module, drop))
+
+
+def _replace(module: nn.Module, drop: KeyedDropout, forward: Forward) -> None:
+    """Gives a module the forward that drops by masks from ``drop``, in place of its own."""
+    set_forward(module, Rung.DROPOUT, "masks from the seed, the step and the sample", by="core", forward=forward)
+    module.__dict__["_dropper"] = drop
 
 
 def _with_samples_in_dim_1(model: nn.Module) -> Iterator[str]:

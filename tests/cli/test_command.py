@@ -39,6 +39,20 @@ def test_show_prints_ranks_and_parameters():
     assert {"ranks", "parameters"} <= json.loads(found.stdout).keys()
 
 
+def test_show_explains_one_module_as_its_first_rank_holds_it():
+    asked = ("show", "--layout", "pp2 tp2 mb2", *TINY, "--set", "num_layers=2", "--explain")
+    found = run(*asked, "blocks.1.mlp.up", "--json")
+    assert found.exit_code == 0, found.output
+    module = json.loads(found.stdout)["explain"]
+    assert (module["rank"], module["parameters"][0]["held"]) == (2, [32, 16])
+    text = run(*asked, "blocks.1.mlp.up").stdout
+    assert text.startswith("'blocks.1.mlp.up', Linear, on rank 2 of pp2 mb2 tp2\n")
+    assert "  OPERATOR    blocks.1.mlp.up  product, tp:h (by tensor_1d)\n" in text
+    wrong = run(*asked, "blocks.1.mpl.up")
+    assert wrong.exit_code == 2
+    assert "fix:     write blocks.1.mlp.up" in wrong.stderr
+
+
 def test_show_lists_what_ranks_hold_predicted_and_measured(tmp_path):
     asked = ("show", "--layout", "dp2 recompute:full", "--memory", "--measured", *TINY)
     found = run(*asked, "--json", "--memory-png", str(tmp_path / "memory.png"))

@@ -246,6 +246,10 @@ def show(
     measured: Annotated[
         bool, typer.Option("--measured", help="Run some steps, and show measured beside predicted.")
     ] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Say of one module what it holds, runs and sends; (loss) for the loss."),
+    ] = None,
     ranks: Annotated[str, opt.RANKS] = "processes",
     as_json: Json = False,
 ) -> None:
@@ -288,6 +292,11 @@ def show(
         description = {**description, "measured": timeline_data(seen)}
     if timeline is not None:
         write_timelines(timeline, drawn, title=whole.layout)
+    if explain is not None:
+        from shardwright.cli.explain import explanation_of
+
+        module, text = explanation_of(job, layout, inputs, explain)
+        description = {**description, "explain": module}
     emit(description, text, as_json=as_json)
 
 

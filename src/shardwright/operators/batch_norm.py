@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from shardwright.analysis.batch_norms import uses_batch
 from shardwright.comm.autograd import once
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
+from shardwright.forward_stack import Forward, Rung, wrap
 
 
 def _dims(x: Tensor) -> list[int]:
@@ -189,12 +191,22 @@ class _Forward:
             )
 
 
-def share_statistics(modules: Iterable[nn.Module], axes: Sequence[Axis], *, always: bool = False) -> None:
+def sharing(module: nn.Module, inner: Forward, axes: Sequence[Axis], *, always: bool = False) -> Forward:
+    """A BatchNorm's forward over ``axes`` and those of ``inner``; ``inner`` itself where there are none."""
+    known = inner.axes if isinstance(inner, _Forward) else ()
+    shared = tuple(axis for axis in axes if axis.size > 1)
+    is_other = shared or known or always or isinstance(module, nn.SyncBatchNorm)
+    return _Forward(module, (*known, *shared)) if is_other else inner
+
+
+def share_statistics(
+    modules: Iterable[nn.Module], axes: Sequence[Axis], *, always: bool = False, by: str = "core"
+) -> None:
     """Makes each BatchNorm use the statistics of all samples over ``axes`` too, beside those that others have added.
 
     ``always`` replaces the forward even if there is nobody to share with: for one that reads no attributes, or whose
     weights are narrower than its statistics. That of
-    ``nn.SyncBatchNorm`` is always replaced: it would ask every process, whatever these hold.
+    ``nn.SyncBatchNorm`` is always replaced: it would ask every process, whatever these hold. ``by`` is the strategy.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> def mean(axes):
@@ -206,9 +218,10 @@ def share_statistics(modules: Iterable[nn.Module], axes: Sequence[Axis], *, alwa
     >>> run_on_threads(Mesh(dp=2, tp=2), mean)
     [1.5, 1.5, 1.5, 1.5]
     """
-    shared = tuple(axis for axis in axes if axis.size > 1)
+    shared = [axis.name for axis in axes if axis.size > 1]
+    what = f"statistics over {' '.join(shared)}" if shared else "statistics of this rank's samples and channels"
     for module in modules:
-        forward: Any = vars(module).get("forward")
-        known = forward.axes if isinstance(forward, _Forward) else ()
-        if shared or known or always or isinstance(module, nn.SyncBatchNorm):
-            module.forward = _Forward(module, (*known, *shared))
+        is_known = isinstance(vars(module).get("forward"), _Forward)
+        if shared or (not is_known and (always or isinstance(module, nn.SyncBatchNorm))):
+            around = partial(sharing, module, axes=axes, always=always)
+            wrap(module, Rung.STATISTICS, what, by=by, around=around, replaces=True)

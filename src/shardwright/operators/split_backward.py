@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from shardwright.analysis.structure import runs_as
 from shardwright.comm.autograd import once
+from shardwright.forward_stack import Rung, set_forward
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -50,10 +51,20 @@ def split_backward(model: nn.Module, deferred: Leaves) -> None:
             [1., 1.]])
     """
     for module in model.modules():
-        if runs_as(module, nn.Linear):
-            module.forward = partial(_linear, module, deferred)
-        elif any(runs_as(module, kind) for kind in CONVOLUTIONS) and _is_plain(module):
-            module.forward = partial(_convolution, module, deferred)
+        if may_split(module):
+            forward = partial(_linear if isinstance(module, nn.Linear) else _convolution, module, deferred)
+            what = "the input's gradient first, the weights' later"
+            set_forward(module, Rung.SPLIT_BACKWARD, what, by="pipeline", forward=forward)
+
+
+def may_split(module: nn.Module) -> bool:
+    """Whether a layer's backward can be done in two: a Linear or convolution whose code is torch's own.
+
+    >>> may_split(nn.Linear(2, 2)), may_split(nn.Conv1d(2, 2, 3, padding="same"))
+    (True, False)
+    """
+    convolution = any(runs_as(module, kind) for kind in CONVOLUTIONS)
+    return runs_as(module, nn.Linear) or (convolution and _is_plain(module))
 
 
 def _is_plain(convolution: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.structure import GUARDED, kind_of
 from shardwright.errors import PlanError
+from shardwright.forward_stack import Forward, Rung, wrap
 
 
 @dataclass
@@ -39,26 +40,29 @@ class Running:
     """The modules whose forwards are under way, the outermost first.
 
     ``containers`` pass on the calls of others. ``apart`` are the modules whose code a pipeline runs call by call, in
-    place of their forwards; empty without one.
+    place of their forwards; empty without one. ``by`` is the strategy whose cut layers are kept.
     """
 
     containers: Collection[str] = ()
     apart: Collection[str] = ()
+    by: str = "core"
     _paths: list[str] = field(default_factory=list)
 
     def follow(self, module: nn.Module, path: str) -> None:
         """Takes part in what ``path`` runs."""
-        forward = module.forward
 
-        @wraps(forward)
-        def run(*args: Any, **named: Any) -> Any:
-            self._paths.append(path)
-            try:
-                return forward(*args, **named)
-            finally:
-                self._paths.pop()
+        def around(forward: Forward) -> Forward:
+            @wraps(forward)
+            def run(*args: Any, **named: Any) -> Any:
+                self._paths.append(path)
+                try:
+                    return forward(*args, **named)
+                finally:
+                    self._paths.pop()
 
-        module.forward = run
+            return run
+
+        wrap(module, Rung.FOLLOWED, "notes that it runs", by=self.by, around=around)
 
     def keep(self, module: nn.Module, path: str, home: AllowedCallers) -> None:
         """Makes it an error to call the module from elsewhere than its home.
@@ -77,15 +81,18 @@ class Running:
           allowed: calls from the forward of 'pair'
           fix:     keep it whole: --role pair.0=copied, or roles={"pair.0": "copied"}
         """
-        forward: Callable[..., Any] = module.forward
 
-        @wraps(forward)
-        def run(*args: Any, **named: Any) -> Any:
-            if not self._is_home(home):
-                raise _called_elsewhere(path, home, self._paths)
-            return forward(*args, **named)
+        def around(forward: Forward) -> Forward:
+            @wraps(forward)
+            def run(*args: Any, **named: Any) -> Any:
+                if not self._is_home(home):
+                    raise _called_elsewhere(path, home, self._paths)
+                return forward(*args, **named)
 
-        module.forward = run
+            return run
+
+        callers = ", ".join(each or "the model" for each in sorted(home.callers))
+        wrap(module, Rung.CALLERS, f"called by {callers} alone", by=self.by, around=around)
 
     def _is_home(self, home: AllowedCallers) -> bool:
         if home.is_caller(self._paths, self.containers):

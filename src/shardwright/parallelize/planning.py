@@ -18,6 +18,7 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
 from shardwright.axes import mesh_axes
 from shardwright.errors import GridError, LayoutError
+from shardwright.forward_stack import Rung
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.parallelize.advice import advised
@@ -91,9 +92,10 @@ def make_plan(
     check_renormed(whole.model, plan)
     if plan.stages is not None:
         again = called_modules(whole.model, again, plan.stages.opened)
-    if activation_offload_target(layout) is not None:
-        return replace(plan, packed=again), strategies
-    return replace(plan, again=again), strategies
+    stores = activation_offload_target(layout) is not None
+    for path in again:
+        plan = plan.wraps(path, Rung.OFFLOAD if stores else Rung.RECOMPUTE, "core")
+    return replace(plan, packed=again if stores else (), again=() if stores else again), strategies
 
 
 def _sent(job: Job, layout: Layout) -> float:

@@ -19,6 +19,7 @@ from shardwright.comm.world import World
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.losses import mean_of
 from shardwright.parallelize.checks import check_frozen, check_full, check_own, check_trains
+from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.overlapped_update import updates_beside, updating
 from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
@@ -293,6 +294,25 @@ class Run:
         found = [mine] if stages is None else gather_json(stages, mine)
         spans = (tuple(Span(Action(*each[:3]), *each[3:]) for each in stage) for stage in found)
         return Timeline(f"{self.plan.layout}, measured", tuple(spans))
+
+    def explain(self, path: str) -> str:
+        """What one module is under this layout, as text: role and why, parameters, forward stack, what it sends.
+
+        ``path`` is a name of ``model.named_modules()``, "" for the model, or "(loss)". Nothing is sent.
+
+        Raises: PlanError: the model has no such module.
+
+        >>> import shardwright as sw
+        >>> model = nn.Sequential(nn.Linear(4, 4))
+        >>> said = sw.launch(lambda world: sw.parallelize(model, "dp2", world).explain("0"), 2, ranks="threads")
+        >>> print(said[1])
+        '0', Linear, on rank 1 of dp2
+        role        copied: no strategy cuts it: every rank computes it whole
+        ...
+          0.weight: 64 B of gradient summed over dp once, with its unit
+          0.bias: 16 B of gradient summed over dp once, with its unit
+        """
+        return explain_text(explained(self, path))
 
     def kept(self) -> Iterator[Tensor]:
         """What stays on the rank between steps beside parameters and buffers: wholes that parameters are views of."""

@@ -15,6 +15,8 @@ from torch import nn
 from shardwright.analysis.batch_norms import batch_norms, uses_batch
 from shardwright.analysis.callers import AllowedCallers
 from shardwright.analysis.structure import owners
+from shardwright.errors import LayoutError
+from shardwright.forward_stack import SEVERAL, Rung
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.operators.deferred_gradients import DeferredGradients
@@ -213,6 +215,7 @@ class Plan:
     token_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The dims of a module's input with tokens, where sequences are cut and these are not dim 1 alone."""
     notes: Mapping[str, Any] = field(default_factory=dict)
+    noted_by: Mapping[str, str] = field(default_factory=dict)
     statistics: tuple[str, ...] = ()
     """The modules that compute statistics of the batch: over all axes that cut its samples."""
     buffers: Mapping[str, TensorLayout] = field(default_factory=dict)
@@ -223,6 +226,8 @@ class Plan:
     """The modules whose calls keep what the backward needs in host memory or on disk."""
     homes: Mapping[str, AllowedCallers] = field(default_factory=dict)
     """Where the calls of modules come from that take or give a part: from elsewhere they would be wrong."""
+    wrapped: Mapping[str, Mapping[Rung, tuple[str, ...]]] = field(default_factory=dict)
+    """By module and rung of its forward stack, the strategies that will put something there, or "core"."""
 
     @staticmethod
     def of(job: Job, layout: Layout) -> Plan:
@@ -290,9 +295,44 @@ class Plan:
         """Notes in which dims ``module`` sees tokens: of all but the first of ``dims``, from a sequence's start on."""
         return replace(self, token_dims={**self.token_dims, module: dims})
 
-    def note(self, module: str, note: Any) -> Plan:
-        """Keeps what a strategy found out about ``module`` for its ``apply`` and ``traffic``."""
-        return replace(self, notes={**self.notes, module: note})
+    def note(self, module: str, note: Any, *, by: str, rung: Rung = Rung.OPERATOR) -> Plan:
+        """Keeps what a strategy found out about ``module`` for its ``apply`` and ``traffic``, and what it will wrap.
+
+        Raises: LayoutError: another strategy's note is there, or it has the rung.
+        """
+        plan = self.wraps(module, rung, by)
+        other = plan.noted_by.get(module, by)
+        if other != by:
+            raise _taken(self.layout, module, "the note", other, by)
+        return replace(plan, notes={**plan.notes, module: note}, noted_by={**plan.noted_by, module: by})
+
+    def without_note(self, module: str) -> Plan:
+        """Takes back what :meth:`note` has kept of a module: for a name that only stood for one."""
+        notes, noted_by, wrapped = dict(self.notes), dict(self.noted_by), dict(self.wrapped)
+        for kept in (notes, noted_by, wrapped):
+            kept.pop(module, None)
+        return replace(self, notes=notes, noted_by=noted_by, wrapped=wrapped)
+
+    def wraps(self, module: str, rung: Rung, by: str) -> Plan:
+        """Records that a strategy, or "core", will put something on a rung of the module's forward stack.
+
+        Raises: LayoutError: another strategy has the rung, on which one alone may stand.
+
+        >>> plan = Plan.of(Job(nn.Linear(2, 4), nn.Identity()), Layout.parse("tp2"))
+        >>> plan.wraps("", Rung.OPERATOR, "tensor_1d").wraps("", Rung.OPERATOR, "toy")
+        Traceback (most recent call last):
+        shardwright.errors.LayoutError: two strategies want the rung OPERATOR of 'the model'
+          given:   tensor_1d and toy, under tp2
+          allowed: one strategy for it; a module has one note, and a rung one wrapper
+          fix:     take out one of the two, or let it leave this module alone
+        """
+        before = self.wrapped.get(module, {})
+        others = before.get(rung, ())
+        if by in others:
+            return self
+        if others and rung not in SEVERAL:
+            raise _taken(self.layout, module, f"the rung {rung.name}", others[0], by)
+        return replace(self, wrapped={**self.wrapped, module: {**before, rung: (*others, by)}})
 
     def at_home(self, homes: Mapping[str, AllowedCallers]) -> Plan:
         """Notes from where modules are called that take or give a part."""
@@ -339,3 +379,12 @@ class Plan:
                 by_dim[a.dim] = DimSlice(a.dim, a.size, held)
             found[module] = tuple(by_dim.values())
         return found
+
+
+def _taken(layout: Layout, module: str, what: str, first: str, second: str) -> LayoutError:
+    return LayoutError(
+        f"two strategies want {what} of '{module or 'the model'}'",
+        given=f"{first} and {second}, under {layout}",
+        allowed="one strategy for it; a module has one note, and a rung one wrapper",
+        fix="take out one of the two, or let it leave this module alone",
+    )

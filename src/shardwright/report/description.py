@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from shardwright.plan.schedule import Action
 from shardwright.plan.traffic import partial_axes
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.sharding.tensor_layout import TensorLayout
+from shardwright.sharding.words import cut_words, numbers
 from shardwright.strategies.pipeline.predict import predict
 from shardwright.strategy import Strategy
 
@@ -272,28 +273,6 @@ def _parameter(plan: Plan, name: str) -> dict[str, Any]:
     }
 
 
-def cut_words(lies: TensorLayout) -> str:
-    """A tensor's layout in words: which dim is cut over which axis.
-
-    >>> cut_words(TensorLayout.whole((4, 6))), cut_words(TensorLayout.whole((4, 6)).flat("dp", 3).only("pp", [1]))
-    ('copied', 'only at pp 1, flat slices over dp')
-    >>> cut_words(TensorLayout.whole((3,)).cut("tp", 0, (((0, 2),), ((1, 3),))))
-    'dim 0 over tp (parts overlap)'
-    """
-    words = []
-    for step in lies.steps:
-        made = step._asdict()  # a cut, flat slices, or held at some indices only
-        if "ranges" in made:
-            held = sum(b - a for ranges in made["ranges"] for a, b in ranges)
-            overlap = " (parts overlap)" if held > lies.shape[made["dim"]] else ""
-            words.append(f"dim {made['dim']} over {step.axis}{overlap}")
-        elif "parts" in made:
-            words.append(f"flat slices over {step.axis}")
-        else:
-            words.append(f"only at {step.axis} {numbers(made['indices'])}")
-    return ", ".join(words) or "copied"
-
-
 def _layers(job: Job, plan: Plan) -> list[dict[str, Any]]:
     """Every module that owns parameters or has a role, in the model's order; then what is done at the loss."""
     used: dict[str, list[str]] = {}
@@ -332,16 +311,3 @@ def _of_its_stages(plan: Plan, path: str, why: str) -> str:
         return why
     named = f"stage{'s' * (len(stages) > 1)} {numbers(sorted(stages))}"
     return why.replace("every rank computes", f"the ranks of {named} compute")
-
-
-def numbers(every: Sequence[int]) -> str:
-    """Numbers in few words.
-
-    >>> numbers([0, 1, 2, 3]), numbers([0, 8, 16, 24]), numbers([3, 5]), numbers([0, 1, 2, 3, 9])
-    ('0..3', '0, 8 .. 24', '3, 5', '0, 1 .. 9')
-    """
-    if len(every) < 3:
-        return ", ".join(map(str, every))
-    if all(b - a == 1 for a, b in pairwise(every)):
-        return f"{every[0]}..{every[-1]}"
-    return f"{every[0]}, {every[1]} .. {every[-1]}"

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
-from shardwright.report.description import STATES, Description, numbers
+from shardwright.report.description import STATES, Description
+from shardwright.sharding.words import numbers
 
 Rank: TypeAlias = Mapping[str, Any]
 Layer: TypeAlias = Mapping[str, Any]

@@ -1,1 +1,1 @@
-"""What every step runs, whatever the strategies: executor, gradient sync, precision, activation checkpointing."""
+"""What every step runs, whatever its strategies: today the stack of wrappers around each module's forward."""

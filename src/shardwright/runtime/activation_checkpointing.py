@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from shardwright.axes import mesh_axes
 from shardwright.comm.axis import Axis
+from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.recompute import activation_offload_target
 from shardwright.runtime.activation_offload import ActivationOffload
@@ -25,8 +28,11 @@ def checkpoint_activations(job: Job, plan: Plan) -> None:
     shared = any(plan.mesh[axis] > 1 for axis in mesh_axes("operators"))
     for path in plan.again:
         module = job.model.get_submodule(path)
-        block = CheckpointedBlock(path, module, module.forward, tuple(states), selective, shared)
-        module.forward = block
+
+        def around(inner: Forward, path: str = path, module: nn.Module = module) -> Forward:
+            return CheckpointedBlock(path, module, inner, tuple(states), selective, shared)
+
+        wrap(module, Rung.RECOMPUTE, f"recompute:{plan.layout.recompute}", by="core", around=around)
 
 
 def offload_activations(job: Job, plan: Plan, applied: Sequence[Applied], everyone: Axis) -> None:

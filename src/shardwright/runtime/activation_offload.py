@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.runtime.offload_storage import OffloadStorage
 
 Saving = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -72,15 +73,17 @@ class ActivationOffload:
 
     def attach(self, module: nn.Module) -> None:
         """From now on what the module's calls save goes out."""
-        forward = module.forward
 
-        def packed(*args: Any, **named: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **named)
-            with self._open(module):
-                return forward(*args, **named)
+        def around(forward: Forward) -> Forward:
+            def packed(*args: Any, **named: Any) -> Any:
+                if not torch.is_grad_enabled():
+                    return forward(*args, **named)
+                with self._open(module):
+                    return forward(*args, **named)
 
-        module.forward = packed
+            return packed
+
+        wrap(module, Rung.OFFLOAD, f"saved activations go to {self.storage.target}", by="core", around=around)
 
     @contextmanager
     def _open(self, module: nn.Module) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.analysis.structure import runs_as
+from shardwright.forward_stack import Forward, Rung, wrap
 
 NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 CALL = inspect.signature(nn.MultiheadAttention.forward)
@@ -27,16 +28,21 @@ def support_empty_batches(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, nn.PixelShuffle) and runs_as(module, nn.PixelShuffle):
-            module.forward = partial(_shuffled, module.forward, module.upscale_factor, 1)  # type: ignore[method-assign]
+            _stand_in(module, partial(_shuffled, module.upscale_factor, 1))
         elif isinstance(module, nn.PixelUnshuffle) and runs_as(module, nn.PixelUnshuffle):
-            module.forward = partial(_shuffled, module.forward, 1, module.downscale_factor)  # type: ignore[method-assign]
+            _stand_in(module, partial(_shuffled, 1, module.downscale_factor))
         elif any(runs_as(module, kind) for kind in NORMS):
-            module.forward = partial(_normed, module.forward)
+            _stand_in(module, _normed)
         elif type(module) is nn.MultiheadAttention:
-            module.forward = partial(_attended, module.forward)  # type: ignore[method-assign]
+            _stand_in(module, _attended)
 
 
-def _shuffled(forward: Callable[[Tensor], Tensor], larger: int, smaller: int, input: Tensor) -> Tensor:
+def _stand_in(module: nn.Module, stands: Callable[..., Any]) -> None:
+    """``stands(forward, ...)`` is called in place of the module's ``forward(...)``."""
+    wrap(module, Rung.NO_SAMPLES, "takes an empty batch, too", by="core", around=partial(partial, stands))
+
+
+def _shuffled(larger: int, smaller: int, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     if input.numel():
         return forward(input)
     *others, channels, height, width = input.shape
@@ -44,7 +50,7 @@ def _shuffled(forward: Callable[[Tensor], Tensor], larger: int, smaller: int, in
     return input.reshape(*others, channels, height * larger // smaller, width * larger // smaller)
 
 
-def _attended(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _attended(forward: Forward, *args: Any, **named: Any) -> Any:
     """Masks of each sample, of which there are none, are left out."""
     bound = CALL.bind(None, *args, **named)
     if bound.arguments["query"].numel():

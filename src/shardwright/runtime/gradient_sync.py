@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.axis import Axis
+from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.mesh import Coord
 from shardwright.plan.param_groups import ParamGroup, held_param_groups
 from shardwright.plan.plan import Plan
@@ -179,16 +180,20 @@ def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:
     """Where a use gives a whole gradient that will be summed with terms, lets one index alone contribute it."""
     uses: Sequence[tuple[Any, tuple[str, ...]]] = whole_uses(plan)
     names = {id(p): name for name, p in model.named_parameters()}
+    constants: dict[nn.Module, dict[str, str]] = {}
     for use, axes in uses:
         if not any(coord[axis] for axis in axes):
             continue
         module = model.get_submodule(use.module)
         own = [key for key, p in module._parameters.items() if p is not None and names[id(p)] == use.parameter]
+        constants.setdefault(module, {}).update(dict.fromkeys(own, " ".join(axes)))
+    for module, found in constants.items():
+        what = ", ".join(f"{key} a constant: index 0 of {axes} contributes it" for key, axes in found.items())
+        around = partial(partial, _without, module, tuple(found))
+        wrap(module, Rung.CONTRIBUTE_ONCE, what, by="core", around=around)
 
-        module.forward = partial(_without, module, own, module.forward)
 
-
-def _without(module: nn.Module, own: Sequence[str], forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _without(module: nn.Module, own: Sequence[str], forward: Forward, *args: Any, **named: Any) -> Any:
     """A forward to which these parameters are constants. No hook: what is computed again is computed like this too."""
     kept = {key: module._parameters[key] for key in own}
     for key, parameter in kept.items():

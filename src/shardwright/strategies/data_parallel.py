@@ -24,6 +24,7 @@ from shardwright.analysis.batch_norms import batch_norms
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
+from shardwright.forward_stack import Rung
 from shardwright.mesh import Coord
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.plan.option import StrategyOption
@@ -90,11 +91,14 @@ class DataParallel:
             plan = replace(plan, wide_sums=frozenset(plan.compute))
         for axis in factor.mesh_axes:
             plan = plan.cut_inputs(axis, dim=0)
+        for path in plan.statistics if factor.size > 1 else ():
+            plan = plan.wraps(path, Rung.STATISTICS, self.name)
         return plan
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> None:
         """Operators see a smaller batch, and gradient sync is derived from the plan: only BatchNorms ask the others."""
-        share_statistics((norm for _, norm in batch_norms(job.model)), [axes[name] for name in _axes(plan)])
+        over = [axes[name] for name in _axes(plan)]
+        share_statistics((norm for _, norm in batch_norms(job.model)), over, by=self.name)
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """One all-reduce of each unit's gradients; BatchNorms' statistics."""

@@ -31,9 +31,10 @@ from shardwright.analysis.structure import has_hooks
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
+from shardwright.forward_stack import Rung
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
-from shardwright.operators.split_backward import split_backward
+from shardwright.operators.split_backward import may_split, split_backward
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Job, Partial, Plan, StateLayout
@@ -124,6 +125,9 @@ class Pipeline:
             use._replace(dy={**use.dy, "pp": Partial()}) if use.parameter in shared else use for use in plan.uses
         )
         plan = replace(plan, compute=compute, rest=rest, buffers=buffers, uses=uses, schedule=schedule, stages=stages)
+        for path, module in job.model.named_modules() if _splits(schedule) else ():
+            if may_split(module) and Rung.OPERATOR not in plan.wrapped.get(path, {}):
+                plan = plan.wraps(path, Rung.SPLIT_BACKWARD, self.name)
         return replace(plan, units=_by_chunk(plan.units, stages), loss_axes=plan.loss_axes | {"pp"})
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
@@ -131,7 +135,7 @@ class Pipeline:
         schedule, stages = plan.schedule, plan.stages
         assert schedule is not None, "placed"
         assert stages is not None, "placed"
-        if any(action.kind == "W" for actions in schedule.actions for action in actions) and job.deferred is not None:
+        if _splits(schedule) and job.deferred is not None:
             split_backward(job.model, job.deferred)
 
         def repeat(path: str, times: int, total: int) -> None:
@@ -166,6 +170,11 @@ def _factor(plan: Plan) -> Factor:
     factor = plan.layout.factor("pp")
     assert factor is not None, "chosen for a layout with pp"
     return factor
+
+
+def _splits(schedule: Schedule) -> bool:
+    """Whether weights' gradients have actions of their own."""
+    return any(action.kind == "W" for actions in schedule.actions for action in actions)
 
 
 def _chosen(job: Job, plan: Plan) -> tuple[Schedule, Stages]:

@@ -26,8 +26,9 @@ from shardwright.analysis.module_calls import ModuleCall, given_to
 from shardwright.comm.autograd import once, sum_gradient, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
+from shardwright.forward_stack import Forward, Rung, record, wrap
 from shardwright.mesh import Coord
-from shardwright.operators.batch_norm import share_statistics
+from shardwright.operators.batch_norm import share_statistics, sharing
 from shardwright.operators.halo import whole_rows
 from shardwright.operators.picture_rows import balanced_rows, reading_of, row_ranges
 from shardwright.plan.plan import ForwardFrame, Job, Plan
@@ -38,6 +39,10 @@ from shardwright.strategies.spatial.maps import Maps, MapStep, Settled
 
 MODEL = ""
 """The path under which the plan keeps the maps of the whole model."""
+
+
+SPATIAL = "spatial"
+"""The name of the strategy, under which its wrappers are known."""
 
 
 def maps_of(plan: Plan) -> Maps | None:
@@ -55,7 +60,7 @@ def apply_maps(job: Job, axis: Axis, maps: Maps, staged: bool = False) -> Forwar
     Where stages run the modules, not the model's own forward, they cut and gather by the frame that is returned.
     """
     running = _Running(job.model, axis, maps)
-    share_statistics((norm for _, norm in batch_norms(job.model)), ())
+    share_statistics((norm for _, norm in batch_norms(job.model)), (), by=SPATIAL)
     settled = maps.settled()
     for path, numbers in maps.calls.items():
         if any(settled.touches(number) for number in numbers):
@@ -63,6 +68,7 @@ def apply_maps(job: Job, axis: Axis, maps: Maps, staged: bool = False) -> Forwar
     if not staged:
         job.model.register_forward_pre_hook(running.before, with_kwargs=True)
         job.model.register_forward_hook(running.after, always_call=True)
+        record(job.model, Rung.FRAME, "cuts the picture, gathers the output", by=SPATIAL)
     return running
 
 
@@ -144,11 +150,13 @@ class _Running:
 
     def change(self, path: str, module: Any, may_work: bool) -> None:
         """Replaces the forward of a module; where it ``may_work`` on cut maps, its gradients are terms of a sum."""
-        whole = cut = module.forward
-        if self.maps.steps[self.maps.calls[path][0]].kind == "batch norm":
-            share_statistics([module], [self.axis])
-            cut = module.forward
-        module.forward = partial(self.call, path, module, whole, cut, may_work)
+        kind = self.maps.steps[self.maps.calls[path][0]].kind
+
+        def around(whole: Forward) -> Forward:
+            cut = sharing(module, whole, [self.axis]) if kind == "batch norm" else whole
+            return partial(self.call, path, module, whole, cut, may_work)
+
+        wrap(module, Rung.OPERATOR, f"{kind}, on this rank's rows", by=SPATIAL, around=around)
 
     def call(
         self, path: str, module: Any, whole: Callable[..., Any], cut: Callable[..., Any], may_work: bool,

@@ -33,6 +33,7 @@ from shardwright.analysis.module_calls import given_to
 from shardwright.analysis.structure import owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
+from shardwright.forward_stack import Rung
 from shardwright.mesh import Coord
 from shardwright.operators.picture_rows import Resize, SlidingWindow, balanced_rows, reading_of
 from shardwright.plan.layer_overrides import overrides_of
@@ -72,7 +73,8 @@ class Spatial:
             maps = follow(job.model, parts, said.copied)
             if maps is None or not _cuts_convolutions(job.model, maps):
                 raise _refused(job.model, maps, parts)
-            plan = replace(plan, inputs={**plan.inputs, "tp": ROWS}).note(MODEL, maps)
+            plan = replace(plan, inputs={**plan.inputs, "tp": ROWS})
+            plan = plan.note(MODEL, maps, by=self.name, rung=Rung.FRAME)
             plan = self._placed(job, plan, maps)
         for path, module, _, _ in owners(job.model):
             if path not in plan.roles:
@@ -85,6 +87,8 @@ class Spatial:
             if any(number in settled.work for number in numbers):
                 plan = plan.use(path, x=cut, dy=cut)
             touched = [number for number in numbers if settled.touches(number)]
+            if touched:
+                plan = plan.wraps(path, Rung.OPERATOR, self.name)
             names = {_name(each, number) for number in touched for each in (settled, shown)}
             owns = next(job.model.get_submodule(path).parameters(recurse=False), None) is not None
             if touched and (owns or names != {"rows"}):

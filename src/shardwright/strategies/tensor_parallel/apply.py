@@ -14,6 +14,7 @@ from shardwright.analysis.callers import plain_containers
 from shardwright.comm.autograd import cut_to_whole
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
+from shardwright.forward_stack import Forward, Rung, record, set_forward, wrap
 from shardwright.models.attention import Attention
 from shardwright.models.gpt import Positions
 from shardwright.models.losses import CrossEntropy
@@ -100,6 +101,7 @@ class _Applying:
         forwarding = Forwarding()
         forwarding.watch(self.job.model)
         self.ahead.watch(self.job.model)
+        record(self.job.model, Rung.FRAME, "notes when a forward begins and ends", by=self.mode.name)
         leave_fast_path(self.job.model)
         apply_statistics(self.job.model, self.axes, self.mode)
         for module in self.job.model.modules() if self.mode.dim == 1 else ():
@@ -134,9 +136,10 @@ class _Applying:
             elif isinstance(note, MultiheadNote):
                 apply_multihead(self, module, note)
             elif isinstance(note, ConvolutionNote | ChannelsNote):
-                apply_convolution(module, note, self.axes)
+                apply_convolution(module, note, self.axes, self.mode.name)
             if isinstance(note, LinearNote | NormNote | TableNote | ConvolutionNote | ChannelsNote | MultiheadNote):
                 guard(module, path, forwarding, readable=("in_proj_bias",))
+                record(module, Rung.GUARD, "its parameters refuse other readers", by=self.mode.name)
         self._keep_home(theirs)
 
     def _keep_home(self, theirs: Sequence[tuple[str, nn.Module]]) -> None:
@@ -144,7 +147,7 @@ class _Applying:
         model, homes, stages = self.job.model, self.plan.homes, self.plan.stages
         containers = plain_containers(model)
         apart = {"", *stages.opened, *containers} if stages is not None else ()
-        running = Running(containers, apart)
+        running = Running(containers, apart, self.mode.name)
         named = {path for home in homes.values() for path in (home.owner, *home.callers)}
         for path, module in {**dict(theirs), **{path: model.get_submodule(path) for path in named}}.items():
             running.follow(module, path)
@@ -189,7 +192,9 @@ class _Applying:
         )
         joined = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "h"]
         num_given = width(note.x.held(self.coord, over=() if note.enters else joined))
-        module.forward = partial(_linear_forward, path, module, product, (num_given, note.x.size))
+        forward = partial(_linear_forward, path, module, product, (num_given, note.x.size))
+        roles = " ".join(f"{axis.name}:{role}" for axis, role in zip(note.axes, note.step.roles, strict=True))
+        self._operator(module, f"product, {roles}", forward)
 
     def _fetches(self, path: str, names: Sequence[str]) -> tuple[WeightFetch, ...]:
         if not names:
@@ -208,16 +213,20 @@ class _Applying:
     def _entry(self, module: nn.Module, note: EntryNote) -> None:
         moves = self.moves(note.takes())
 
-        forward: Callable[..., Any] = module.forward
+        def around(forward: Forward) -> Forward:
+            @wraps(forward)
+            def entered(*args: Any, **named: Any) -> Any:
+                if args:
+                    return forward(take(args[0], moves), *args[1:], **named)
+                name, x = next(iter(named.items()))
+                return forward(**{**named, name: take(x, moves)})
 
-        @wraps(forward)
-        def entered(*args: Any, **named: Any) -> Any:
-            if args:
-                return forward(take(args[0], moves), *args[1:], **named)
-            name, x = next(iter(named.items()))
-            return forward(**{**named, name: take(x, moves)})
+            return entered
 
-        module.forward = entered
+        wrap(module, Rung.ENTRY, "takes its input for all its layers at once", by=self.mode.name, around=around)
+
+    def _operator(self, module: nn.Module, name: str, forward: Forward) -> None:
+        set_forward(module, Rung.OPERATOR, name, by=self.mode.name, forward=forward)
 
     def _heads(self, path: str, attention: nn.Module, note: HeadsNote) -> None:
         assert isinstance(attention, Attention)
@@ -236,8 +245,10 @@ class _Applying:
             attention.head_dim = (parts[1] - parts[0]) * (2 if attention.rotary is not None else 1)
             axis = self.axes[note.heads.names[0]].subset([i for i in range(joint) if note.held[i] == own])
             attention.attend = partial(attend_inside, attention, axis)  # type: ignore[method-assign]
+            self._attends(attention, "scores summed over the parts of a head")
         elif len(own) % len(kv) or kv_of_head != [i * len(kv) // len(own) for i in range(len(own))]:
             attention.attend = partial(attend_selected, attention, kv_of_head)  # type: ignore[method-assign]
+            self._attends(attention, "keys and values chosen for the heads held")
         if note.tokens is not None:
             self._tokens(attention, note.tokens)
 
@@ -258,10 +269,14 @@ class _Applying:
         if note.gathers:
             moves = self.moves(note.gathers)
             attention.attend = partial(attend_gathered, attention.attend, moves, num_seen)  # type: ignore[method-assign]
+            self._attends(attention, "keys and values of other tokens gathered")
+
+    def _attends(self, attention: nn.Module, name: str) -> None:
+        record(attention, Rung.ATTEND, name, by=self.mode.name)
 
     def _norm(self, module: nn.Module, note: NormNote) -> None:
         splits = tuple((self.axes[name], note.features.sizes(self.coord, name)) for name in note.features.names)
-        module.forward = partial(_norm_forward, module, note.features.size, splits)
+        self._operator(module, "norm of cut features", partial(_norm_forward, module, note.features.size, splits))
 
     def _table(self, path: str, module: nn.Module, note: TableNote) -> None:
         assert isinstance(module, nn.Embedding)
@@ -272,7 +287,7 @@ class _Applying:
             size, padding = note.vocabulary.size, module.padding_idx
             return cut_embedding(input, weight_of(module), start, size, take_moves, give_moves, padding)
 
-        module.forward = forward  # type: ignore[method-assign]
+        self._operator(module, "table of cut rows or features", forward)
 
     def _loss(self, note: LossNote) -> None:
         loss = self.job.loss
@@ -287,7 +302,7 @@ class _Applying:
                 label_smoothing=loss.label_smoothing, take=gathers,
             )  # fmt: skip
 
-        loss.forward = forward  # type: ignore[method-assign]
+        self._operator(loss, "cross entropy of cut classes", forward)
 
     def _whole(self, x: Tensor, features: Features | None) -> Tensor:
         """A cut value joined over every axis that cuts features between layers."""
@@ -318,6 +333,7 @@ class _Applying:
 
         module.register_forward_pre_hook(enter, prepend=True)  # before those of others, who see whole features
         module.register_forward_hook(leave)
+        record(module, Rung.GATHER, "gathers the features of its inputs", by=self.mode.name)
 
     def _positions(self, module: Positions) -> None:
         """A sequence's tokens begin at their place in it."""
@@ -327,12 +343,13 @@ class _Applying:
             span = self.shard.span(())
             return torch.arange(span.start, span.stop, device=tokens_BT.device)
 
-        module.forward = forward  # type: ignore[method-assign]
+        self._operator(module, "positions of this rank's tokens", forward)
 
     def _gate_end(self, note: GateNote) -> None:
         (features,) = note.arguments
         hook = lambda _, args, output: self._whole(output, features)  # noqa: E731
         self.job.model.register_forward_hook(hook, prepend=True)
+        record(self.job.model, Rung.GATHER, "gathers the features of the output", by=self.mode.name)
 
 
 def _overwritten(path: str) -> PlanError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwright.analysis.known_modules import is_plain_attention
 from shardwright.errors import LayoutError
+from shardwright.forward_stack import Rung
 from shardwright.models.attention import Attention
 from shardwright.operators.head_slices import head_rows, head_slices, kv_heads, query_heads
 from shardwright.sharding.box import Ranges, concat
@@ -64,7 +65,7 @@ def _place_tokens(placing: PlanDraft, path: str, attention: Attention) -> None:
     kv = Features.balanced(attention.num_kv_heads * attention.head_dim, ())
     note = tokens_note(attention, path, kv, (), placing.mode.states(False), placing.job, placing.mode)
     over = " ".join(each.axis for each in note.gathers)
-    placing.plan = placing.plan.note(path, note)
+    placing.plan = placing.plan.note(path, note, by=placing.mode.name, rung=Rung.ATTEND)
     placing.plan = placing.plan.role(path, placing.mode.name, "tokens", f"all heads; {_GATHERED} over {over}")
 
 
@@ -123,7 +124,9 @@ def _place_attention(placing: PlanDraft, path: str, attention: Attention, place:
     if placing.mode.dim == 1:
         keys, rows = Features(kv_width, axes, kv), before.rows_after
         note = replace(note, tokens=tokens_note(attention, path, keys, rows, before.after, placing.job, placing.mode))
-    placing.plan = placing.plan.note(path, note)
+    if entry is not None:
+        placing.plan = placing.plan.wraps(path, Rung.ENTRY, placing.mode.name)
+    placing.plan = placing.plan.note(path, note, by=placing.mode.name, rung=Rung.ATTEND)
     role, why = "inside a head" if inside else "heads", _why(attention.num_heads, parts, note)
     placing.plan = placing.plan.role(path, placing.mode.name, role, why)
 

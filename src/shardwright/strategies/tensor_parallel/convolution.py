@@ -25,6 +25,7 @@ from shardwright.analysis.convolution_chains import ConvolutionChain, find_convo
 from shardwright.analysis.module_calls import ModuleCall
 from shardwright.analysis.structure import owners
 from shardwright.comm.axis import Axis
+from shardwright.forward_stack import Rung, set_forward
 from shardwright.mesh import Coord
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.convolution import CutConvolution
@@ -151,7 +152,7 @@ class _Chain:
         cut = {name: Shard(-1) for name, _ in self.axes}
         whole = {name: Replicate() for name, _ in self.axes}
         self.plan = self.plan.use(path, x=whole if whole_x else cut, dy=whole if whole_y else cut)
-        self.plan = self.plan.note(path, ConvolutionNote(x, y, enters, leaves))
+        self.plan = self.plan.note(path, ConvolutionNote(x, y, enters, leaves), by=self.mode.name)
         role = "h" if whole_x else "k" if whole_y else "groups"
         roles = " ".join(f"{name}:{role}" for name, _ in self.axes)
         what = f"{layer.in_channels} channels to {layer.out_channels}"
@@ -170,7 +171,9 @@ class _Chain:
             if getattr(module, own, None) is not None:
                 self.cut(path, own, 0, features)
         spec = {axis: Shard(-1) for axis in features.names}
-        self.plan = self.plan.use(path, x=spec, dy=spec).note(path, ChannelsNote(features))
+        rung = Rung.OPERATOR if isinstance(module, nn.GroupNorm) else Rung.STATISTICS
+        note = ChannelsNote(features)
+        self.plan = self.plan.use(path, x=spec, dy=spec).note(path, note, by=self.mode.name, rung=rung)
         why = f"{features.size} channels, each normalised by who holds it"
         before = self.plan.roles.get(path)
         self.plan = self.plan.role(path, self.mode.name, "channels", f"{why}; {before.why}" if before else why)
@@ -185,7 +188,8 @@ class _Chain:
         self.cut(path, "weight", 1, x)
         spec = {axis: Shard(-1) for axis in x.names}
         self.plan = self.plan.use(path, x=spec, dy={axis: Replicate() for axis in x.names})
-        self.plan = self.plan.note(path, LinearNote(step, x, y, axes, elements=elements))
+        note = LinearNote(step, x, y, axes, elements=elements)
+        self.plan = self.plan.note(path, note, by=self.mode.name)
         roles = " ".join(f"{name}:k" for name, _ in self.axes)
         self.plan = self.plan.role(path, self.mode.name, roles, f"pixels of the channels to {y.size} features")
 
@@ -196,18 +200,19 @@ class _Chain:
 def apply_statistics(model: nn.Module, axes: Mapping[str, Axis], mode: Mode) -> None:
     """Lets every BatchNorm ask those who hold other samples."""
     over = [axes[axis.name] for axis in mode.axes if axis.stream == "T"]
-    share_statistics((norm for _, norm in batch_norms(model)), over)
+    share_statistics((norm for _, norm in batch_norms(model)), over, by=mode.name)
 
 
-def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: Mapping[str, Axis]) -> None:
+def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: Mapping[str, Axis], by: str) -> None:
     """Gives a convolution or a norm of channels the forward of its note."""
     if isinstance(note, ChannelsNote) and isinstance(module, nn.GroupNorm):
         held = note.features.held({name: axes[name].index for name in note.features.names})
         module.num_groups, module.num_channels = width(held) * module.num_groups // note.features.size, width(held)
-        module.forward = partial(_group_norm, module)  # type: ignore[method-assign]
+        norm = partial(_group_norm, module)
+        set_forward(module, Rung.OPERATOR, "norm of this rank's channels", by=by, forward=norm)
         return
     if isinstance(note, ChannelsNote):
-        share_statistics([module], [], always=True)
+        share_statistics([module], [], always=True, by=by)
         return
     coord = {name: axes[name].index for name in note.names}
     over = tuple(axes[name] for name in reversed(note.names))
@@ -224,7 +229,7 @@ def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: M
     def forward(input: Any) -> Any:
         return run(module._conv_forward, input, module._parameters["weight"], module._parameters["bias"])
 
-    module.forward = forward
+    set_forward(module, Rung.OPERATOR, "convolution of this rank's channels", by=by, forward=forward)
 
 
 def _group_norm(module: nn.GroupNorm, input: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def _place_head(placing: PlanDraft, head: str) -> None:
     assert isinstance(placing.job.loss, CrossEntropy)
     numbers = 4 if placing.job.loss.label_smoothing > 0 else 3
     gathers = tuple(g for g in takes(step, placing.mode.axes, x) if g.lies == "rows")
-    placing.plan = placing.plan.note(LOSS, LossNote(head, y, gathers, numbers))
+    placing.plan = placing.plan.note(LOSS, LossNote(head, y, gathers, numbers), by=placing.mode.name)
     parts = len(y.parts)
     why = f"{layer.out_features} classes" + (f" in {parts} parts: a gather for each token" if parts > 1 else "")
     placing.plan = placing.plan.role(LOSS, placing.mode.name, f"{'four' if numbers == 4 else 'three'} numbers", why)
@@ -108,7 +108,7 @@ def _place_table(placing: PlanDraft, path: str, table: nn.Embedding, place: Plac
     summed = step._replace(roles=tuple("k" if axis.name in by_rows else "t" for axis in placing.mode.axes))
     sums = gives(summed, placing.mode.axes, width_cut)
     note = TableNote(vocabulary, width_cut, gathers, sums, step.rows_gathered, place.from_input)
-    placing.plan = placing.plan.note(path, note)
+    placing.plan = placing.plan.note(path, note, by=placing.mode.name)
     what = [f"{table.num_embeddings} rows over {' '.join(by_rows)}"] if by_rows else []
     what += [f"{table.embedding_dim} features over {' '.join(by_width)}"] if by_width else []
     placing.plan = placing.plan.role(path, placing.mode.name, "table", ", ".join(what))

@@ -23,6 +23,7 @@ from shardwright.analysis.module_calls import ModuleCall
 from shardwright.analysis.structure import is_exactly
 from shardwright.comm.axis import Axis
 from shardwright.formatting import format_bytes, format_count
+from shardwright.forward_stack import Rung, set_forward
 from shardwright.mesh import Coord
 from shardwright.operators.head_slices import head_rows, head_slices, query_heads
 from shardwright.operators.linear import GridProduct, WeightFetch, weight_of
@@ -167,10 +168,9 @@ def _cut_projection(
     stand_in = f"{path}:{own}"
     placing.names[stand_in] = {"weight": placing.names[path][own]}
     placing.cut_weight(stand_in, step, x, y, enters=False, first=first)
-    notes = dict(placing.plan.notes)
-    note = notes.pop(stand_in)
+    note = placing.plan.notes[stand_in]
     del placing.names[stand_in]
-    placing.plan = replace(placing.plan, notes=notes)
+    placing.plan = placing.plan.without_note(stand_in)
     assert isinstance(note, LinearNote)
     return note
 
@@ -186,7 +186,7 @@ def _noted(placing: PlanDraft, path: str, note: MultiheadNote) -> Plan:
     roles = {axis.name: role for axis, role in zip(note.axes, note.before.roles, strict=True)}
     x = {axis: Shard(0) if role == "t" else Replicate() for axis, role in roles.items()}
     dy = {axis: Shard(0) if role == "t" else Shard(-1) for axis, role in roles.items()}
-    plan = placing.plan.use(path, x=x, dy=dy).note(path, note)
+    plan = placing.plan.use(path, x=x, dy=dy).note(path, note, by=placing.mode.name)
     for axis in note.heads.names:
         plan = plan.cut_activation(path, ActivationCut(axis, 1, note.heads.size, note.heads.along(axis)))
     plan = plan.move_rows(path, note.before.rows_after)
@@ -206,6 +206,7 @@ class Applying(Protocol):
 
     plan: Plan
     axes: Mapping[str, Axis]
+    mode: Mode
     shard: BatchShard
 
     @property
@@ -237,7 +238,8 @@ def apply_multihead(applying: Applying, module: nn.Module, note: MultiheadNote) 
         (axis,) = note.heads.names
         shares = applying.axes[axis].subset(note.sharing(applying.coord))
     part = SomeHeads(heads, take, applying.moves(note.gives()), fetch, together, shares)
-    module.forward = partial(multihead, module, part)  # type: ignore[method-assign]
+    forward = partial(multihead, module, part)
+    set_forward(module, Rung.OPERATOR, "attention over this rank's heads", by=applying.mode.name, forward=forward)
 
 
 def _fetch(applying: Applying, name: str, axes: Sequence[str]) -> tuple[WeightFetch, ...]:

@@ -12,6 +12,7 @@ from shardwright.analysis.callers import AllowedCallers, chain_callers
 from shardwright.analysis.convolution_chains import CONVOLUTIONS
 from shardwright.analysis.structure import LayerChain, is_exactly, owners
 from shardwright.errors import GridError, LayoutError
+from shardwright.forward_stack import Rung
 from shardwright.plan.plan import INPUT, OUTPUT, Job, Plan, Shard
 from shardwright.strategies.tensor_parallel.attention import place_attentions
 from shardwright.strategies.tensor_parallel.convolution import place_convolutions
@@ -119,11 +120,13 @@ def _place_everything(placing: PlanDraft) -> Plan:
         elif place.kind == "elementwise" and place.takes_cut:
             placing.cut_activation(path, Features.balanced(place.size, placing.mode.feature_axes))
         elif place.kind == "gate":
-            placing.plan = placing.plan.note(path, GateNote(tuple(placing.stream_of(size) for size in place.sizes)))
+            gate = GateNote(tuple(placing.stream_of(size) for size in place.sizes))
+            placing.plan = placing.plan.note(path, gate, by=placing.mode.name, rung=Rung.GATHER)
     placing.plan = place_convolutions(placing.job, placing.mode, placing.plan, placing.shared, placing.head)
     place_head_and_tables(placing)
     if placing.flow.output_size:
-        placing.plan = placing.plan.note(OUTPUT, GateNote((placing.stream_of(placing.flow.output_size),)))
+        gate = GateNote((placing.stream_of(placing.flow.output_size),))
+        placing.plan = placing.plan.note(OUTPUT, gate, by=placing.mode.name, rung=Rung.GATHER)
     for path, why in placing.narrow.items():
         if path in placing.names:
             placing.plan = placing.plan.role(path, placing.mode.name, "copied", why)
@@ -179,7 +182,8 @@ def _place_chain(placing: PlanDraft, chain: LayerChain, place: Place) -> None:
         placing.features_in(stop, row.out_features),
     )
     if chain.entry is not None:
-        placing.plan = placing.plan.note(chain.entry, EntryNote(before, x, placing.mode.axes))
+        entry = EntryNote(before, x, placing.mode.axes)
+        placing.plan = placing.plan.note(chain.entry, entry, by=placing.mode.name, rung=Rung.ENTRY)
         placing.plan = placing.plan.role(chain.entry, placing.mode.name, "entry", "its layers share one input")
     for column in chain.columns:
         enters = chain.entry is None
@@ -216,7 +220,8 @@ def _place_norm(placing: PlanDraft, path: str, place: Place) -> None:
             placing.cut(name, axis, 0, features.along(axis))
     spec = {axis: Shard(-1) for axis in features.names}
     centred = is_exactly(placing.model.get_submodule(path), nn.LayerNorm)
-    placing.plan = placing.plan.use(path, x=spec, dy=spec).note(path, NormNote(features, centred))
+    note = NormNote(features, centred)
+    placing.plan = placing.plan.use(path, x=spec, dy=spec).note(path, note, by=placing.mode.name)
     placing.plan = placing.plan.role(path, placing.mode.name, "norm", f"{place.size} features, statistics combined")
 
 

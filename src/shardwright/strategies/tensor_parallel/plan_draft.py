@@ -152,7 +152,7 @@ class PlanDraft:
             with_input=first,
         )
         note = LinearNote(step, x, y, axes, enters, tuple(reversed(fetches)), elements)
-        self.plan = self.plan.note(path, note)
+        self.plan = self.plan.note(path, note, by=self.mode.name)
 
     def _store_apart(self, name: str, y: Features, roles: Mapping[str, str]) -> list[str]:
         """Cuts a weight's rows over the axes that only store it so; those are what it is fetched over, in order."""

@@ -25,6 +25,7 @@ from shardwright.analysis.structure import owners
 from shardwright.comm.agreement import Difference, check_agreement_async
 from shardwright.comm.axis import Axis, Pending
 from shardwright.errors import PlanError
+from shardwright.forward_stack import Rung, record
 from shardwright.mesh import Coord, balanced
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan
@@ -167,6 +168,10 @@ class ShardedState:
             module._parameters = parameters
             module.register_forward_pre_hook(_hook_of(parameters.pre_forward), prepend=True)
             module.register_forward_hook(_hook_of(parameters.post_forward), always_call=True)
+            what = (
+                "unshards its group, resharded after use" if self.reshard_after_use else "waits for its group's unshard"
+            )
+            record(module, Rung.UNSHARD, what, by="zero")
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:

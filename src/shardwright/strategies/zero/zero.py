@@ -37,6 +37,7 @@ from typing import ClassVar, Literal
 
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
+from shardwright.forward_stack import Rung
 from shardwright.layout import Factor
 from shardwright.mesh import Coord
 from shardwright.plan.option import StrategyOption
@@ -85,7 +86,11 @@ class Zero:
         stage = _stage(plan)
         reshards = stage == 3 and plan.mesh["dp"] > 1
         _num_prefetch(plan)  # read only in apply(), but a bad value is refused here, before anything is sent
-        return shard_state(plan, "dp", _groups(plan, stage), reshards=reshards, offload=_offload_target(plan))
+        groups = _groups(plan, stage)
+        sharded = {name for group in groups for name in group.parameters}
+        for path in dict.fromkeys(use.module for use in plan.uses if use.parameter in sharded):
+            plan = plan.wraps(path, Rung.UNSHARD, self.name)
+        return shard_state(plan, "dp", groups, reshards=reshards, offload=_offload_target(plan))
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Flattens this rank's parameters, keeps its shards and hooks the model to unshard them in time."""
