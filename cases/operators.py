@@ -66,13 +66,13 @@ def letters(whole: Tensor) -> list:
 
 def combinations(wholes: Sequence[Tensor], num_axes: int, most: int, seed: int) -> list[tuple]:
     each = [list(product(letters(whole), repeat=num_axes)) for whole in wholes]
-    draws = random.Random(seed)
+    rng = random.Random(seed)
     total = 1
     for one in each:
         total *= len(one)
     if total <= most:
         return list(product(*each))
-    return [tuple(draws.choice(one) for one in each) for _ in range(most)]
+    return [tuple(rng.choice(one) for one in each) for _ in range(most)]
 
 
 def sweep(world, operator: Operator, most: int) -> tuple[int, list[str], list[str]]:

@@ -64,22 +64,22 @@ def pairs() -> tuple[tuple[Form, Form], ...]:
 
 def draw(number: int, seed: int = 0) -> Drawn:
     """The transfer of that number: the first ones go through all pairs and all placements in turn."""
-    draws = random.Random(f"{seed}/{number}")
+    rng = random.Random(f"{seed}/{number}")
     if number < len(pairs()):
         before, after = pairs()[number]
         num_dims = MOST_DIMS
     else:
-        num_dims = draws.randint(1, MOST_DIMS)
-        before, after = (draws.choice(forms(num_dims, draws.randint(1, 2))) for _ in "ab")
-    sizes = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12) if draws.random() < 0.95 else (0, 1, 2)
-    shape = tuple(draws.choice(sizes) for _ in range(num_dims))
-    source, destination = (_placement(number, each, draws) for each in (before, after))
-    return Drawn(shape, draws.choice(DTYPES), source, before, destination, after)
+        num_dims = rng.randint(1, MOST_DIMS)
+        before, after = (rng.choice(forms(num_dims, rng.randint(1, 2))) for _ in "ab")
+    sizes = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12) if rng.random() < 0.95 else (0, 1, 2)
+    shape = tuple(rng.choice(sizes) for _ in range(num_dims))
+    source, destination = (_placement(number, each, rng) for each in (before, after))
+    return Drawn(shape, rng.choice(DTYPES), source, before, destination, after)
 
 
-def _placement(number: int, form: Form, draws: random.Random) -> Placement:
+def _placement(number: int, form: Form, rng: random.Random) -> Placement:
     every = placements(len(form))
-    return every[number % len(every)] if number < 2 * len(pairs()) else draws.choice(every)
+    return every[number % len(every)] if number < 2 * len(pairs()) else rng.choice(every)
 
 
 def part_of(whole: Tensor, where: Placement, form: Form, rank: int, *, terms: bool) -> Tensor | None:

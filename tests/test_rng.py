@@ -178,11 +178,11 @@ def test_every_column_of_many_samples_is_dropped_as_often():
 
 
 def test_keyed_dropout_scales_what_it_keeps_and_its_gradient_alike():
-    model, draws = nn.Sequential(nn.Dropout(0.25)), RngTracker(seed=3, samples=range(4))
-    key_dropout(model, draws)
+    model, rng = nn.Sequential(nn.Dropout(0.25)), RngTracker(seed=3, samples=range(4))
+    key_dropout(model, rng)
     x = torch.randn(4, 50, dtype=torch.float64).requires_grad_()
     y = model(x)
-    kept = dropout_mask(draws, "0", (4, 50), (), 0.25)
+    kept = dropout_mask(rng, "0", (4, 50), (), 0.25)
     assert torch.equal(y == 0, ~kept)
     torch.testing.assert_close(y, x * kept / 0.75, rtol=1e-15, atol=0)
     y.sum().backward()
@@ -207,34 +207,34 @@ def test_keyed_dropout_keeps_everything_when_it_evaluates():
 
 def test_keyed_dropout_takes_its_input_by_torchs_name():
     model, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(2, 50)
-    draws = RngTracker(samples=range(2))
-    key_dropout(model, draws)
+    rng = RngTracker(samples=range(2))
+    key_dropout(model, rng)
     first = model[0](input=x)
-    draws.samples = range(2)
+    rng.samples = range(2)
     assert torch.equal(first, model[0](x))
 
 
 def test_every_layer_draws_its_own_mask_and_a_later_step_another():
-    model, draws = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), RngTracker(samples=range(2))
-    key_dropout(model, draws)
+    model, rng = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), RngTracker(samples=range(2))
+    key_dropout(model, rng)
     x = torch.ones(2, 200)
     first, second = model[0](x), model[1](x)
     assert not torch.equal(first, second)
     again = model[0](x)
     assert not torch.equal(again, first)  # a second call in the same forward
-    draws.samples = range(2)  # a new forward
+    rng.samples = range(2)  # a new forward
     assert torch.equal(model[0](x), first)
     assert torch.equal(model[0](x), again)
-    draws.samples, draws.step = range(2), 1
+    rng.samples, rng.step = range(2), 1
     assert not torch.equal(model[0](x), first)
 
 
 def test_dropout_of_each_dtype_drops_the_same():
-    model, draws = nn.Sequential(nn.Dropout(0.5)), RngTracker(samples=range(2))
-    key_dropout(model, draws)
+    model, rng = nn.Sequential(nn.Dropout(0.5)), RngTracker(samples=range(2))
+    key_dropout(model, rng)
     found = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        draws.samples = range(2)
+        rng.samples = range(2)
         found.append(model(torch.ones(2, 64, dtype=dtype)))
     assert [each.dtype for each in found] == [torch.float64, torch.float32, torch.bfloat16]
     assert all(torch.equal(each == 0, found[0] == 0) for each in found)

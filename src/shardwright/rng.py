@@ -142,7 +142,7 @@ def _mix32_(x: Tensor) -> Tensor:
 
 
 def dropout_mask(
-    draws: RngTracker,
+    rng: RngTracker,
     layer: str,
     shape: Sequence[int],
     cuts: Sequence[DimSlice],
@@ -167,7 +167,7 @@ def dropout_mask(
         index = torch.cat([torch.arange(start, stop) for start, stop in ranges])
         place = place + (index * stride).view(-1, *(1,) * (len(shape) - 1 - dim))
         stride *= held[dim].size if dim in held else shape[dim]
-    keys = torch.tensor(draws.keys(layer, samples), dtype=torch.int64).to(torch.int32).view(shape[0], 2)
+    keys = torch.tensor(rng.keys(layer, samples), dtype=torch.int64).to(torch.int32).view(shape[0], 2)
     first, second = (keys[:, i].view(-1, *(1,) * (len(shape) - 1)) for i in (0, 1))
     words = _mix32_(place.to(torch.int32) ^ first)
     words = _mix32_(words.add_(second))
@@ -176,13 +176,13 @@ def dropout_mask(
 
 @dataclass(frozen=True)
 class KeyedDropout:
-    """Dropout with masks from ``draws``, for one layer that sees these cuts of these samples.
+    """Dropout with masks from ``rng``, for one layer that sees these cuts of these samples.
 
     ``tokens`` gives the cuts of a tensor of one shape, where they depend on how long its sequences are. The samples are
     in ``dim``, 0 or 1; masks are those of a tensor that has them in dim 0.
     """
 
-    draws: RngTracker
+    rng: RngTracker
     layer: str
     cuts: tuple[DimSlice, ...] = ()
     rows: Callable[[], Sequence[int]] | None = None
@@ -191,7 +191,7 @@ class KeyedDropout:
 
     def __call__(self, input: Tensor, p: float) -> Tensor:
         """The input with elements dropped. Raises PlanError unless its samples are where they should be."""
-        samples = self.draws.samples if self.rows is None else self.rows()
+        samples = self.rng.samples if self.rows is None else self.rows()
         if input.dim() <= self.dim or input.shape[self.dim] != len(samples):
             raise PlanError(
                 f"dropout '{self.layer}' does not see one row for each sample",
@@ -201,7 +201,7 @@ class KeyedDropout:
             )
         shape = input.transpose(0, self.dim).shape
         cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(shape))
-        keep = dropout_mask(self.draws, self.draws.call(self.layer), shape, cuts, p, samples).transpose(0, self.dim)
+        keep = dropout_mask(self.rng, self.rng.call(self.layer), shape, cuts, p, samples).transpose(0, self.dim)
         scale = 1 / (1 - p) if p < 1 else 0.0
         return input * (keep.to(input.device).to(input.dtype) * scale)
 
@@ -213,10 +213,10 @@ def _dropout(module: nn.Dropout, drop: KeyedDropout, input: Tensor) -> Tensor:
 def drop_out_slice(module: nn.Dropout, input: Tensor, cut: DimSlice) -> Tensor:
     """Dropout by a module that :func:`key_dropout` has seen, of a slice that is known only now.
 
-    >>> model, draws = nn.Dropout(0.5), RngTracker(seed=1, samples=range(2))
-    >>> key_dropout(model, draws)
+    >>> model, rng = nn.Dropout(0.5), RngTracker(seed=1, samples=range(2))
+    >>> key_dropout(model, rng)
     >>> whole = model(torch.ones(2, 6))
-    >>> draws.samples = range(2)
+    >>> rng.samples = range(2)
     >>> torch.equal(drop_out_slice(model, torch.ones(2, 2), DimSlice(1, 6, ((4, 6),))), whole[:, 4:])
     True
     """
@@ -277,30 +277,30 @@ def keyed_dropout_of(module: nn.MultiheadAttention) -> Callable[[Tensor], Tensor
 
 def key_dropout(
     model: nn.Module,
-    draws: RngTracker,
+    rng: RngTracker,
     cuts: Mapping[str, tuple[DimSlice, ...]] | None = None,
     rows: Mapping[str, Callable[[], Sequence[int]]] | None = None,
     tokens: Mapping[str, Callable[[Sequence[int]], tuple[DimSlice, ...]]] | None = None,
 ) -> None:
-    """Makes every ``nn.Dropout`` of ``model``, and that of attention weights, compute its masks from ``draws``.
+    """Makes every ``nn.Dropout`` of ``model``, and that of attention weights, compute its masks from ``rng``.
 
     ``cuts`` says which elements a layer sees, ``rows`` whose samples, where they are not all and this rank's own;
     ``tokens`` which tokens, of a tensor of some shape.
 
     Raises: PlanError: the model has a random layer whose numbers would depend on the layout.
 
-    >>> model, draws = nn.Sequential(nn.Dropout(0.5)), RngTracker(seed=3, samples=range(1))
-    >>> key_dropout(model, draws)
+    >>> model, rng = nn.Sequential(nn.Dropout(0.5)), RngTracker(seed=3, samples=range(1))
+    >>> key_dropout(model, rng)
     >>> first, again = model(torch.ones(1, 8)), model(torch.ones(1, 8))
-    >>> draws.samples = range(1)  # a new forward
+    >>> rng.samples = range(1)  # a new forward
     >>> torch.equal(model(torch.ones(1, 8)), first), torch.equal(again, first)
     (True, False)
     """
     second = frozenset(_with_samples_in_dim_1(model))
     for name, module in model.named_modules():
-        draws.layers.add(name)
+        rng.layers.add(name)
         held, whose, which = (cuts or {}).get(name, ()), (rows or {}).get(name), (tokens or {}).get(name)
-        drop = KeyedDropout(draws, name, held, whose, which, dim=int(name in second))
+        drop = KeyedDropout(rng, name, held, whose, which, dim=int(name in second))
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
             if module.dropout > 0:
                 _replace(module, drop, _keyed_multihead(module, drop))

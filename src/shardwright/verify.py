@@ -185,19 +185,19 @@ class _Outcome:
 
 def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan) -> _Outcome:
     """The same steps by plain torch, in one process."""
-    model, draws = structural_copy(plain), RngTracker(seed)
+    model, rng = structural_copy(plain), RngTracker(seed)
     place_parameters(model, {}, {}, seed, torch.device("cpu"))
     on_several = len({p.device for p in plain.parameters()}) > 1
     for parameter in model.parameters():  # a plain model with values of its own keeps them
         parameter.data = parameter.data.to("cpu", copy=True) if on_several else parameter.data.clone()
-    key_dropout(model, draws)
+    key_dropout(model, rng)
     before = _buffers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     outcome = _Outcome([], {}, {})
     for step, (inputs, targets) in enumerate(map(_own, batches)):
-        draws.step, sums = step, []
+        rng.step, sums = step, []
         optimizer.zero_grad()
-        for draws.samples, (some, theirs) in _at_once(plan, (inputs, targets)):
+        for rng.samples, (some, theirs) in _at_once(plan, (inputs, targets)):
             with IgnoresDeviceMoves(torch.device("cpu")) if on_several else nullcontext():
                 sums.append(sum_and_count(loss(call_model(model, some), theirs)))
         loss_sum = torch.stack([each for each, _ in sums]).sum()
@@ -347,7 +347,7 @@ def _errors(
 def _compare(plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: torch.dtype, steps: int) -> Verdict:
     narrow = compute_dtype(dtype, plan.layout)
     tolerance = TOLERANCE[dtype] if narrow == dtype else ROUNDINGS * torch.finfo(narrow).eps
-    mesh, rest = plan.mesh, plan.rest
+    mesh, rest = plan.mesh, plan.state
     by_rank = _by_rank(found, mesh.size)
     at_rest = {name: rest[name].gradient for name in rest}
     found_gradients = {rank: each.gradients for rank, each in by_rank.items()}

@@ -83,13 +83,13 @@ def test_code_that_cannot_be_followed_hides_what_is_above_it_and_no_more():
     def asks(m, x):
         return m.coder.encode(x) if float(x.sum()) > 0 else x
 
-    homes = {"inner.coder.up": AllowedCallers.of("inner.coder"), "inner.last": AllowedCallers.of("inner")}
-    assert called_elsewhere(Around(Looking(asks)), homes) == set()
+    allowed_callers = {"inner.coder.up": AllowedCallers.of("inner.coder"), "inner.last": AllowedCallers.of("inner")}
+    assert called_elsewhere(Around(Looking(asks)), allowed_callers) == set()
     looks = Looking(lambda m, x: m.coder.encode(x))
-    assert called_elsewhere(Around(looks), homes) == {"inner.coder.up"}
+    assert called_elsewhere(Around(looks), allowed_callers) == {"inner.coder.up"}
     outside = Around(looks)
     outside.forward = lambda x: outside.inner.last(x) if float(x.sum()) > 0 else x
-    assert called_elsewhere(outside, homes) == {"inner.coder.up"}
+    assert called_elsewhere(outside, allowed_callers) == {"inner.coder.up"}
 
 
 @pytest.mark.parametrize(
@@ -98,4 +98,4 @@ def test_code_that_cannot_be_followed_hides_what_is_above_it_and_no_more():
 def test_a_chain_of_convolutions_is_one_where_all_calls_are_as_they_were_followed(body, found):
     assert len(find_convolution_chains(Looking(body))) == found
     (chain,) = find_convolution_chains(Around(nn.Sequential(Looking(lambda m, x: m.images(x)))))
-    assert chain.homes["inner.0.images.2"].callers == {"inner.0"}
+    assert chain.allowed_callers["inner.0.images.2"].callers == {"inner.0"}

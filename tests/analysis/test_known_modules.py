@@ -88,8 +88,8 @@ def test_a_call_of_an_attention_and_of_the_layer_in_it_are_observed():
     x, memory = torch.zeros(3, 5, 8, device="meta"), torch.zeros(3, 4, 8, device="meta", requires_grad=True)
     for batch_first in (True, False):
         given = (x, memory) if batch_first else (x.transpose(0, 1), memory.transpose(0, 1))
-        visits = record_module_calls(Attends(batch_first).to("meta"), given)
-        (visit,), (inner,) = visits["attn"], visits["attn.out_proj"]
+        module_calls = record_module_calls(Attends(batch_first).to("meta"), given)
+        (visit,), (inner,) = module_calls["attn"], module_calls["attn.out_proj"]
         assert visit.x_shape == visit.y_shape == inner.x_shape == (3, 5, 8)
         assert visit.call.inputs == ((5, 8, False), (4, 8, True))
         assert (visit.call.num_samples, visit.call.weights) == (3, 0)
@@ -112,6 +112,6 @@ class Masked(nn.Module):
 
 def test_transformers_that_look_at_their_masks_are_observed_without_values():
     model = Masked().to("meta")
-    visits = record_module_calls(model, torch.zeros(3, 5, 8, device="meta"))
-    assert len([path for path in visits if path.endswith("attn")]) == 3
+    module_calls = record_module_calls(model, torch.zeros(3, 5, 8, device="meta"))
+    assert len([path for path in module_calls if path.endswith("attn")]) == 3
     assert not [module for module in model.modules() if "forward" in vars(module)]

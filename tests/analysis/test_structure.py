@@ -278,18 +278,18 @@ def test_a_shared_module_owns_its_parameters_once():
 
 def test_every_call_is_observed_with_its_shapes():
     model = nn.Sequential(*[nn.Linear(4, 4)] * 2, nn.Linear(4, 2)).to("meta")
-    visits = record_module_calls(model, torch.empty(3, 4, device="meta"))
-    assert [(visit.x_shape, visit.y_shape, visit.needs_gradient) for visit in visits["0"]] == [
+    module_calls = record_module_calls(model, torch.empty(3, 4, device="meta"))
+    assert [(visit.x_shape, visit.y_shape, visit.needs_gradient) for visit in module_calls["0"]] == [
         ((3, 4), (3, 4), False),
         ((3, 4), (3, 4), True),
     ]
-    assert [visit.y_shape for visit in visits["2"]] == [(3, 2)]
-    assert [visit.y_shape for visit in visits[""]] == [(3, 2)]
+    assert [visit.y_shape for visit in module_calls["2"]] == [(3, 2)]
+    assert [visit.y_shape for visit in module_calls[""]] == [(3, 2)]
 
 
 def test_inputs_given_by_name_are_observed():
-    visits = record_module_calls(nn.Linear(2, 4), {"input": torch.ones(3, 2)})
-    assert visits[""][0].x_shape == (3, 2)
+    module_calls = record_module_calls(nn.Linear(2, 4), {"input": torch.ones(3, 2)})
+    assert module_calls[""][0].x_shape == (3, 2)
 
 
 def test_observing_leaves_no_hooks_even_where_the_model_fails():

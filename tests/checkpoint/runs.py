@@ -70,7 +70,7 @@ def held(run, optimizer, losses: list[float]) -> Held:
                 tensors[f"optimizer/{name}/{key}"] = value.clone()
             else:
                 scalars.setdefault(name, {})[key] = (value.item(), value.dtype)
-    return Held(losses, tensors, scalars, run.num_steps, run.draws.seed)
+    return Held(losses, tensors, scalars, run.num_steps, run.rng.seed)
 
 
 def _save(world, line, folder, steps, more):
@@ -109,7 +109,7 @@ def whole(line: str, ranks: list[Held]) -> dict[str, Tensor]:
         coord = plan.mesh.coord(rank)
         for name, local in each.tensors.items():
             owner = name.removeprefix("optimizer/").rpartition("/")[0] if name.startswith("optimizer/") else name
-            rest = plan.rest[owner]
+            rest = plan.state[owner]
             lies: TensorLayout = rest.parameter if owner == name else rest.optimizer
             into = found.setdefault(name, torch.full(lies.shape, float("nan"), dtype=local.dtype))
             for piece in lies.pieces(coord):

@@ -507,7 +507,7 @@ def load_under(world, line, path, kind=torch.optim.AdamW, **changes):
         after = held(run, optimizer, [])
         assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in before.tensors)
         assert after.tensors.keys() == before.tensors.keys(), "the optimizer has got a state"
-        assert (after.num_steps, run.draws.seed) == (0, 3)
+        assert (after.num_steps, run.rng.seed) == (0, 3)
         go(run, optimizer, 1)  # and it can go on
         raise
 

@@ -382,7 +382,7 @@ REST = ("parameter", "gradient", "optimizer")
 def _divided(plan: Plan, axis: str) -> set[tuple[str, str]]:
     """What the plan cuts over ``axis``."""
     found = {("compute", name) for name, lies in plan.compute.items() if axis in lies.axes}
-    for name, rest in plan.rest.items():
+    for name, rest in plan.state.items():
         found |= {(part, name) for part in REST if axis in getattr(rest, part).axes}
     return found | ({("inputs", "")} if axis in plan.inputs else set())
 
@@ -412,9 +412,9 @@ def check_shapes(line: str, case: Case, strategies: Sequence | None = None) -> N
         coord = plan.mesh.coord(rank)
         said = {name: lies.local_shape(coord) for name, lies in plan.compute.items() if lies.pieces(coord)}
         assert found.shapes == said, f"rank {rank} under {line} computes with other shapes"
-        said = {name: plan.rest[name].parameter.local_shape(coord) for name in said}
+        said = {name: plan.state[name].parameter.local_shape(coord) for name in said}
         assert found.resting == said, f"rank {rank} under {line} keeps other shapes"
-        said = {name: plan.rest[name].gradient.local_shape(coord) for name in said if name in trained}
+        said = {name: plan.state[name].gradient.local_shape(coord) for name in said if name in trained}
         assert found.gradients == said, f"rank {rank} under {line} has gradients of other shapes"
 
 

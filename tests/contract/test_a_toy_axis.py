@@ -47,7 +47,7 @@ class Samples:
     def place(self, job, plan):
         check_samples_apart(job.model, str(plan.layout.factor("xp")))
         if plan.layout.factor("xp").option("small") is not None:
-            plan = replace(plan, units=split_into_param_groups(job.model, least_bytes=0))
+            plan = replace(plan, param_groups=split_into_param_groups(job.model, least_bytes=0))
         for axis in plan.layout.factor("xp").mesh_axes:
             plan = plan.cut_inputs(axis, dim=0)
         return plan
@@ -116,8 +116,8 @@ class Outputs:
 
     def traffic(self, plan, batch, coord):
         size = plan.mesh["yp"]
-        for visits in batch.visits:
-            for visit in (each for path in plan.notes["(toy)"] for each in visits.get(path, ())):
+        for module_calls in batch.module_calls:
+            for visit in (each for path in plan.notes["(toy)"] for each in module_calls.get(path, ())):
                 y_bytes, x_bytes = (torch.Size(s).numel() * visit.element_bytes for s in (visit.y_shape, visit.x_shape))
                 yield Traffic("all_gather", "yp", y_bytes, size, visit.num_forwards)
                 if visit.needs_gradient:

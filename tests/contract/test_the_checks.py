@@ -107,7 +107,7 @@ def test_a_mean_of_means_is_caught():
 
 def test_dropout_drawn_by_each_rank_for_itself_is_caught():
     def own_dropout(run):
-        run.draws.seed = run.world.rank
+        run.rng.seed = run.world.rank
 
     check_equal("dp2", MLP, alter=lambda run: None)
     with pytest.raises(AssertionError, match="NOT equal to one device"):
@@ -167,8 +167,8 @@ def unwatched(right, *names):
 
     def place(job, plan):
         plan = right.place(job, plan)
-        kept = [u._replace(parameters=tuple(n for n in u.parameters if n not in names)) for u in plan.units]
-        return replace(plan, units=tuple(kept))
+        kept = [u._replace(parameters=tuple(n for n in u.parameters if n not in names)) for u in plan.param_groups]
+        return replace(plan, param_groups=tuple(kept))
 
     return place
 

@@ -91,7 +91,7 @@ def test_attention_that_keeps_no_weights_is_predicted_too(line):
 def test_state_is_what_the_plan_says_to_the_byte(line):
     plan, _ = make_plan(Job(plain(), CrossEntropy()), sw.Layout.parse(line))
     for rank in range(plan.mesh.size):
-        said = 4 * sum(rest.parameter.num_elements(plan.mesh.coord(rank)) for rest in plan.rest.values())
+        said = 4 * sum(rest.parameter.num_elements(plan.mesh.coord(rank)) for rest in plan.state.values())
         held = [lies for lies in plan.compute.values() if lies.num_elements(plan.mesh.coord(rank))]
         most = predicted(line, rank).most()
         assert most["parameters"] == said

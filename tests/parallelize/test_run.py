@@ -49,10 +49,10 @@ def on_ranks(model, line, work, **options):
 
 def one_device(model, batch, loss=None, seed=0):
     """The model with the gradients of one step's mean, by plain torch."""
-    model, draws, loss = structural_copy(model), RngTracker(seed), loss or CrossEntropy()
+    model, rng, loss = structural_copy(model), RngTracker(seed), loss or CrossEntropy()
     place_parameters(model, {}, {}, seed, torch.device("cpu"))
-    key_dropout(model, draws)
-    draws.samples = range(len(batch[1]))
+    key_dropout(model, rng)
+    rng.samples = range(len(batch[1]))
     loss_sum, count = loss(call_model(model, batch[0]), batch[1])
     (loss_sum / count).backward()
     return model, (loss_sum / count).item()

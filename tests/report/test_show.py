@@ -62,7 +62,7 @@ def test_shapes_sizes_and_coordinates_are_those_of_the_plan(line, model, setting
     assert len(found["ranks"]) == found["world_size"] == plan.mesh.size
     for number, rank in enumerate(found["ranks"]):
         coord = plan.mesh.coord(number)
-        held = sum(rest.parameter.num_elements(coord) for rest in plan.rest.values())
+        held = sum(rest.parameter.num_elements(coord) for rest in plan.state.values())
         assert (rank["rank"], rank["coord"], rank["num_parameters"]) == (number, coord, held)
         states = [rank[f"{state}_bytes"] for state in ("parameter", "gradient", "optimizer")]
         assert states == [4 * held, 4 * held, 8 * held]  # float32; AdamW keeps two moments
@@ -126,7 +126,7 @@ def test_three_equal_blocks_share_rows_and_a_block_that_differs_has_its_own():
 def test_ranks_have_the_same_slice_exactly_where_they_hold_the_same_pieces():
     job, _ = job_and_inputs("gpt", {"num_layers": 1})
     found, (plan, _) = describe(job, Layout.parse("dp3 tp2")), make_plan(job, Layout.parse("dp3 tp2"))
-    held = [tuple(rest.parameter.pieces(rank["coord"]) for rest in plan.rest.values()) for rank in found["ranks"]]
+    held = [tuple(rest.parameter.pieces(rank["coord"]) for rest in plan.state.values()) for rank in found["ranks"]]
     for a, one in enumerate(found["ranks"]):
         for b, other in enumerate(found["ranks"]):
             assert (one["slice"] == other["slice"]) == (held[a] == held[b])
@@ -140,7 +140,7 @@ def test_state_that_rests_in_flat_slices_is_counted_where_it_rests(monkeypatch):
         rest = {}
         for name, whole in plan.compute.items():
             rest[name] = StateLayout(whole, whole, TensorLayout.whole(whole.shape).flat("dp", 4))
-        return replace(plan, rest=rest), strategies
+        return replace(plan, state=rest), strategies
 
     monkeypatch.setattr(description, "make_plan", sliced)
     found = describe(job, Layout.parse("dp4"), inputs=torch.zeros(4, 5))

@@ -68,7 +68,7 @@ def plain_containers(model: nn.Module) -> frozenset[str]:
     return frozenset(path for path, module in model.named_modules() if type(module) in CONTAINERS)
 
 
-def called_elsewhere(model: nn.Module, homes: Mapping[str, AllowedCallers]) -> set[str]:
+def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCallers]) -> set[str]:
     """The layers that some code, as far as it can be followed, calls from elsewhere than their home.
 
     >>> layers = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -82,12 +82,12 @@ def called_elsewhere(model: nn.Module, homes: Mapping[str, AllowedCallers]) -> s
     ['layers.0']
     """
     containers, found, unseen = plain_containers(model), set[str](), set[str]()
-    above = {path for home in homes.values() for path in _above(home.owner)} - containers
+    above = {path for home in allowed_callers.values() for path in _above(home.owner)} - containers
     for path in sorted(above, key=lambda each: -len(list(_above(each)))):  # the innermost first
         prefix = f"{path}." if path else ""
         inside = {
             layer: home
-            for layer, home in homes.items()
+            for layer, home in allowed_callers.items()
             if home.owner.startswith(prefix) and home.owner != path
             if not unseen.intersection(each for each in _above(home.owner) if each.startswith(prefix))
         }

@@ -58,7 +58,7 @@ class ConvolutionChain(NamedTuple):
     last: str
     units: int
     channels: dict[str, int]
-    homes: dict[str, AllowedCallers]
+    allowed_callers: dict[str, AllowedCallers]
     """Where the calls of these layers come from."""
 
 
@@ -90,8 +90,10 @@ def find_convolution_chains(
         if graph is not None:
             traced.append(path)
             found += _Search(model, module, path, graph, used).chains(parts)
-    elsewhere = called_elsewhere(model, {layer: home for chain in found for layer, home in chain.homes.items()})
-    return tuple(chain for chain in found if not elsewhere.intersection(chain.homes))
+    elsewhere = called_elsewhere(
+        model, {layer: home for chain in found for layer, home in chain.allowed_callers.items()}
+    )
+    return tuple(chain for chain in found if not elsewhere.intersection(chain.allowed_callers))
 
 
 def _is_convolution(module: nn.Module | None) -> bool:
@@ -174,8 +176,8 @@ class _Search:
         channels = {self._name(node): node.meta["channels"] for node in (*part.firsts, *part.middles, *between)}
         channels[self._name(last)] = part.channels
         names = [tuple(self._name(n) for n in dict.fromkeys(ns)) for ns in (part.firsts, part.middles, between)]
-        homes = dict(self._home(node) for node in (*part.firsts, *part.middles, *between, last))
-        return ConvolutionChain(names[0], names[1], names[2], self._name(last), part.units, channels, homes)
+        allowed_callers = dict(self._home(node) for node in (*part.firsts, *part.middles, *between, last))
+        return ConvolutionChain(names[0], names[1], names[2], self._name(last), part.units, channels, allowed_callers)
 
     def _home(self, node: fx.Node) -> tuple[str, AllowedCallers]:
         """Whose code calls a layer: of those running the innermost that is no mere container."""

@@ -36,8 +36,8 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
     """Every module's calls in one forward of the plain model; runs on the meta device, so nothing is computed.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2)).to("meta")
-    >>> visits = record_module_calls(model, torch.empty(5, 2, device="meta"))
-    >>> visits["1"]
+    >>> module_calls = record_module_calls(model, torch.empty(5, 2, device="meta"))
+    >>> module_calls["1"]
     (Visit(x_shape=(5, 8), y_shape=(5, 2), element_bytes=4, needs_gradient=True),)
     """
     seen: dict[str, list[ModuleCall]] = {}
@@ -73,7 +73,7 @@ def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
         visit, used = seen[path][number], leads_to(each, result)
         assert visit.call is not None, "an attention was called"
         seen[path][number] = replace(visit, call=visit.call._replace(weights_learn=used))
-    return {path: tuple(visits) for path, visits in seen.items()}
+    return {path: tuple(module_calls) for path, module_calls in seen.items()}
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

@@ -56,7 +56,7 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
         for key, (_, value) in manifest.scalars.get(LOSS_SCALE, {}).items():
             setattr(run.loss_scale, key, value)
     run.num_steps = manifest.step
-    run.draws.seed = manifest.seed
+    run.rng.seed = manifest.seed
     return manifest.extra
 
 
@@ -81,12 +81,12 @@ def _wanted(
     for name, parameter in run.parameters.items():
         if name not in manifest.tensors:
             continue  # it has no elements
-        found.append((name, run.plan.rest[name].parameter, parameter))
+        found.append((name, run.plan.state[name].parameter, parameter))
         for key in keys.get(name, []) if optimizer is not None else ():
             dtype = getattr(torch, manifest.tensors[f"optimizer/{name}/{key}"][0])
             state = _home(run, parameter, key, dtype)
             states.append((parameter, key, state))
-            found.append((f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, state))
+            found.append((f"optimizer/{name}/{key}", run.plan.state[name].optimizer, state))
     for name, buffer in kept_buffers(run.model).items():
         lies = buffer_lies(run, name, buffer)
         if name in manifest.tensors and lies.pieces(run.coord):  # or else another stage has it

@@ -178,10 +178,10 @@ def _outermost(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
 def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, TensorLayout, Tensor]]:
     """Every tensor that is trained, and the optimizer's: its global name, where it lies, and this rank's part."""
     for name, parameter in run.parameters.items():
-        yield name, run.plan.rest[name].parameter, parameter
+        yield name, run.plan.state[name].parameter, parameter
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
             if is_cut_like(value, parameter):
-                yield f"optimizer/{name}/{key}", run.plan.rest[name].optimizer, value
+                yield f"optimizer/{name}/{key}", run.plan.state[name].optimizer, value
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -259,7 +259,7 @@ def _join(run: Run, optimizer: torch.optim.Optimizer | None, wrote: list[Any], e
     tensors = joined_tensors(entries for entries, *_ in wrote)
     groups = joined_groups([some_groups for *_, some_groups in wrote])
     return Manifest(
-        run.num_steps, str(run.plan.layout), run.draws.seed, tensors, files,
+        run.num_steps, str(run.plan.layout), run.rng.seed, tensors, files,
         type(optimizer).__name__ if optimizer is not None else "", scalars, groups, extra,
     )  # fmt: skip
 

@@ -124,12 +124,12 @@ def _run_of(
     """This rank's run: its part of every tensor, what each strategy adds, and the executor that fires their events."""
     coord = plan.mesh.coord(world.rank)
     shard = plan.batch_shard(coord)
-    draws = RngTracker(seed)
-    job = job._replace(batch_shard=shard, draws=draws, deferred=DeferredGradients())
+    rng = RngTracker(seed)
+    job = job._replace(batch_shard=shard, rng=rng, deferred=DeferredGradients())
     job.loss.to(world.device)
     axes = {**_axes(plan, world), "world": everyone}
-    rows = {m: partial(shard.samples, r) for m, r in plan.rows.items()}
-    key_dropout(job.model, draws, plan.slices(coord), rows, _tokens(job.model, plan, shard))
+    rows = {m: partial(shard.samples, r) for m, r in plan.row_moves.items()}
+    key_dropout(job.model, rng, plan.slices(coord), rows, _tokens(job.model, plan, shard))
     if plan.layout.precision != "fp32":  # torch's own takes no weights that are narrower than the statistics
         share_statistics((norm for _, norm in batch_norms(job.model)), (), always=True)
     support_empty_batches(job.model)
@@ -140,7 +140,7 @@ def _run_of(
         masters = MasterWeights(job.model, plan, resting)
         cast_buffers(job.model, plan)
         applied.append(masters.applied())
-        resting |= {name: masters.masters[name] for name in masters.wide_sums}
+        resting |= {name: masters.masters[name] for name in masters.fp32_sums}
     late = frozenset[str]().union(*(one.late for one in applied))
 
     def joined(names: tuple[str, ...]) -> Axis:
@@ -153,14 +153,14 @@ def _run_of(
     events = [*(one.events for one in applied), sync.events()]
     work = next((one.work for one in applied if one.work is not None), None)
     written = None if plan.layout.own_statistics else BufferWrites(job.model)
-    executor = Executor(job.model, plan.units, events, draws, shard, late, work, job.deferred, written)
+    executor = Executor(job.model, plan.param_groups, events, rng, shard, late, work, job.deferred, written)
     return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan)
 
 
 def _tokens(model: nn.Module, plan: Plan, shard: BatchShard) -> Mapping[str, Callable[[Sequence[int]], Any]]:
     """Which tokens each layer sees, where sequences are cut."""
     paths = [path for path, _ in model.named_modules()] if plan.token_axes else []
-    return {p: partial(shard.slices, plan.rows.get(p, ()), plan.token_dims.get(p, (1,))) for p in paths}
+    return {p: partial(shard.slices, plan.row_moves.get(p, ()), plan.token_dims.get(p, (1,))) for p in paths}
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:

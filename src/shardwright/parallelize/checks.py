@@ -107,7 +107,9 @@ def check_renormed(model: nn.Module, plan: Plan) -> None:
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
             continue
         name = names[id(module.weight)]
-        apart = plan.masters[name] != plan.dtypes[name] or plan.rest[name].parameter != plan.compute[name]
+        apart = (
+            plan.stored_dtypes[name] != plan.compute_dtypes[name] or plan.state[name].parameter != plan.compute[name]
+        )
         if apart or name in plan.offloaded:
             raise PlanError(
                 f"the rows that the table '{path}' rescales would never reach what the optimizer steps",

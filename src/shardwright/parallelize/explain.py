@@ -94,15 +94,15 @@ def _own_names(plan: Plan, path: str) -> Sequence[str]:
 
 
 def _parameter(plan: Plan, coord: Coord, name: str) -> dict[str, Any]:
-    compute, rest = plan.compute[name], plan.rest[name].parameter
+    compute, rest = plan.compute[name], plan.state[name].parameter
     return {
         "name": name,
         "shape": list(compute.shape),
         "held": list(compute.local_shape(coord)) if compute.num_elements(coord) else None,
-        "computes_in": _word(plan.dtypes[name]),
+        "computes_in": _word(plan.compute_dtypes[name]),
         "cut": cut_words(compute),
         "elements_at_rest": rest.num_elements(coord),
-        "rests_in": _word(plan.masters[name]),
+        "rests_in": _word(plan.stored_dtypes[name]),
         "rests": cut_words(rest) + (f", in {plan.offloaded[name]} memory" if name in plan.offloaded else ""),
     }
 
@@ -126,11 +126,11 @@ def _forward(modules: Mapping[str, nn.Module], path: str) -> Iterator[dict[str, 
 
 def _sends(plan: Plan, coord: Coord, name: str) -> Iterator[str]:
     """What is sent for a parameter in a step: gathered from slices, its gradient summed."""
-    num_bytes = plan.compute[name].num_elements(coord) * plan.dtypes[name].itemsize
-    cut = [axis for axis in plan.rest[name].optimizer.axes if axis not in plan.compute[name].axes]
+    num_bytes = plan.compute[name].num_elements(coord) * plan.compute_dtypes[name].itemsize
+    cut = [axis for axis in plan.state[name].optimizer.axes if axis not in plan.compute[name].axes]
     over = " ".join(axis for axis in cut if plan.mesh[axis] > 1)
     if over and num_bytes:
-        when = "before each forward and each backward" if name in plan.dropped else "once"
+        when = "before each forward and each backward" if name in plan.unsharded_on_use else "once"
         yield f"{name}: {format_bytes(num_bytes)} gathered over {over} {when}, with its unit"
         if name not in plan.frozen:
             yield f"{name}: its gradient summed into slices over {over}, with its unit"

@@ -80,7 +80,7 @@ def _check_given(every: Mapping[str, TensorLayout], tensors: Mapping[str, Global
 
 
 def _lies(run: Run) -> dict[str, TensorLayout]:
-    return {name: run.plan.rest[name].parameter for name in run.plan.rest}
+    return {name: run.plan.state[name].parameter for name in run.plan.state}
 
 
 def _held(run: Run, lies: TensorLayout) -> Pieces:

@@ -108,7 +108,7 @@ class LayerAlone:
                 allowed="one call a step: backward, as often as you like, then sum_gradients()",
                 fix="leave one out, or call alone.layer.zero_grad() before the backward of the next step",
             )
-        for unit in self._sync.units:
+        for unit in self._sync.param_groups:
             for group in self._sync.groups[unit.name]:
                 group.start()()
         self._summed = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)

@@ -20,8 +20,8 @@ def check_elementwise(
 
     ``given`` are the parameters as torch takes them: groups among them may have options of their own.
     """
-    cut = [name for name, rest in plan.rest.items() if rest.optimizer.axes or name in plan.offloaded]
-    flat = any(name in plan.offloaded or plan.rest[name].optimizer != plan.compute[name] for name in cut)
+    cut = [name for name, rest in plan.state.items() if rest.optimizer.axes or name in plan.offloaded]
+    flat = any(name in plan.offloaded or plan.state[name].optimizer != plan.compute[name] for name in cut)
     own = [{key: each[key] for key in each if key != "params"} for each in given if isinstance(each, Mapping)]
     groups = [{}, *(group for group in own if group)]
     if cut and not is_elementwise(kind, options, groups, flat=flat):

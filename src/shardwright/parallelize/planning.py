@@ -95,7 +95,7 @@ def make_plan(
     stores = activation_offload_target(layout) is not None
     for path in again:
         plan = plan.wraps(path, Rung.OFFLOAD if stores else Rung.RECOMPUTE, "core")
-    return replace(plan, packed=again if stores else (), again=() if stores else again), strategies
+    return replace(plan, offloaded_activations=again if stores else (), recomputed=() if stores else again), strategies
 
 
 def _sent(job: Job, layout: Layout) -> float:
@@ -192,17 +192,17 @@ class StepTraffic:
         shares = microbatch_samples(shard.local_samples(self._num_samples), plan.layout.num_microbatches)
         mine = [rows(inputs, share.start, share.stop) for share in shares]
         everywhere = tuple(map(self._visits, mine))
-        visits = tuple(_on_stage(each, plan, coord) for each in everywhere)
+        module_calls = tuple(_on_stage(each, plan, coord) for each in everywhere)
         shards = microbatch_shards(plan, coord, self._num_samples, self._num_tokens)
         crossing = self._crossing(mine, shards, coord)
-        batch = StepCalls(visits, next(self._whole.parameters()).element_size(), shards, crossing, everywhere)
+        batch = StepCalls(module_calls, next(self._whole.parameters()).element_size(), shards, crossing, everywhere)
         return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
 
     def _visits(self, microbatch: Any) -> ModuleCalls:
         shapes = tuple(leaf.shape for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))
         if shapes not in self._seen:
             self._seen[shapes] = count_recomputation(
-                record_module_calls(self._whole, microbatch), self.plan.again, self._trained
+                record_module_calls(self._whole, microbatch), self.plan.recomputed, self._trained
             )
         return self._seen[shapes]
 
@@ -233,13 +233,13 @@ def narrow_model(model: nn.Module, plan: Plan) -> nn.Module:
     return model
 
 
-def _on_stage(visits: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCalls:
+def _on_stage(module_calls: ModuleCalls, plan: Plan, coord: Coord) -> ModuleCalls:
     """The calls that this rank's chunks make, of all that the model makes; what several make is there several times."""
     if plan.stages is None or plan.schedule is None:
-        return visits
+        return module_calls
     chunked, chunks = plan.stages.chunked, plan.schedule.chunks_of(coord["pp"])
     found: dict[str, tuple[ModuleCall, ...]] = {}
-    for path, calls in visits.items():
+    for path, calls in module_calls.items():
         times = chunked.times(path, len(calls), chunks)
         found[path] = tuple(call for call, n in zip(calls, times, strict=True) for _ in range(n))
     return found

@@ -63,7 +63,7 @@ def values_crossing(
     _cut_parameters(job.model, plan, coord)
     shard = plan.batch_shard(coord)
     shard.set_num_tokens(num_tokens)
-    job = job._replace(batch_shard=shard, draws=RngTracker(), deferred=DeferredGradients())
+    job = job._replace(batch_shard=shard, rng=RngTracker(), deferred=DeferredGradients())
     job, _ = apply_in_turn([each for each in strategies if each.phase == "operators"], job, axes, plan)
     job.model.eval()
     chunked = plan.stages.chunked

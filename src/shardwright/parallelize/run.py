@@ -72,7 +72,7 @@ class Run:
         self.offload = next((each.offload for each in applied if each.offload is not None), None)
         self._applied = applied
         self.coord = plan.mesh.coord(world.rank)
-        self.draws: RngTracker = executor.draws
+        self.rng: RngTracker = executor.rng
         self.num_steps = 0
         self.loss_scale = LossScale() if plan.layout.precision == "fp16" else None
         self._stops_at_nan = stop_at_nan
@@ -130,7 +130,7 @@ class Run:
         pieces = self.pieces(batch)
         expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
         self._begin(batch.num_tokens)
-        self.draws.step = self.num_steps
+        self.rng.step = self.num_steps
         schedule, stage = self._schedule(len(pieces)), self.coord.get("pp", 0)
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -199,7 +199,7 @@ class Run:
             output = self.axes[cut.axis].all_gather(output, cut.dim, self._output_sizes(cut.axis, joined))
             joined.append(cut.axis)
         if self.plan.token_axes:
-            return self._shard.join(output, self.axes, self.plan.rows.get(OUTPUT, ()))
+            return self._shard.join(output, self.axes, self.plan.row_moves.get(OUTPUT, ()))
         # what gathered rows found the same samples on every rank
         return tree_map_only(Tensor, lambda each: each[: num_rows(inputs)], output)
 
@@ -356,7 +356,7 @@ class Run:
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            lies = self.plan.rest[name].gradient
+            lies = self.plan.state[name].gradient
             for piece in lies.owned(self.coord, self.plan.mesh):
                 part = read(parameter.grad, piece, piece.whole)
                 square += (part.abs() if part.is_complex() else part).double().square().sum()

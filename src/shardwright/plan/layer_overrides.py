@@ -76,8 +76,8 @@ class Overrides:
         """The pairs asked for, then those known and those found in what is left; a layer is in one at most."""
         known = [chain for chain, _ in known_chains(model)]
         seen = find_chains(model)
-        homes = {layer: home for chain in seen for layer, home in chain_callers(model, chain).items()}
-        elsewhere = called_elsewhere(model, homes)
+        allowed_callers = {layer: home for chain in seen for layer, home in chain_callers(model, chain).items()}
+        elsewhere = called_elsewhere(model, allowed_callers)
         taken = {*self.copied, *self.said}
         twice = registered_twice(model)
         yield from self.chains

@@ -131,7 +131,7 @@ class Job(NamedTuple):
     ``num_samples`` are those of the smallest microbatch where each is a sequence of tokens: too few to be cut, their
     sequences are. ``stages`` are the modules at which a person lets stages begin, by putting parts on devices;
     ``seconds`` are those that were measured of modules' forwards. ``deferred`` takes, on a rank, weight gradients that
-    are wanted later; ``draws`` are its random numbers; ``frame`` is what a strategy before this one does around the
+    are wanted later; ``rng`` are its random numbers; ``frame`` is what a strategy before this one does around the
     model's forward. ``offload_folder`` is where files of state go that a layout keeps on disk.
     """
 
@@ -145,7 +145,7 @@ class Job(NamedTuple):
     stages: tuple[str, ...] = ()
     seconds: Mapping[str, float] = MappingProxyType({})
     deferred: DeferredGradients | None = None
-    draws: RngTracker | None = None
+    rng: RngTracker | None = None
     frame: ForwardFrame | None = None
     offload_folder: Path | None = None
 
@@ -191,27 +191,27 @@ class Plan:
     layout: Layout
     mesh: Mesh
     compute: Mapping[str, TensorLayout]
-    rest: Mapping[str, StateLayout]
+    state: Mapping[str, StateLayout]
     uses: tuple[Use, ...]
     inputs: Mapping[str, int]
-    units: tuple[ParamGroup, ...]
+    param_groups: tuple[ParamGroup, ...]
     loss_axes: frozenset[str] = frozenset()
     schedule: Schedule | None = None
     stages: Stages | None = None
     roles: Mapping[str, LayerRole] = field(default_factory=dict)
     activations: Mapping[str, tuple[ActivationCut, ...]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """What each parameter computes in."""
-    masters: Mapping[str, torch.dtype] = field(default_factory=dict)
+    stored_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """What each parameter rests in: wider than it computes in where the precision is mixed."""
-    wide_sums: frozenset[str] = frozenset()
+    fp32_sums: frozenset[str] = frozenset()
     """The parameters whose gradients are summed as wide as they rest, and not as narrow as they are computed."""
-    dropped: frozenset[str] = frozenset()
+    unsharded_on_use: frozenset[str] = frozenset()
     """The parameters that are whole only while something computes with them; of others a whole stays on each rank."""
     offloaded: Mapping[str, str] = field(default_factory=dict)
     """Of parameters whose state rests elsewhere than on the rank's device, where: on ``host`` or ``disk``."""
-    rows: Mapping[str, RowMoves] = field(default_factory=dict)
+    row_moves: Mapping[str, RowMoves] = field(default_factory=dict)
     token_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The dims of a module's input with tokens, where sequences are cut and these are not dim 1 alone."""
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -220,11 +220,11 @@ class Plan:
     """The modules that compute statistics of the batch: over all axes that cut its samples."""
     buffers: Mapping[str, TensorLayout] = field(default_factory=dict)
     """Where buffers lie that are cut; any other is whole on every rank."""
-    again: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
     """The modules that the backward computes again, in place of keeping what they make."""
-    packed: tuple[str, ...] = ()
+    offloaded_activations: tuple[str, ...] = ()
     """The modules whose calls keep what the backward needs in host memory or on disk."""
-    homes: Mapping[str, AllowedCallers] = field(default_factory=dict)
+    allowed_callers: Mapping[str, AllowedCallers] = field(default_factory=dict)
     """Where the calls of modules come from that take or give a part: from elsewhere they would be wrong."""
     wrapped: Mapping[str, Mapping[Rung, tuple[str, ...]]] = field(default_factory=dict)
     """By module and rung of its forward stack, the strategies that will put something there, or "core"."""
@@ -242,14 +242,14 @@ class Plan:
         statistics = tuple(path for path, module in batch_norms(job.model) if uses_batch(module))
         return Plan(
             layout, layout.mesh, compute, rest, uses, {}, split_into_param_groups(job.model), frozen=frozen,
-            dtypes=dtypes, masters=masters, statistics=statistics,
+            compute_dtypes=dtypes, stored_dtypes=masters, statistics=statistics,
         )  # fmt: skip
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:
         """Parameter ``name`` lies cut: index i of ``axis`` holds ``ranges[i]`` of ``dim``, at rest as in compute."""
         lies = self.compute[name].cut(axis, dim, ranges)
         return replace(
-            self, compute={**self.compute, name: lies}, rest={**self.rest, name: StateLayout(lies, lies, lies)}
+            self, compute={**self.compute, name: lies}, state={**self.state, name: StateLayout(lies, lies, lies)}
         )
 
     def cut_buffer(self, name: str, size: int, axis: str, ranges: Ranges) -> Plan:
@@ -289,7 +289,7 @@ class Plan:
 
     def move_rows(self, module: str, rows: RowMoves) -> Plan:
         """Notes that ``module`` sees other samples, or tokens, than this rank's own: random layers ask which."""
-        return replace(self, rows={**self.rows, module: rows}) if rows else self
+        return replace(self, row_moves={**self.row_moves, module: rows}) if rows else self
 
     def see_tokens(self, module: str, dims: tuple[int, ...]) -> Plan:
         """Notes in which dims ``module`` sees tokens: of all but the first of ``dims``, from a sequence's start on."""
@@ -334,9 +334,9 @@ class Plan:
             raise _taken(self.layout, module, f"the rung {rung.name}", others[0], by)
         return replace(self, wrapped={**self.wrapped, module: {**before, rung: (*others, by)}})
 
-    def at_home(self, homes: Mapping[str, AllowedCallers]) -> Plan:
+    def at_home(self, allowed_callers: Mapping[str, AllowedCallers]) -> Plan:
         """Notes from where modules are called that take or give a part."""
-        return replace(self, homes={**self.homes, **homes})
+        return replace(self, allowed_callers={**self.allowed_callers, **allowed_callers})
 
     def parameter_bytes(self, name: str, coord: Coord) -> int:
         """What ``coord`` holds of a parameter between steps: what rests, and what it computes with where that stays.
@@ -344,13 +344,13 @@ class Plan:
         >>> Plan.of(Job(nn.Linear(2, 4), nn.Identity()), Layout.parse("bf16")).parameter_bytes("weight", {})
         48
         """
-        resting = self.rest[name].parameter.num_elements(coord) * self.masters[name].itemsize
-        whole = self.compute[name].num_elements(coord) * self.dtypes[name].itemsize
+        resting = self.state[name].parameter.num_elements(coord) * self.stored_dtypes[name].itemsize
+        whole = self.compute[name].num_elements(coord) * self.compute_dtypes[name].itemsize
         if name in self.offloaded:
-            return 0 if name in self.dropped else whole
-        if name in self.dropped:
+            return 0 if name in self.unsharded_on_use else whole
+        if name in self.unsharded_on_use:
             return resting
-        return max(resting, whole) if self.masters[name] == self.dtypes[name] else resting + whole
+        return max(resting, whole) if self.stored_dtypes[name] == self.compute_dtypes[name] else resting + whole
 
     @property
     def row_axes(self) -> frozenset[str]:

@@ -110,16 +110,16 @@ def called_modules(model: nn.Module, paths: Sequence[str], opened: Collection[st
     return tuple(found)
 
 
-def count_recomputation(visits: ModuleCalls, paths: Sequence[str], trained: Collection[str]) -> ModuleCalls:
+def count_recomputation(module_calls: ModuleCalls, paths: Sequence[str], trained: Collection[str]) -> ModuleCalls:
     """The calls of one forward, those marked that the backward makes again.
 
     A block is computed again where gradients flow into it: ``trained`` are the modules with parameters that learn.
     """
-    found: Mapping[str, tuple[ModuleCall, ...]] = visits
+    found: Mapping[str, tuple[ModuleCall, ...]] = module_calls
     for path in paths:
-        inside = [each for each in visits if f"{each}.".startswith(f"{path}.")]
-        learns = any(each in trained or any(visit.needs_gradient for visit in visits[each]) for each in inside)
+        inside = [each for each in module_calls if f"{each}.".startswith(f"{path}.")]
+        learns = any(each in trained or any(visit.needs_gradient for visit in module_calls[each]) for each in inside)
         if learns:
-            twice = {each: tuple(replace(visit, num_forwards=2) for visit in visits[each]) for each in inside}
+            twice = {each: tuple(replace(visit, num_forwards=2) for visit in module_calls[each]) for each in inside}
             found = {**found, **twice}
     return found

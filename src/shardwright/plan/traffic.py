@@ -37,7 +37,7 @@ def summed_axes(plan: Plan, name: str) -> tuple[str, ...]:
 
     A strategy that cuts a gradient at rest along an axis, as ZeRO does, sums it there itself.
     """
-    cut = set(plan.rest[name].gradient.axes) - set(plan.compute[name].axes)
+    cut = set(plan.state[name].gradient.axes) - set(plan.compute[name].axes)
     return tuple(axis for axis in partial_axes(plan, name) if axis not in cut)
 
 
@@ -50,7 +50,7 @@ def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
     axes = summed_axes(plan, name)
     if not set(axes) & set(plan.compute[name].axes):
         return axes
-    sliced = set(plan.rest[name].gradient.axes) - set(plan.compute[name].axes)
+    sliced = set(plan.state[name].gradient.axes) - set(plan.compute[name].axes)
     return tuple(axis for axis in plan.mesh.axes if axis in {*axes, *sliced})
 
 
@@ -77,7 +77,7 @@ def gradient_shares(plan: Plan, name: str, coord: Coord) -> tuple[GradientShare,
     if not axes:
         return ()
     here = plan.mesh.rank(coord)
-    shares = plan.rest[name].gradient.holders(plan.mesh, axes, coord)
+    shares = plan.state[name].gradient.holders(plan.mesh, axes, coord)
     return tuple(GradientShare(box, axes, ranks) for box, ranks in shares if here in ranks and len(ranks) > 1)
 
 
@@ -110,10 +110,10 @@ class StepCalls(NamedTuple):
     """What one rank's step sees: the calls of every module, for each microbatch; and what crosses between chunks.
 
     ``crossing`` holds, by a value's name in the model's code, its tensors. ``everywhere`` are the calls that all stages
-    make, where ``visits`` are this rank's. ``shards`` are what each rank has of each microbatch.
+    make, where ``module_calls`` are this rank's. ``shards`` are what each rank has of each microbatch.
     """
 
-    visits: tuple[ModuleCalls, ...]
+    module_calls: tuple[ModuleCalls, ...]
     gradient_bytes: int
     shards: tuple[BatchShard, ...] = ()
     crossing: tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...] = ()
@@ -126,8 +126,8 @@ SyncGroup = tuple[tuple[str, ...], tuple[int, ...], str]
 
 def sum_dtype(plan: Plan, name: str) -> torch.dtype:
     """What the core sums a gradient in: as it is computed, unless it rests in slices or wider sums are asked for."""
-    sliced = plan.rest[name].gradient != plan.compute[name]
-    return plan.masters[name] if sliced or name in plan.wide_sums else plan.dtypes[name]
+    sliced = plan.state[name].gradient != plan.compute[name]
+    return plan.stored_dtypes[name] if sliced or name in plan.fp32_sums else plan.compute_dtypes[name]
 
 
 def sync_groups(plan: Plan, unit: ParamGroup, coord: Coord) -> dict[SyncGroup, dict[str, list[Box]]]:
@@ -154,7 +154,7 @@ def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple
     One for each unit and group of sharers; two where a unit has both parameters shared whole and shared in part.
     """
     found = []
-    for unit in plan.units:
+    for unit in plan.param_groups:
         for (axes, ranks, _), shares in sync_groups(plan, unit, coord).items():
             if axes[0] != axis:
                 continue
@@ -180,10 +180,10 @@ def statistics_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) ->
     Forward, each member's count, means and sums of squares; backward, two sums for each channel held.
     """
     found = []
-    for visits in batch.visits:
+    for module_calls in batch.module_calls:
         for path in plan.statistics:
             cuts = {each.dim: each.ranges for each in plan.slices(coord).get(path, ())}
-            for visit in visits.get(path, ()):
+            for visit in module_calls.get(path, ()):
                 held = sum(b - a for a, b in cuts.get(1, ((0, visit.x_shape[1]),)))
                 num_bytes = max(visit.element_bytes, 4)  # statistics are no narrower than float32
                 size = plan.mesh[axis]

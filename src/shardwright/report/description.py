@@ -154,21 +154,21 @@ def _held(plan: Plan, coord: Coord, sizes: Mapping[str, int]) -> _Held:
 
     trained = [name for name in plan.compute if name not in plan.frozen]
     compute = tuple(lies.num_elements(coord) for lies in plan.compute.values())
-    parameter = tuple(rest.parameter.num_elements(coord) for rest in plan.rest.values())
-    gradient = tuple(plan.rest[name].gradient.num_elements(coord) for name in trained)
-    optimizer = tuple(plan.rest[name].optimizer.num_elements(coord) for name in trained)
+    parameter = tuple(rest.parameter.num_elements(coord) for rest in plan.state.values())
+    gradient = tuple(plan.state[name].gradient.num_elements(coord) for name in trained)
+    optimizer = tuple(plan.state[name].optimizer.num_elements(coord) for name in trained)
     away = [name for name in plan.compute if name in plan.offloaded]
     here = [0 if name in plan.offloaded else count for name, count in zip(trained, optimizer, strict=True)]
-    owned = (piece for rest in plan.rest.values() for piece in rest.parameter.owned(coord, plan.mesh))
+    owned = (piece for rest in plan.state.values() for piece in rest.parameter.owned(coord, plan.mesh))
     entry = {
         "num_parameters": sum(parameter),
         "num_owned": sum(piece.whole.size for piece in owned),
-        "parameter_bytes": sum(plan.parameter_bytes(name, coord) for name in plan.rest),
+        "parameter_bytes": sum(plan.parameter_bytes(name, coord) for name in plan.state),
         "gradient_bytes": bytes_of(trained, gradient),
         "optimizer_bytes": bytes_of(trained, here) * _ADAMW_MOMENTS,
     }
     if away:
-        slices = bytes_of(away, (plan.rest[name].parameter.num_elements(coord) for name in away))
+        slices = bytes_of(away, (plan.state[name].parameter.num_elements(coord) for name in away))
         moments = bytes_of(trained, optimizer) * _ADAMW_MOMENTS - entry["optimizer_bytes"]
         entry["offloaded_bytes"] = slices + moments
     return _Held(entry, (compute, parameter, gradient, optimizer))
@@ -176,9 +176,9 @@ def _held(plan: Plan, coord: Coord, sizes: Mapping[str, int]) -> _Held:
 
 def _ranks(job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> list[dict[str, Any]]:
     sizes = {name: parameter.element_size() for name, parameter in job.model.named_parameters()}
-    states = [lies for rest in plan.rest.values() for lies in (rest.parameter, rest.gradient, rest.optimizer)]
+    states = [lies for rest in plan.state.values() for lies in (rest.parameter, rest.gradient, rest.optimizer)]
     cut_axes = _axes(plan, [*plan.compute.values(), *states])
-    slice_axes = _axes(plan, [rest.parameter for rest in plan.rest.values()])
+    slice_axes = _axes(plan, [rest.parameter for rest in plan.state.values()])
     held_at: dict[tuple[int, ...], _Held] = {}  # ranks with equal keys hold the same: thousands have few
     slices: dict[tuple[int, ...], int] = {}
     sent = None if inputs is None else _Sent(job, plan, strategies, inputs)
@@ -262,7 +262,7 @@ class _Sent:
 
 
 def _parameter(plan: Plan, name: str) -> dict[str, Any]:
-    lies, rest = plan.compute[name], plan.rest[name]
+    lies, rest = plan.compute[name], plan.state[name]
     return {
         "name": name,
         "shape": list(lies.shape),

@@ -23,10 +23,10 @@ def checkpoint_activations(job: Job, plan: Plan) -> None:
     Ranks that share operators run all of a block again, so that all make the same calls; others run as far as the
     backward asks.
     """
-    states: list[Restorable] = [each for each in (job.draws, job.batch_shard, job.frame) if each is not None]
+    states: list[Restorable] = [each for each in (job.rng, job.batch_shard, job.frame) if each is not None]
     selective = plan.layout.recompute == "selective"
     shared = any(plan.mesh[axis] > 1 for axis in mesh_axes("operators"))
-    for path in plan.again:
+    for path in plan.recomputed:
         module = job.model.get_submodule(path)
 
         def around(inner: Forward, path: str = path, module: nn.Module = module) -> Forward:
@@ -47,5 +47,5 @@ def offload_activations(job: Job, plan: Plan, applied: Sequence[Applied], everyo
     storage = OffloadStorage(place, everyone, job.offload_folder)
     storage.reserve([LEAST_BYTES])  # a folder that cannot be written is refused now, and not in the first step
     packing = ActivationOffload(storage, outer)
-    for path in plan.packed:
+    for path in plan.offloaded_activations:
         packing.attach(job.model.get_submodule(path))

@@ -1,18 +1,18 @@
 """The one executor: it runs a list of actions on a rank's part of the model, and fires the events strategies act on.
 
 A rank's part of the model is its *work*: chunks that take in a microbatch, or what other stages sent, and that compute
-the loss, or send to other stages. Without a pipeline it is one chunk, the whole model. A *unit* is a block of
+the loss, or send to other stages. Without a pipeline it is one chunk, the whole model. A *group* is a block of
 parameters that travel together. One step, with its events in the order they fire, and what listens to each::
 
     restart                                  ZeRO, fp32 masters, tensor parallelism: drop what a failed step left
     for each action a of the schedule:       F, B, or a backward in two parts, I (inputs) and W (weights)
         before_action(a)                     the memory ledger
-        during(a) opens                      ZeRO: gathers the units of the chunk
+        during(a) opens                      ZeRO: unshards the groups of the chunk
           F: forward of one microbatch
           B: backward of one microbatch; W: the weight gradients that its I has put off
              after_backward(m)               tensor parallelism: puts weight gradients still under way in place
-             after_weight_gradients(u, m)    ZeRO, gradient sync: start to sum the unit; masters: widen its gradients
-        during(a) closes                     ZeRO: starts the sums that are left, drops the units
+             after_weight_gradients(u, m)    ZeRO, gradient sync: start to sum the group; masters: widen its gradients
+        during(a) closes                     ZeRO: starts the sums that are left, reshards the groups
         after_action(a)                      tensor parallelism: ends early gathers; offload: mean loss; the ledger
     before_sync                              ZeRO: waits for its sums
     (the core waits for the sums of the gradient sync)
@@ -20,9 +20,9 @@ parameters that travel together. One step, with its events in the order they fir
     (the optimizer steps)
     after_optimizer                          ZeRO: what it gathered is stale; masters: round to the compute dtype
 
-``after_weight_gradients(u, m)`` fires during a backward as soon as autograd has given the last gradient of the unit, so
-that sums run beside the rest of the backward. Units that this backward did not reach follow after ``after_backward``,
-and so do all units of an action W.
+``after_weight_gradients(u, m)`` fires during a backward as soon as autograd has given the last gradient of the
+group, so that the sums overlap with the rest of the backward. Groups that this backward did not reach follow after
+``after_backward``, and so do all groups of an action W.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class WholeModel:
 
 def _too_late(parameter: str) -> PlanError:
     return PlanError(
-        f"the parameter '{parameter}' gets a gradient once more after its unit's have been summed over ranks",
+        f"the parameter '{parameter}' gets a gradient once more after its group's have been summed over ranks",
         given="backwards inside one backward, as torch.utils.checkpoint(use_reentrant=True) makes them",
         allowed="one gradient of each parameter in one backward",
         fix="use_reentrant=False, or recompute:full or recompute:PATTERN in the layout in its place",
@@ -186,9 +186,9 @@ class Executor:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[ParamGroup],
+        param_groups: Sequence[ParamGroup],
         events: Iterable[Events],
-        draws: RngTracker,
+        rng: RngTracker,
         batch_shard: BatchShard,
         late: Collection[str] = (),
         work: ModelPart | None = None,
@@ -196,14 +196,16 @@ class Executor:
         written: BufferWrites | None = None,
     ) -> None:
         self.written = written
-        self.model, self.draws, self.batch_shard, self.late = model, draws, batch_shard, frozenset(late)
+        self.model, self.rng, self.batch_shard, self.late = model, rng, batch_shard, frozenset(late)
         self.work = WholeModel(model) if work is None else work
         self.deferred = DeferredGradients() if deferred is None else deferred
         self.events = tuple(events)
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
-        self.units = held_param_groups(units, self.parameters)
+        self.param_groups = held_param_groups(param_groups, self.parameters)
         self.spans: list[Span] = []
-        self._chunks = {u.name: frozenset[int]().union(*map(self.work.chunks_with, u.parameters)) for u in self.units}
+        self._chunks = {
+            u.name: frozenset[int]().union(*map(self.work.chunks_with, u.parameters)) for u in self.param_groups
+        }
         self._has_run: set[tuple[int, bool]] = set()
         self._action = Action("F", 0)
         self._done: dict[tuple[str, int], set[int]] = {}
@@ -239,15 +241,16 @@ class Executor:
         return _all_of(around) if around else nullcontext()
 
     def in_order(self, actions: Sequence[Action]) -> tuple[ParamGroup, ...]:
-        """The units in the order in which a list of actions completes their gradients, the same on every model copy."""
+        """The groups in the order in which the actions complete their gradients, the same on every model copy."""
         last = {action.chunk: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
-        places = [max((last.get(chunk, -1) for chunk in self._chunks[unit.name]), default=-1) for unit in self.units]
+        chunks = [self._chunks[group.name] for group in self.param_groups]
+        places = [max((last.get(chunk, -1) for chunk in each), default=-1) for each in chunks]
         order = sorted(range(len(places)), key=lambda number: (places[number], -number))
-        return tuple(self.units[number] for number in order)
+        return tuple(self.param_groups[number] for number in order)
 
     def _forward(self, chunk: int, number: int, microbatches: Sequence[Microbatch]) -> Sequence[Tensor]:
         microbatch = microbatches[number]
-        self.draws.samples = microbatch.samples
+        self.rng.samples = microbatch.samples
         if microbatch.num_global is None:
             self.batch_shard.set_uncut(len(microbatch.samples))
         else:
@@ -264,13 +267,13 @@ class Executor:
 
     def _snapshots(self) -> Sequence[Callable[[], None]]:
         """Returns functions that restore the batch shard and the random numbers that this forward has used."""
-        return [self.draws.snapshot(), self.batch_shard.snapshot()]
+        return [self.rng.snapshot(), self.batch_shard.snapshot()]
 
     def _backward(self, starts: Sequence[Tensor], forward: Sequence[Callable[[], None]]) -> None:
         kind, number, chunk = self._action
         for restore in forward:  # other microbatches came since, and activation checkpointing may run its forward again
             restore()
-        self._missing = {unit.name: set(unit.parameters) for unit in self.units}
+        self._missing = {group.name: set(group.parameters) for group in self.param_groups}
         gradients = self.work.gradients(chunk, number)
         with self.deferred.collecting(chunk, number) if kind == "I" else nullcontext():
             if starts:
@@ -282,42 +285,42 @@ class Executor:
     def _end_backward(self, number: int, chunk: int) -> None:
         for events in self.events:
             events.after_backward(number)
-        for unit in reversed(self.units):  # what autograd did not reach has no gradient to wait for
-            self._fire_gradients(unit)
+        for group in reversed(self.param_groups):  # what autograd did not reach has no gradient to wait for
+            self._fire_gradients(group)
 
     def _watch(self) -> None:
         """Puts a hook on every trained parameter, to hear when autograd has given its gradient."""
-        for unit in self.units:
-            for name in unit.parameters:
+        for group in self.param_groups:
+            for name in group.parameters:
                 parameter = self.parameters[name]
                 if parameter.requires_grad and name not in self.late:  # autograd calls hooks of no gradient too
-                    parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, name))
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient(group, name))
 
-    def _on_gradient(self, unit: ParamGroup, name: str) -> Callable[[Tensor], None]:
+    def _on_gradient(self, group: ParamGroup, name: str) -> Callable[[Tensor], None]:
         here = ref(self)  # torch keeps such a hook outside of what Python collects: it must not hold the model
 
         def hook(_: Tensor) -> None:
             if (executor := here()) is not None:
-                executor._accumulated(unit, name)
+                executor._accumulated(group, name)
 
         return hook
 
-    def _accumulated(self, unit: ParamGroup, name: str) -> None:
-        missing = self._missing[unit.name]
-        done = self._done.get((unit.name, self._action.microbatch), set())
-        is_given = bool(done) and done == self._chunks[unit.name]
+    def _accumulated(self, group: ParamGroup, name: str) -> None:
+        missing = self._missing[group.name]
+        done = self._done.get((group.name, self._action.microbatch), set())
+        is_given = bool(done) and done == self._chunks[group.name]
         if is_given and any(events.after_weight_gradients is not _nothing for events in self.events):
             raise _too_late(name)
         missing.discard(name)
         if not missing and self._action.kind == "B":
-            self._fire_gradients(unit)
+            self._fire_gradients(group)
 
-    def _fire_gradients(self, unit: ParamGroup) -> None:
-        """Fires ``after_weight_gradients`` once for each microbatch, when all chunks that use the unit are done."""
-        chunks, number = self._chunks[unit.name], self._action.microbatch
-        done = self._done.setdefault((unit.name, number), set())
+    def _fire_gradients(self, group: ParamGroup) -> None:
+        """Fires ``after_weight_gradients`` once for each microbatch, when all chunks that use the group are done."""
+        chunks, number = self._chunks[group.name], self._action.microbatch
+        done = self._done.setdefault((group.name, number), set())
         if self._action.chunk in chunks and self._action.chunk not in done:
             done.add(self._action.chunk)
             if done == chunks:
                 for events in self.events:
-                    events.after_weight_gradients(unit, number)
+                    events.after_weight_gradients(group, number)

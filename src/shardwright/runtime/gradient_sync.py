@@ -100,9 +100,9 @@ class GradientSync:
         self.parameters: Mapping[str, nn.Parameter] = {
             name: resting.get(name, p) for name, p in model.named_parameters() if p.requires_grad
         }
-        self.sliced = frozenset(name for name in resting if plan.rest[name].gradient != plan.compute[name])
-        self.units = held_param_groups(plan.units, dict(model.named_parameters()))
-        self.groups = {unit.name: self._groups(plan, unit, coord, joined) for unit in self.units}
+        self.sliced = frozenset(name for name in resting if plan.state[name].gradient != plan.compute[name])
+        self.param_groups = held_param_groups(plan.param_groups, dict(model.named_parameters()))
+        self.groups = {unit.name: self._groups(plan, unit, coord, joined) for unit in self.param_groups}
         self._left: Counter[str] = Counter()
         self._sent: list[Callable[[], None]] = []
         self._waiting: list[ParamGroup] = []
@@ -125,7 +125,7 @@ class GradientSync:
             for name, boxes in shares.items():
                 if name not in self.parameters:
                     continue  # frozen
-                parameter, pieces = self.parameters[name], plan.rest[name].gradient.pieces(coord)
+                parameter, pieces = self.parameters[name], plan.state[name].gradient.pieces(coord)
                 if is_shared_whole(plan, name, axes):
                     whole.parameters.append(parameter)
                     continue
@@ -135,15 +135,15 @@ class GradientSync:
             found += [each for each in (whole, parts) if each.parameters or each.boxes]
         return found
 
-    def begin(self, units: Sequence[ParamGroup], num_microbatches: int) -> None:
-        """Starts a step: the units' gradients are sent in this order, each after its last microbatch's backward.
+    def begin(self, param_groups: Sequence[ParamGroup], num_microbatches: int) -> None:
+        """Starts a step: the param_groups' gradients are sent in this order, each after its last microbatch's backward.
 
         Gradients in slices are sent as their own sums come in. What stages share is sent at the end, since they come to
         it in different orders. What a step that raised has sent is waited for, since others hold it until then.
         """
         self._wait()
-        self._left = Counter({unit.name: num_microbatches for unit in units})
-        self._waiting, self._in_slices, self._at_the_end = list(units), [], []
+        self._left = Counter({unit.name: num_microbatches for unit in param_groups})
+        self._waiting, self._in_slices, self._at_the_end = list(param_groups), [], []
 
     def events(self) -> Events:
         """What the executor tells it."""

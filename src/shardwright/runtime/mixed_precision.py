@@ -22,26 +22,28 @@ class MasterWeights:
     """Master weights of this rank's parameters, except of ``sharded`` ones; casts the model's own parameters.
 
     The optimizer steps ``masters``, and the model computes with what they are rounded to. Gradients move from the
-    model's parameters to the masters at the end of a step; those of ``wide_sums`` after each microbatch, so that
+    model's parameters to the masters at the end of a step; those of ``fp32_sums`` after each microbatch, so that
     microbatches are summed in the masters' dtype.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, sharded: Collection[str]) -> None:
         self.parameters: Mapping[str, nn.Parameter] = {
-            name: p for name, p in model.named_parameters() if name not in sharded and plan.dtypes[name] != p.dtype
+            name: p
+            for name, p in model.named_parameters()
+            if name not in sharded and plan.compute_dtypes[name] != p.dtype
         }
-        self.wide_sums = plan.wide_sums & self.parameters.keys()
+        self.fp32_sums = plan.fp32_sums & self.parameters.keys()
         self.masters = {
             name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for name, p in self.parameters.items()
         }
         for name, parameter in self.parameters.items():
-            parameter.data = parameter.data.to(plan.dtypes[name])
+            parameter.data = parameter.data.to(plan.compute_dtypes[name])
         self._versions, self._may_be_stale = self._current_versions(), False
 
     def applied(self) -> Applied:
         """The events and parameters that a run takes over."""
         events = Events(restart=self._restart, after_sync=self._after_sync, after_optimizer=self._after_optimizer)
-        if self.wide_sums:
+        if self.fp32_sums:
             events = replace(events, after_weight_gradients=self._after_weight_gradients)
         return Applied(events=events, parameters=self.masters)
 
@@ -53,10 +55,10 @@ class MasterWeights:
             self._round()
 
     def _after_weight_gradients(self, unit: ParamGroup, microbatch: int) -> None:
-        self._move_gradients(self.wide_sums.intersection(unit.parameters))
+        self._move_gradients(self.fp32_sums.intersection(unit.parameters))
 
     def _after_sync(self) -> None:
-        self._move_gradients(self.parameters.keys() - self.wide_sums)
+        self._move_gradients(self.parameters.keys() - self.fp32_sums)
         self._may_be_stale = True  # an optimizer may write through .data, which raises no version
 
     def _after_optimizer(self) -> None:

@@ -85,10 +85,11 @@ class DataParallel:
         bucket = factor.option("bucket")
         if bucket is not None:
             plan = replace(
-                plan, units=split_into_param_groups(job.model, least_bytes=_kib(str(factor), bucket.value) * 1024)
+                plan,
+                param_groups=split_into_param_groups(job.model, least_bytes=_kib(str(factor), bucket.value) * 1024),
             )
         if factor.option("fp32-sums") is not None:
-            plan = replace(plan, wide_sums=frozenset(plan.compute))
+            plan = replace(plan, fp32_sums=frozenset(plan.compute))
         for axis in factor.mesh_axes:
             plan = plan.cut_inputs(axis, dim=0)
         for path in plan.statistics if factor.size > 1 else ():

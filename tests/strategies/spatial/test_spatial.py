@@ -249,7 +249,7 @@ class Alive(TorchDispatchMode):
 def held_for_backward(line: str, model: nn.Module, x: torch.Tensor) -> list[int]:
     def work(world):
         run = parallelize(model, line, world)
-        run.draws.samples = range(len(x))
+        run.rng.samples = range(len(x))
         with Alive(x) as alive:
             output = run.model(x)
         assert output.requires_grad

@@ -433,13 +433,13 @@ def test_messages_of_an_attention_travel_while_it_multiplies_unless_the_layout_s
 
 
 def test_attention_weights_are_dropped_by_keys_that_know_no_layout():
-    model, draws = nn.MultiheadAttention(WIDTH, 4, dropout=0.5, batch_first=True), RngTracker(seed=1, samples=range(3))
+    model, rng = nn.MultiheadAttention(WIDTH, 4, dropout=0.5, batch_first=True), RngTracker(seed=1, samples=range(3))
     x = torch.randn(3, TOKENS, WIDTH)
     kept = model.eval()(x, x, x)[0]
-    key_dropout(model.train(), draws)
+    key_dropout(model.train(), rng)
 
     def dropped(samples: range, **options: Any) -> torch.Tensor:
-        draws.samples, rows = samples, x[samples.start :]
+        rng.samples, rows = samples, x[samples.start :]
         return model(rows, rows, rows, **options)[0]
 
     whole = dropped(range(3))
@@ -450,11 +450,11 @@ def test_attention_weights_are_dropped_by_keys_that_know_no_layout():
 
 
 def test_a_share_of_the_weights_is_dropped_and_the_rest_is_made_larger():
-    model, draws = (
+    model, rng = (
         nn.MultiheadAttention(WIDTH, 4, dropout=0.25, batch_first=True),
         RngTracker(seed=1, samples=range(50)),
     )
-    key_dropout(model, draws)
+    key_dropout(model, rng)
     x = torch.zeros(50, 20, WIDTH)
     weights = model(x, x, x, average_attn_weights=False)[1]
     assert (weights == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)

@@ -164,7 +164,7 @@ def test_predictions_and_evaluated_losses_are_those_of_one_device(line, case):
 def test_an_output_whose_tokens_are_gathered_out_of_order_comes_back_in_order():
     line, num_tokens = "tp2x3x1/3d/seq", 40  # so many that the head gathers the slower axis and not the faster one
     plan, _ = make_plan(Job(GROUPED.model, GROUPED.loss, num_tokens), Layout.parse(line))
-    assert plan.rows[OUTPUT] == (("gather", "depth"),)
+    assert plan.row_moves[OUTPUT] == (("gather", "depth"),)
     torch.manual_seed(0)
     model = GPT(GROUPED.config).double().eval()
     (inputs, _), _ = GROUPED.batches

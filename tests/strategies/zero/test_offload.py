@@ -346,9 +346,9 @@ def test_the_ledger_counts_what_is_on_disk_apart_and_what_computes_as_the_plan_s
     plan, _ = make_plan(job, sw.Layout.parse(line))
     for rank, measured in enumerate(sw.launch(work, 2, ranks="threads")):
         predicted = predict_memory(job, line, rank, numbers(64), ranks="threads")
-        slices = sum(rest.parameter.num_elements(plan.mesh.coord(rank)) for rest in plan.rest.values())
+        slices = sum(rest.parameter.num_elements(plan.mesh.coord(rank)) for rest in plan.state.values())
         assert measured.elsewhere == predicted.elsewhere == {"disk": 3 * 4 * slices}
-        held = sum(plan.parameter_bytes(name, plan.mesh.coord(rank)) for name in plan.rest)
+        held = sum(plan.parameter_bytes(name, plan.mesh.coord(rank)) for name in plan.state)
         for account in (measured, predicted):
             assert min(moment.held[0] for moment in account.moments) == pytest.approx(held, abs=256)
             assert account.most()["optimizer"] < 4 * 64 * 65 * 2 + 256  # what an update of one unit works with

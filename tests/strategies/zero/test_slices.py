@@ -165,7 +165,7 @@ def test_a_plan_says_what_parameters_take_between_steps(line, per_parameter):
     total = sum(p.numel() for p in model.parameters())
     plan, _ = make_plan(Job(model, nn.Identity()), Layout.parse(line))
     for coord in plan.mesh.coords():
-        assert sum(plan.parameter_bytes(name, coord) for name in plan.rest) == pytest.approx(
+        assert sum(plan.parameter_bytes(name, coord) for name in plan.state) == pytest.approx(
             per_parameter * total, abs=4
         )
 

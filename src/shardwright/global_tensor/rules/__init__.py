@@ -87,8 +87,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = [x for x, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)]
     if any(is_apart(x) for x in written):
         raise refusal(call, "what is written to is a part of a cut tensor, and was gathered to be looked at")
-    draws = torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call)
-    if draws and call.name not in randoms.HANDLERS and not _is_composite(call):
+    rng = torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call)
+    if rng and call.name not in randoms.HANDLERS and not _is_composite(call):
         raise refusal(call, "its random numbers would depend on the layout", "randn, rand, dropout")
     if call.name == "squeeze_" and not is_shared(args[0]):
         return _squeezed(call)

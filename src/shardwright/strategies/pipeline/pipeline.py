@@ -108,7 +108,7 @@ class Pipeline:
         schedule, stages = _chosen(job, plan)
         _check_kept(job, plan, schedule, stages)
         holders = _holders(stages, schedule, tuple(plan.compute))
-        compute, rest, buffers = dict(plan.compute), dict(plan.rest), dict(plan.buffers)
+        compute, rest, buffers = dict(plan.compute), dict(plan.state), dict(plan.buffers)
         for name, where in holders.items():
             if name in compute:
                 compute[name] = compute[name].only("pp", where)
@@ -124,11 +124,11 @@ class Pipeline:
         uses = tuple(
             use._replace(dy={**use.dy, "pp": Partial()}) if use.parameter in shared else use for use in plan.uses
         )
-        plan = replace(plan, compute=compute, rest=rest, buffers=buffers, uses=uses, schedule=schedule, stages=stages)
+        plan = replace(plan, compute=compute, state=rest, buffers=buffers, uses=uses, schedule=schedule, stages=stages)
         for path, module in job.model.named_modules() if _splits(schedule) else ():
             if may_split(module) and Rung.OPERATOR not in plan.wrapped.get(path, {}):
                 plan = plan.wraps(path, Rung.SPLIT_BACKWARD, self.name)
-        return replace(plan, units=_by_chunk(plan.units, stages), loss_axes=plan.loss_axes | {"pp"})
+        return replace(plan, param_groups=_by_chunk(plan.param_groups, stages), loss_axes=plan.loss_axes | {"pp"})
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Reads the model's code and runs this stage's part of it."""
@@ -139,8 +139,8 @@ class Pipeline:
             split_backward(job.model, job.deferred)
 
         def repeat(path: str, times: int, total: int) -> None:
-            if job.draws is not None:
-                job.draws.repeat(path, times)
+            if job.rng is not None:
+                job.rng.repeat(path, times)
             if job.frame is not None:
                 job.frame.repeat(path, times, total)
 

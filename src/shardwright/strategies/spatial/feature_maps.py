@@ -256,30 +256,32 @@ def _not_a_picture(maps: Maps, given: Mapping[str, Any]) -> PlanError:
 
 def price_maps(plan: Plan, batch: StepCalls, coord: Coord, maps: Maps) -> Iterator[Traffic]:
     """The calls of one step on the rank at ``coord``: each microbatch's, then the sums of gradients."""
-    for visits in batch.everywhere:
-        yield from _Pricing(plan, visits, coord, maps).everything()
+    for module_calls in batch.everywhere:
+        yield from _Pricing(plan, module_calls, coord, maps).everything()
     yield from sync_traffic(plan, batch, coord, "tp")
 
 
 class _Pricing:
     """What one microbatch sends: its calls on all stages have shapes, those on this one's rank are priced."""
 
-    def __init__(self, plan: Plan, visits: Mapping[str, tuple[ModuleCall, ...]], coord: Coord, maps: Maps) -> None:
+    def __init__(
+        self, plan: Plan, module_calls: Mapping[str, tuple[ModuleCall, ...]], coord: Coord, maps: Maps
+    ) -> None:
         self.plan, self.coord, self.maps = plan, coord, maps
-        self.visits: dict[int, ModuleCall] = {
-            number: visits[path][call]
+        self.module_calls: dict[int, ModuleCall] = {
+            number: module_calls[path][call]
             for path, numbers in maps.calls.items()
             for call, number in enumerate(numbers)
-            if call < len(visits.get(path, ()))
+            if call < len(module_calls.get(path, ()))
         }
-        first = next(n for n in sorted(maps.settled().work) if n in self.visits)  # only functions come before it
-        self.shapes: dict[int, tuple[int, ...]] = {0: self.visits[first].x_shape}
-        self.settled = maps.settled(self.visits[first].x_shape[2])
-        self.element_bytes = self.visits[first].element_bytes
+        first = next(n for n in sorted(maps.settled().work) if n in self.module_calls)  # only functions come before it
+        self.shapes: dict[int, tuple[int, ...]] = {0: self.module_calls[first].x_shape}
+        self.settled = maps.settled(self.module_calls[first].x_shape[2])
+        self.element_bytes = self.module_calls[first].element_bytes
         self.times = self._times()
         for number, step in enumerate(maps.steps):
-            if number in self.visits:
-                self.shapes[number] = self.visits[number].y_shape
+            if number in self.module_calls:
+                self.shapes[number] = self.module_calls[number].y_shape
             elif number in self.settled.cut and step.takes:  # a function of cut values
                 self.shapes[number] = self._shape(step)
 
@@ -312,17 +314,17 @@ class _Pricing:
                 if value in self.settled.cut:
                     yield self._whole("all_gather", value, self._num_forwards(number))
         if number in self.settled.work and step.call is not None:
-            yield from self._work(number, step, self.visits[number])
+            yield from self._work(number, step, self.module_calls[number])
         if number in self.settled.give:
             yield self._whole("all_gather", number, self._num_forwards(number))
-        if number in self.settled.share and (self.visits[number].needs_gradient or self._learns(step.path)):
+        if number in self.settled.share and (self.module_calls[number].needs_gradient or self._learns(step.path)):
             yield self._whole("all_reduce", number)
 
     def _learns(self, path: str) -> bool:
         return any(use.module == path and use.parameter not in self.plan.frozen for use in self.plan.uses)
 
     def _num_forwards(self, number: int) -> int:
-        return self.visits[number].num_forwards if number in self.visits else 1
+        return self.module_calls[number].num_forwards if number in self.module_calls else 1
 
     def _whole(self, kind: str, value: int, times: int = 1) -> Traffic:
         return Traffic(kind, "tp", prod(self.shapes[value]) * self.element_bytes, self.maps.parts, times)

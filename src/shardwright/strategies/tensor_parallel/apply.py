@@ -144,14 +144,14 @@ class _Applying:
 
     def _keep_home(self, theirs: Sequence[tuple[str, nn.Module]]) -> None:
         """Lets no code call what is cut but that which was followed; ``theirs`` are the modules that torch has not."""
-        model, homes, stages = self.job.model, self.plan.homes, self.plan.stages
+        model, allowed_callers, stages = self.job.model, self.plan.allowed_callers, self.plan.stages
         containers = plain_containers(model)
         apart = {"", *stages.opened, *containers} if stages is not None else ()
         running = Running(containers, apart, self.mode.name)
-        named = {path for home in homes.values() for path in (home.owner, *home.callers)}
+        named = {path for home in allowed_callers.values() for path in (home.owner, *home.callers)}
         for path, module in {**dict(theirs), **{path: model.get_submodule(path) for path in named}}.items():
             running.follow(module, path)
-        for path, home in homes.items():
+        for path, home in allowed_callers.items():
             running.keep(model.get_submodule(path), path, home)
 
     def moves(self, gatherings: Sequence[Gathering]) -> tuple[OperandMove, ...]:

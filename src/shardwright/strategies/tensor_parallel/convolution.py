@@ -122,7 +122,7 @@ class _Chain:
             self._linear(chain.last)
         else:
             self._convolution(chain.last, leaves=True)
-        return self.plan.at_home(chain.homes)
+        return self.plan.at_home(chain.allowed_callers)
 
     def _module(self, path: str) -> Any:
         return self.job.model.get_submodule(path)

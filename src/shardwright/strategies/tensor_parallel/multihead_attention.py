@@ -191,7 +191,7 @@ def _noted(placing: PlanDraft, path: str, note: MultiheadNote) -> Plan:
         plan = plan.cut_activation(path, ActivationCut(axis, 1, note.heads.size, note.heads.along(axis)))
     plan = plan.move_rows(path, note.before.rows_after)
     words = " ".join(f"{axis}:{role}" for axis, role in roles.items())
-    num_bytes = note.elements * plan.dtypes[note.projections[0].name].itemsize
+    num_bytes = note.elements * plan.compute_dtypes[note.projections[0].name].itemsize
     why = f"{note.heads.size} heads in {len(note.heads.parts)} parts: rows of q, k and v; "
     why += "each head over several ranks, scores summed; " if note.inside else ""
     why += f"sends {format_bytes(num_bytes)} for {format_count(placing.job.num_tokens)} tokens"
@@ -320,7 +320,7 @@ def _fetched(pricing: Pricing, name: str, axes: Sequence[str], num_forwards: int
     for number, axis in enumerate(axes):
         there = plan.mesh.coords(axes[: number + 1])
         num_elements = sum(plan.compute[name].num_elements({**pricing.coord, **at}) for at in there)
-        num_bytes, size = num_elements * plan.dtypes[name].itemsize, plan.mesh[axis]
+        num_bytes, size = num_elements * plan.compute_dtypes[name].itemsize, plan.mesh[axis]
         yield Traffic("all_gather", axis, num_bytes, size, num_forwards)
         if name not in plan.frozen:
             yield Traffic("reduce_scatter", axis, num_bytes, size)

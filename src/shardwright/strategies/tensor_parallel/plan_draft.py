@@ -194,7 +194,7 @@ class PlanDraft:
         names = " ".join(f"{a.name}:{role}" for a, role in zip(self.mode.axes, step.roles, strict=True))
         note = self.plan.notes[path]
         assert isinstance(note, LinearNote)
-        num_bytes = note.elements * self.plan.dtypes[self.names[path]["weight"]].itemsize
+        num_bytes = note.elements * self.plan.compute_dtypes[self.names[path]["weight"]].itemsize
         sends = f"sends {format_bytes(num_bytes)} for {format_count(self.job.num_tokens)} tokens"
         self.plan = self.plan.role(path, self.mode.name, names, f"{what}; {sends}")
 

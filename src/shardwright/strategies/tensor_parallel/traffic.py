@@ -36,11 +36,11 @@ def traffic(plan: Plan, batch: StepCalls, coord: Coord, mode: Mode) -> tuple[Tra
     found: list[Traffic] = []
     trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
     weights = {use.module: use.parameter for use in plan.uses if use.parameter.endswith("weight")}
-    for visits, shard in zip(batch.visits, batch.shards, strict=True):
+    for module_calls, shard in zip(batch.module_calls, batch.shards, strict=True):
         pricing = _Pricing(plan, shard, coord, mode, trained, weights)
         for path, note in plan.notes.items():
             where = {LOSS: note.head if isinstance(note, LossNote) else "", OUTPUT: ""}.get(path, path)
-            for visit in visits.get(where, ()):
+            for visit in module_calls.get(where, ()):
                 found += pricing.of(path, note, visit)
     found += [each for axis in mode.axes for each in sync_traffic(plan, batch, coord, axis.name)]
     rows_cut = [axis.name for axis in mode.axes if axis.stream == "T"]
@@ -152,7 +152,7 @@ class _Pricing:
         for number, axis in enumerate(note.fetches):
             there = self.plan.mesh.coords(note.fetches[: number + 1])
             num_elements = sum(lies.num_elements({**self.coord, **at}) for at in there)
-            num_bytes, size = num_elements * self.plan.dtypes[name].itemsize, self.plan.mesh[axis]
+            num_bytes, size = num_elements * self.plan.compute_dtypes[name].itemsize, self.plan.mesh[axis]
             again = not self.mode.keep and visit.needs_gradient
             yield Traffic("all_gather", axis, num_bytes, size, visit.num_forwards + again)
             if name not in self.plan.frozen:
@@ -216,7 +216,9 @@ class _Pricing:
 
     def _gate(self, path: str, note: GateNote, visit: ModuleCall) -> Iterator[Traffic]:
         shape = visit.y_shape if path == OUTPUT else visit.x_shape
-        times = 1 if path == OUTPUT or path in self.plan.again else visit.num_forwards  # hooks are outside of a block
+        times = (
+            1 if path == OUTPUT or path in self.plan.recomputed else visit.num_forwards
+        )  # hooks are outside of a block
         for features in note.arguments:
             joined: tuple[str, ...] = ()
             for axis in reversed(features.names) if features is not None else ():

@@ -50,14 +50,14 @@ def flat_groups(plan: Plan, *, frozen: bool) -> tuple[FlatGroup, ...]:
     FlatGroup(unit='', parameters=('bias',), trained=False)
     """
     found: dict[tuple[object, ...], list[str]] = {}
-    for unit in plan.units:
+    for unit in plan.param_groups:
         for name in unit.parameters:
             lies, trained = plan.compute[name], name not in plan.frozen
             if trained or frozen:
                 # One key, one sequence: its parameters are on the same stages, split and summed over the same axes,
                 # and one collective has one dtype.
                 stages = tuple(stage for stage in range(plan.mesh["pp"]) if lies.pieces(_first(lies, stage)))
-                sums, dtypes = partial_axes(plan, name), (plan.dtypes[name], plan.masters[name])
+                sums, dtypes = partial_axes(plan, name), (plan.compute_dtypes[name], plan.stored_dtypes[name])
                 found.setdefault((unit.name, trained, lies.axes, stages, sums, dtypes), []).append(name)
     return tuple(FlatGroup(str(key[0]), tuple(names), bool(key[1])) for key, names in found.items())
 
@@ -70,7 +70,7 @@ def chunks_using(plan: Plan, unit: str, coord: Coord) -> tuple[int, ...]:
     """The chunks at ``coord`` that use parameters of a unit; without a pipeline the model is one chunk, 0."""
     if plan.stages is None or plan.schedule is None:
         return (0,)
-    names = {name for each in plan.units if each.name == unit for name in each.parameters}
+    names = {name for each in plan.param_groups if each.name == unit for name in each.parameters}
     mine = plan.schedule.chunks_of(coord["pp"])
     return tuple(chunk for chunk in mine if names.intersection(plan.stages.chunked.weights_of(chunk)))
 
@@ -83,13 +83,13 @@ def shard_state(
     ``reshards`` says that parameters are unsharded only while they are used (stage 3). ``offload`` is where shards and
     optimizer state are kept, if not on the rank's device.
     """
-    rest = dict(plan.rest)
+    rest = dict(plan.state)
     for group in groups:
         beside = tuple(plan.compute[name] for name in group.parameters)
         for index, name in enumerate(group.parameters):
             flat = plan.compute[name].flat(axis, plan.mesh[axis], beside, index)
             rest[name] = StateLayout(flat, flat, flat)
     names = [name for group in groups for name in group.parameters]
-    dropped = plan.dropped.union(names if reshards else ())
+    dropped = plan.unsharded_on_use.union(names if reshards else ())
     offloaded = {**plan.offloaded, **(dict.fromkeys(names, offload) if offload is not None else {})}
-    return replace(plan, rest=rest, dropped=dropped, offloaded=offloaded)
+    return replace(plan, state=rest, unsharded_on_use=dropped, offloaded=offloaded)

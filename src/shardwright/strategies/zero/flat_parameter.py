@@ -41,7 +41,7 @@ class FlatParameter:
     by name: views of ``shard``, and ``ranges`` says of which part.
 
     The unsharded buffer has the ``dtype`` that the parameters compute in. A wider shard is the master weights, and the
-    buffer is gathered from what they are rounded to. With ``wide_sums`` gradients are summed in the shard's dtype. With
+    buffer is gathered from what they are rounded to. With ``fp32_sums`` gradients are summed in the shard's dtype. With
     ``storage`` the shard is offloaded there.
     """
 
@@ -52,11 +52,11 @@ class FlatParameter:
         *,
         keeps_buffer: bool,
         dtype: torch.dtype | None = None,
-        wide_sums: bool = False,
+        fp32_sums: bool = False,
         storage: OffloadStorage | None = None,
     ) -> None:
         self.parameters, self.axis = dict(parameters), axis
-        self.keeps_buffer, self.wide_sums = keeps_buffer, wide_sums
+        self.keeps_buffer, self.fp32_sums = keeps_buffer, fp32_sums
         self.shapes = [p.shape for p in self.parameters.values()]
         self.sizes = [p.numel() for p in self.parameters.values()]
         cuts = balanced(sum(self.sizes), axis.size)
@@ -143,8 +143,8 @@ class FlatParameter:
     # ---- gradients
 
     def accumulate_wide(self) -> None:
-        """With ``wide_sums``, adds a microbatch's gradients to those before it, in the shard's dtype."""
-        for name, parameter in self.parameters.items() if self.wide_sums else ():
+        """With ``fp32_sums``, adds a microbatch's gradients to those before it, in the shard's dtype."""
+        for name, parameter in self.parameters.items() if self.fp32_sums else ():
             if parameter.grad is not None:
                 gradient = parameter.grad.to(self.shard.dtype)
                 accumulated = self._accumulated
@@ -166,7 +166,7 @@ class FlatParameter:
                 reached.append((gradients[-1], marked))
                 parameter.grad = None
             else:
-                like = self.shard if self.wide_sums else self._placeholder
+                like = self.shard if self.fp32_sums else self._placeholder
                 gradients.append(like.new_full((parameter.numel(),), UNREACHED))
         mark_reached(reached)
         return self.axis.reduce_scatter_together_async(gradients, self.shard_sizes)

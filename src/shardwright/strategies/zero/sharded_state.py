@@ -316,8 +316,8 @@ def _flatten(
     trained: _Flats = {}
     for group, mine in held:
         first = group.parameters[0]  # all of a group have one dtype
-        dtype, wide = plan.dtypes[first], first in plan.wide_sums
-        flat = FlatParameter(mine, axis, keeps_buffer=keeps_buffer, dtype=dtype, wide_sums=wide, storage=storage)
+        dtype, wide = plan.compute_dtypes[first], first in plan.fp32_sums
+        flat = FlatParameter(mine, axis, keeps_buffer=keeps_buffer, dtype=dtype, fp32_sums=wide, storage=storage)
         flats.setdefault(group.unit, []).append(flat)
         trained.setdefault(group.unit, []).extend([flat] if group.trained else [])
     return flats, trained

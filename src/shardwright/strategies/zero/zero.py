@@ -109,9 +109,9 @@ class Zero:
             if not num_elements or size == 1:
                 continue
             gathers = 2 * num_microbatches * len(chunks_using(plan, group.unit, coord)) if stage == 3 else 1
-            found.append(Traffic("all_gather", "dp", num_elements * plan.dtypes[first].itemsize, size, gathers))
+            found.append(Traffic("all_gather", "dp", num_elements * plan.compute_dtypes[first].itemsize, size, gathers))
             if group.trained:
-                wide = plan.masters if first in plan.wide_sums else plan.dtypes
+                wide = plan.stored_dtypes if first in plan.fp32_sums else plan.compute_dtypes
                 sums = 1 if stage == 1 else num_microbatches
                 found.append(Traffic("reduce_scatter", "dp", num_elements * wide[first].itemsize, size, sums))
         return tuple(found)
