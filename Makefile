@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-dist lint types size check docs bench bench-smallest tables format clean
+.PHONY: help demo test contract test-dist lint types size check docs bench bench-smallest tables format clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -22,8 +22,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## installs, verifies, trains, resumes under another layout, samples, writes a page (5 minutes)
 	$(BIN)/python examples/demo.py --out runs/demo
 
-test: $(READY)  ## unit, doctest, contract and property tests (11 minutes on two cores)
-	$(BIN)/python -m pytest -q -n auto --dist worksteal
+test: $(READY)  ## unit, doctest and property tests, one size of each strategy (4 minutes on two cores)
+	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier test
+
+contract: $(READY) ## the whole product: every strategy, size, pair, model, schedule, checkpoint
+	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier contract tests
 
 test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where there are GPUs
 	$(BIN)/python -m pytest -q tests_dist

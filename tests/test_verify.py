@@ -49,6 +49,7 @@ def test_float64_is_equal_within_1e_10_after_several_steps():
     assert verdict.parameters_error < 1e-10
 
 
+@pytest.mark.sampled(0)
 def test_sixty_four_ranks_of_a_small_model_are_equal():
     start = time.monotonic()
     verdict = verify(gpt(), "dp16 tp4 mb2", batches(20))

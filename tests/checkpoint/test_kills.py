@@ -13,6 +13,8 @@ import pytest
 
 from checkpoint.dying import KILLED, REFUSED, SCENES
 
+pytestmark = pytest.mark.sampled(0)
+
 
 @pytest.fixture(scope="module")
 def found():

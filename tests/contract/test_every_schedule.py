@@ -14,6 +14,7 @@ WRITTEN = {name: f"{name}:v2" if name == "interleaved" else name for name in NAM
 EVERY = pytest.mark.parametrize("name", NAMES)
 
 
+@pytest.mark.sampled(1)
 def test_every_schedule_that_a_line_can_name_is_here():
     assert set(STRATEGIES["pipeline"].options) == {*NAMES, "cut", "file"}  # where it is cut, and lists of one's own
 

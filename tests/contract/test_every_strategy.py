@@ -9,6 +9,7 @@ from torch import nn
 from contract.cases import (
     CASES,
     CHECKS,
+    CONVNET,
     DEEP,
     GPT2,
     LLAMA_ONE_KV,
@@ -40,9 +41,23 @@ def is_worth_it(strategy, size, case):
 
 EVERY = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 EVERY_SIZE = pytest.mark.parametrize("size", SIZES)
+
+
+def marks(strategy, size, case):
+    """`make test` takes one size of each strategy and one model, with every option of the strategy."""
+    fitting = {"spatial": CONVNET, "tensor_1d": GPT2}.get(strategy.name, DEEP)
+    return [pytest.mark.sampled(1)] if (size, case) == (whole_size(strategy), fitting) else []
+
+
 EVERY_CASE = pytest.mark.parametrize(
     ("strategy", "size", "case"),
-    [(s, n, c) for s in STRATEGIES.values() for n in SIZES for c in CASES if is_worth_it(s, n, c)],
+    [
+        pytest.param(s, n, c, marks=marks(s, n, c))
+        for s in STRATEGIES.values()
+        for n in SIZES
+        for c in CASES
+        if is_worth_it(s, n, c)
+    ],
     ids=lambda value: getattr(value, "name", None) or str(value),
 )
 LAID_OUT_WHOLLY = ("data_parallel", "tensor_1d")
@@ -83,6 +98,7 @@ def test_a_strategy_keeps_its_promises(strategy, size, case):
 
 @EVERY
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.sampled(16)
 def test_the_number_of_microbatches_changes_nothing(strategy, size):
     for num_microbatches in (1, 2, 4):
         line = f"{spelling(strategy, size)} mb{num_microbatches}"
@@ -209,6 +225,7 @@ HOSTILE = {  # each with whether it takes tokens
 @EVERY
 @EVERY_SIZE
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.sampled(19)
 def test_a_model_that_is_hard_to_lay_out_is_refused_everywhere_or_comes_out_right(strategy, size, name):
     torch.manual_seed(0)
     make, takes_tokens = HOSTILE[name]
@@ -234,12 +251,14 @@ def test_a_world_of_another_size_is_refused_on_every_rank(strategy):
 
 
 @EVERY
+@pytest.mark.sampled(1)
 def test_an_option_that_nobody_declares_is_refused_on_every_rank(strategy):
     text = check_refused(f"{spelling(strategy, 2)}/no-such-option", DEEP.model)
     assert "no-such-option" in text
     assert f"write {strategy.axis}2" in text
 
 
+@pytest.mark.sampled(1)
 def test_an_axis_without_a_strategy_is_refused_on_every_rank():
     known = {strategy.axis for strategy in STRATEGIES.values()}
     for axis in sorted(layout_axes().keys() - known):
@@ -275,6 +294,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.sampled(3)
 def test_what_cannot_be_laid_out_is_refused_on_every_rank_before_anything_is_sent(name):
     line, model = REFUSED[name]
     with torch.device("meta"):

@@ -219,6 +219,7 @@ LINES = ["tp2", "tp3", "tp4/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d", "dp2 
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("theirs", THEIRS, ids=str)
+@pytest.mark.sampled(11)
 def test_a_model_of_others_equals_one_device(theirs, line):
     job = Job(theirs.model, theirs.loss)
     if not theirs.cut and not lays_out(job, line):
@@ -243,6 +244,7 @@ def test_a_model_of_others_that_is_copied_or_rests_in_slices_equals_one_device(t
 
 @pytest.mark.parametrize("line", ["tp2", "tp2x2/2d", "tp2x2x2/3d"])
 @pytest.mark.parametrize("theirs", [theirs for theirs in THEIRS if theirs.cut], ids=str)
+@pytest.mark.sampled(21)
 def test_show_says_of_every_layer_what_was_done_and_why(theirs, line):
     job = Job(theirs.model, theirs.loss)
     description = describe(job, Layout.parse(line))

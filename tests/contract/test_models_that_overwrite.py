@@ -74,6 +74,7 @@ MODELS = {
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(23)
 def test_what_a_layer_gives_may_be_written_into(name, line):
     if "convolutions" in name and ("mb" in line or line == "tp2/sp"):
         return  # microbatches of a BatchNorm are refused, and /sp cuts no Linear that stands alone

@@ -92,6 +92,7 @@ RIGHT = [
 
 @pytest.mark.parametrize("line", ["dp2", "tp2", "dp2 tp2"])
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
+@pytest.mark.sampled(8)
 def test_an_unusual_model_equals_one_device(kind, line):
     with without_values():
         model = kind()
@@ -269,6 +270,7 @@ class HasAMask(nn.Module):
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
+@pytest.mark.sampled(1)
 def test_what_cannot_be_right_is_refused_with_its_reason(kind, line, batch, reason):
     with without_values():
         model = kind()

@@ -78,6 +78,7 @@ LINES += ["dp2 fp16", "dp2/zero2 fp16", "pp2 mb2 bf16", "dp2/zero1/fp32-sums mb2
 
 
 @pytest.mark.parametrize("line", LINES)
+@pytest.mark.sampled(4)
 def test_the_peak_is_predicted_within_two_percent(line):
     check_close(line, dropout=0.1)
 
@@ -88,6 +89,7 @@ def test_attention_that_keeps_no_weights_is_predicted_too(line):
 
 
 @pytest.mark.parametrize("line", ["single", "dp2", "tp2", "tp2x2/2d", "pp2 mb4"])
+@pytest.mark.sampled(3)
 def test_state_is_what_the_plan_says_to_the_byte(line):
     plan, _ = make_plan(Job(plain(), CrossEntropy()), sw.Layout.parse(line))
     for rank in range(plan.mesh.size):
@@ -115,6 +117,7 @@ RAJBHANDARI = {  # on each of n ranks, for each parameter: bytes of parameters, 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("stage", "precision"), RAJBHANDARI)
+@pytest.mark.sampled(5)
 def test_state_is_that_of_the_table_of_zero_to_the_byte(stage, precision, size):
     num_elements = sum(p.numel() for p in plain().parameters())
     assert num_elements % size == 0

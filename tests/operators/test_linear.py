@@ -218,6 +218,7 @@ def test_every_role_on_one_axis_gives_one_device_s_product_and_sends_what_the_fo
 
 @pytest.mark.parametrize("col", **EVERY_WAY)
 @pytest.mark.parametrize("row", **EVERY_WAY)
+@pytest.mark.sampled(5)
 def test_any_two_roles_give_one_device_s_product_and_send_what_the_formula_says(row, col):
     check({"row": row, "col": col}, {"row": 2, "col": 3})
 

@@ -55,6 +55,7 @@ def test_auto_is_written_into_no_plan():
 
 
 @pytest.mark.parametrize(("name", "size"), [("mlp", 4), ("convnet", 2), ("gpt", 2), ("llama", 4)])
+@pytest.mark.sampled(4)
 def test_what_is_chosen_sends_least_of_all_that_fits(name, size):
     case = MODELS[name]
     batch = case.batches[0]

@@ -87,6 +87,7 @@ LINES = ["tp2", "tp3/sp", "tp2x2/2d", "tp2x2x2/3d", "dp2 tp2"]
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("mlp", [Scaled, Untraceable])
+@pytest.mark.sampled(4)
 def test_a_pair_that_no_trace_follows_is_cut_when_asked_for(mlp, line):
     names = [f"layers.{n}.mlp.{layer}.weight" for n in range(2) for layer in ("up", "gate", "down")]
     before = plan_of(line, {}, model(mlp))
@@ -150,6 +151,7 @@ COPIES = {
 
 @pytest.mark.parametrize("line", ["tp2", "tp3/sp", "tp2x2/2d", "tp2x2x2/3d"])
 @pytest.mark.parametrize("what", COPIES)
+@pytest.mark.sampled(5)
 def test_what_is_to_be_copied_stays_whole_and_right(what, line):
     pattern, names = COPIES[what]
 

@@ -433,6 +433,7 @@ def test_no_timeline_at_all_is_drawn_too(tmp_path):
     assert json.loads(write_trace(tmp_path / "trace.json", []).read_text())["traceEvents"] == []
 
 
+@pytest.mark.sampled(0)
 def test_sixty_four_stages_with_a_thousand_microbatches_are_drawn_in_seconds(tmp_path):
     timeline = one_f_one_b(64, 1024)
     begun = time.process_time()

@@ -32,6 +32,7 @@ EQUAL = [
 
 
 @pytest.mark.parametrize(("line", "name"), EQUAL)
+@pytest.mark.sampled(5)
 def test_what_is_computed_again_is_that_of_one_device_and_sends_what_is_stated(line, name):
     check_equal(line, NAMED[name])
     check_traffic(line, NAMED[name])

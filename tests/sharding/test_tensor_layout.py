@@ -12,7 +12,7 @@ from shardwright.mesh import Mesh, balanced
 from shardwright.sharding.box import balanced_ranges, cut, flat_boxes, fused_ranges, paste
 from shardwright.sharding.tensor_layout import TensorLayout
 
-thorough = settings(max_examples=300, deadline=None)
+thorough = settings(max_examples=3 * settings().max_examples, deadline=None)
 
 
 @st.composite

@@ -171,6 +171,7 @@ def equal(model, line, batches=None, **options):
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.__name__)
+@pytest.mark.sampled(7)
 def test_code_between_the_layers(code, line):
     equal(Blocks(code, relu=nn.ReLU(inplace=True)), line)
 
@@ -282,6 +283,7 @@ def test_code_that_asks_what_cannot_be_told_is_refused_with_its_line():
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(7)
 def test_weights_and_random_layers_that_stages_share(name, line):
     model = MODELS[name]()
     if line.startswith("pp3") and sum(1 for _ in model.children()) < 3:

@@ -161,6 +161,7 @@ def test_a_deadlock_is_told_in_place_of_a_time():
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(4)
 def test_64_stages_and_1024_microbatches_are_built_in_a_second_and_simulated_in_two(name):
     def takes_less(limit, work):
         for _ in range(3):  # what else the machine does can only make a try slower

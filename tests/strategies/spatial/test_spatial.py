@@ -53,6 +53,7 @@ EVERY += [(case, line) for case in HARDEST for line in ("tp2/spatial", "tp8/spat
 
 
 @pytest.mark.parametrize(("case", "line"), EVERY, ids=str)
+@pytest.mark.sampled(7)
 def test_a_model_of_pictures_cut_in_space_keeps_every_promise(case, line):
     for check in CHECKS:
         check(line, case)
@@ -60,6 +61,7 @@ def test_a_model_of_pictures_cut_in_space_keeps_every_promise(case, line):
 
 @pytest.mark.parametrize("line", ["tp2/spatial mb2", "dp2 tp3/spatial mb3", "tp1/spatial"])
 @pytest.mark.parametrize("case", [SQUEEZED, SHARED, UNET, CONVNET], ids=str)
+@pytest.mark.sampled(5)
 def test_microbatches_change_nothing(case, line):
     for check in CHECKS:
         check(line, case)
@@ -95,6 +97,7 @@ STAGED = [
 
 
 @pytest.mark.parametrize(("case", "line"), STAGED, ids=str)
+@pytest.mark.sampled(5)
 def test_cut_maps_cross_from_stage_to_stage_as_they_lie(case, line):
     for check in CHECKS:
         check(line, case)

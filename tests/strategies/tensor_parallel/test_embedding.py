@@ -44,6 +44,7 @@ def plan_of(line, **options):
 @pytest.mark.parametrize("line", ["tp2", "tp3/sp", "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d"])
 @pytest.mark.parametrize("padding", [0, 3, 17, -1])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.sampled(7)
 def test_the_row_of_padding_learns_nothing_from_being_looked_up_also_where_the_table_is_cut(line, padding, tied):
     assert set(plan_of(line, tied=tied, padding_idx=padding).compute["table.weight"].axes)
     verdict = verify(model(tied=tied, padding_idx=padding), line, [BATCH, BATCH])

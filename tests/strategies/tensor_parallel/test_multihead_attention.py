@@ -272,6 +272,7 @@ def check_equal(kind: type[Model], line: str) -> None:
 
 @pytest.mark.parametrize("line", ["tp3/sp", "tp2x2/2d"])
 @pytest.mark.parametrize("kind", CUT, ids=lambda kind: kind.__name__)
+@pytest.mark.sampled(7)
 def test_an_attention_cut_by_heads_equals_torchs(kind, line):
     check_equal(kind, line)
 
@@ -280,6 +281,7 @@ def test_an_attention_cut_by_heads_equals_torchs(kind, line):
     "line", ["tp3", "dp2 tp2 mb2", "tp2x2x2/2.5d", "tp2x2x2/3d", "tp2x2/2d:summa", "tp4/sp/regather"]
 )
 @pytest.mark.parametrize("kind", [PaddingAndMaskOfEachSample, ThreeInputs, DropsWeights, DropsInDimOne])
+@pytest.mark.sampled(5)
 def test_an_attention_cut_by_heads_equals_torchs_in_every_mode(kind, line):
     check_equal(kind, line)
 
@@ -299,6 +301,7 @@ class OfFewTokens:
 
 @pytest.mark.parametrize("line", ["tp2", "tp3/sp"])
 @pytest.mark.parametrize("kind", CUT, ids=lambda kind: kind.__name__)
+@pytest.mark.sampled(7)
 def test_an_attention_sends_and_holds_what_the_plan_says(kind, line):
     case, strategies = Case(kind, MeanSquaredError()), [OfFewTokens(STRATEGIES["tensor_1d"])]
     assert is_cut(case, line)
@@ -308,6 +311,7 @@ def test_an_attention_sends_and_holds_what_the_plan_says(kind, line):
 
 @pytest.mark.parametrize("line", ["tp2x2/2d", "tp2x2x2/3d", "tp2x2/2d/regather"])
 @pytest.mark.parametrize("kind", [OtherWidths, MaskOfEachSample, SamplesInDimOne, PartlyFrozen])
+@pytest.mark.sampled(5)
 def test_an_attention_on_a_grid_sends_and_holds_what_the_plan_says(kind, line):
     case = Case(kind, MeanSquaredError())
     check_shapes(line, case)

@@ -88,6 +88,7 @@ EVERY_LINE = pytest.mark.parametrize("line", LINES)
 
 @EVERY
 @EVERY_LINE
+@pytest.mark.sampled(5)
 def test_sequences_that_are_cut_keep_every_promise(line, case):
     for check in CHECKS:
         check(line, case)
@@ -95,6 +96,7 @@ def test_sequences_that_are_cut_keep_every_promise(line, case):
 
 @pytest.mark.parametrize("case", [ATTENTION, FUSED], ids=str)
 @pytest.mark.parametrize("line", ["tp2x3/2d/seq", "tp2x2x2/2.5d/seq", "tp2x2x2/3d:classic/seq"])
+@pytest.mark.sampled(5)
 def test_heads_of_which_there_are_fewer_than_ranks_are_shared_as_where_samples_are_cut(line, case):
     check_equal(line, case)
     check_traffic(line, case)
@@ -141,6 +143,7 @@ def test_every_rank_computes_its_share_of_one_sample():
 
 @EVERY
 @pytest.mark.parametrize("line", ["tp2x2/2d:summa/seq", "tp2x2x2/3d/seq", "dp2 tp2x1/2d/seq"])
+@pytest.mark.sampled(5)
 def test_predictions_and_evaluated_losses_are_those_of_one_device(line, case):
     torch.manual_seed(0)
     model = entry_of(case.config).factory(case.config).double()
@@ -282,6 +285,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("line", ["tp2x2/2d/seq", "tp2x2x2/2.5d/seq", "tp2/seq"])
+@pytest.mark.sampled(3)
 def test_an_attention_whose_heads_are_not_cut_gathers_too(line):
     torch.manual_seed(0)
     batches = [(torch.randn(n, TOKENS, 8), torch.randn(n, TOKENS, 8)) for n in (1, 2)]

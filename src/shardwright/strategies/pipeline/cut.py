@@ -53,18 +53,16 @@ def cut(
     opened: set[str] = set()
     refused: set[str] = set(closed)
     given = arguments_given(model, example) if example is not None else ()
-    while True:
-        graph = read_graph(model, opened, given)
-        costs = _costs(model, graph, example, num_tokens, seconds)
-        movable = _movable(graph, model)
-        site = _worth_opening(model, movable, costs, num_chunks, refused)
-        if site is None:
-            break
+    graph = read_graph(model, opened, given)
+    costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
+    while (site := _worth_opening(model, movable, costs, num_chunks, refused)) is not None:
         try:
-            read_graph(model, opened | {site.module}, given)
-            opened.add(site.module)
+            graph = read_graph(model, opened | {site.module}, given)
         except LayoutError:
             refused.add(site.module)
+            continue
+        opened.add(site.module)
+        costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
     if len(movable) < num_chunks:
         raise _too_many(model, num_chunks, movable)
     places = _beginnings(model, movable, num_chunks)

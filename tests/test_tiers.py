@@ -1,0 +1,38 @@
+"""What `make test` and `make contract` leave to each other."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from conftest import CONTRACT, tiers_of
+
+
+def item(name, folder=CONTRACT.parent, every=None, **test):
+    mark = None if every is None else pytest.mark.sampled(every).mark
+    return SimpleNamespace(
+        path=folder / "test_it.py", originalname=name, get_closest_marker=lambda _: mark, obj=SimpleNamespace(**test)
+    )
+
+
+def tiers(*items):
+    return [sorted(found) for _, found in tiers_of(items)]
+
+
+def test_of_a_sampled_test_each_tier_runs_what_the_other_does_not():
+    assert tiers(*[item("many", every=3)] * 5) == [["test"], ["contract"], ["contract"], ["test"], ["contract"]]
+
+
+def test_all_of_the_contract_runs_in_one_tier_and_what_is_sampled_in_both():
+    assert tiers(item("one", CONTRACT), item("two", CONTRACT, every=1)) == [["contract"], ["contract", "test"]]
+
+
+def test_properties_run_in_both_tiers_and_plain_tests_in_one():
+    assert tiers(item("plain"), item("drawn", hypothesis=object())) == [["test"], ["contract", "test"]]
+
+
+def test_of_what_is_sampled_with_zero_make_test_runs_none():
+    assert tiers(*[item("long", every=0)] * 2) == [["contract"], ["contract"]]
+
+
+def test_tests_of_one_name_in_two_files_are_counted_apart():
+    assert tiers(item("same", every=2), item("same", CONTRACT, every=2)) == [["test"], ["contract", "test"]]
