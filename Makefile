@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` and `make test`. The virtual environment in .venv is made on the way.
+# Begin with `make demo` and `make test`; `make help` lists the rest. The virtual environment in .venv is made on the way.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## installs, verifies, trains, resumes under another layout, samples, writes a page (5 minutes)
 	$(BIN)/python examples/demo.py --out runs/demo
 
-test: $(READY)  ## unit, doctest and property tests, one size of each strategy (4 minutes on two cores)
+test: $(READY)  ## unit, doctest and property tests, one size of each strategy (5 minutes on two cores)
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier test
 
 contract: $(READY) ## the whole product: every strategy, size, pair, model, schedule, checkpoint

@@ -83,7 +83,7 @@ def sweep(world, operator: Operator, most: int) -> tuple[int, list[str], list[st
         where = placement("cpu", grid)
         for forms in combinations(wholes, where.ndim, most, seed=len(operator.name)):
             tried += 1
-            case = f"{operator.name} {grid}: {[sbp.text(form) for form in forms]}"
+            case = f"{operator.name} {grid}: {[sbp.sbp_text(form) for form in forms]}"
             try:
                 wrong += [f"{case}: {each}" for each in differences(world, operator, wholes, where, forms)]
             except (PlanError, LayoutError) as refusal:
@@ -130,9 +130,9 @@ def unlike(what: str, a: Tensor, b: Tensor) -> list[str]:
         return [f"{what} is no global tensor"]
     whole = b.full_tensor()
     if whole.shape != a.shape or whole.dtype != a.dtype:
-        return [f"{what} is {whole.dtype} {list(whole.shape)} and not {a.dtype} {list(a.shape)}, {sbp.text(b.sbp)}"]
+        return [f"{what} is {whole.dtype} {list(whole.shape)} and not {a.dtype} {list(a.shape)}, {sbp.sbp_text(b.sbp)}"]
     if not torch.allclose(whole.double(), a.double(), rtol=1e-10, atol=1e-10):
-        return [f"{what} is off by {(whole.double() - a.double()).abs().max().item()}, {sbp.text(b.sbp)}"]
+        return [f"{what} is off by {(whole.double() - a.double()).abs().max().item()}, {sbp.sbp_text(b.sbp)}"]
     return []
 
 

@@ -14,7 +14,7 @@ COMMAND = [sys.executable, "-m", "shardwright.cli"]
 
 
 def run(*arguments: str) -> None:
-    """Runs one command, and says which."""
+    """Prints and runs one command."""
     shown = " ".join(f"'{a}'" if " " in a else a for a in arguments)
     print(f"\n$ shardwright {shown}", flush=True)
     start = time.perf_counter()
@@ -23,7 +23,7 @@ def run(*arguments: str) -> None:
 
 
 def draw(out: Path, half: int) -> None:
-    """One curve, two layouts: the picture of the README."""
+    """Draws one loss curve over two layouts, the picture of the README."""
     from shardwright.report.pictures import draw_losses
     from shardwright.train.progress import read_metrics
 

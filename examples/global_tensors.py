@@ -14,32 +14,32 @@ from shardwright.global_tensor import GlobalTensor, module_to_global, placement,
 
 
 def data_parallel(x: Tensor, w: Tensor) -> GlobalTensor:
-    """Rows of x cut, w whole: each rank has its own rows of the product."""
+    """Shards the rows of x and replicates w: each rank computes its own rows of the product."""
     two = placement("cpu", ranks=[0, 1])
     return spread(x, two, sbp.split(0)) @ spread(w, two, sbp.broadcast)
 
 
 def model_parallel(x: Tensor, w: Tensor) -> GlobalTensor:
-    """x whole, columns of w cut: each rank has its own columns of the product."""
+    """Replicates x and shards the columns of w: each rank computes its own columns of the product."""
     two = placement("cpu", ranks=[0, 1])
     return spread(x, two, sbp.broadcast) @ spread(w, two, sbp.split(1))
 
 
 def pipeline_parallel(x: Tensor, w: Tensor, v: Tensor) -> GlobalTensor:
-    """The first product on ranks 0 and 1, the second on ranks 2 and 3."""
+    """Computes the first product on ranks 0 and 1, the second on ranks 2 and 3."""
     first, second = placement("cpu", ranks=[0, 1]), placement("cpu", ranks=[2, 3])
     hidden = spread(x, first, sbp.broadcast) @ spread(w, first, sbp.split(1))
     return hidden.to_global(second, sbp.split(0)) @ spread(v, second, sbp.broadcast)
 
 
 def hybrid_parallel(x: Tensor, w: Tensor) -> GlobalTensor:
-    """Rows of x cut over one axis of a grid of ranks, columns of w over the other."""
+    """Shards the rows of x over one axis of a grid of ranks, the columns of w over the other."""
     grid = placement("cpu", ranks=[[0, 1], [2, 3]])
     return spread(x, grid, (sbp.split(0), sbp.broadcast)) @ spread(w, grid, (sbp.broadcast, sbp.split(1)))
 
 
 def spread(whole: Tensor, where, how) -> GlobalTensor:
-    """A tensor that every rank has, cut as ``how`` says; the gradient comes back whole."""
+    """Makes a global tensor with the sbp ``how`` from one that every rank has; its gradient is replicated."""
     everywhere = placement("cpu", ranks=range(torch.distributed.get_world_size()))
     return to_global(whole, everywhere, sbp.broadcast).to_global(where, how)
 
@@ -64,7 +64,7 @@ def batches(num_steps: int, num_microbatches: int) -> list[list[tuple[Tensor, Te
 
 
 def train_plain(num_steps: int = 3, num_microbatches: int = 2) -> tuple[list[float], list[Tensor]]:
-    """The same on one device."""
+    """Computes the same on one device."""
     model = plain_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -81,7 +81,7 @@ def train_plain(num_steps: int = 3, num_microbatches: int = 2) -> tuple[list[flo
 
 
 def train_hybrid(world: sw.World, num_steps: int = 3, num_microbatches: int = 2) -> tuple[list[float], list[Tensor]]:
-    """Layers 0 to 2 on ranks 0 and 1, the others on ranks 2 and 3; each pair cuts the samples of a microbatch."""
+    """Runs layers 0 to 2 on ranks 0 and 1, the others on ranks 2 and 3; each pair shards a microbatch's samples."""
     model, everyone = plain_model(), placement("cpu", ranks=range(world.size))
     stages = [placement("cpu", ranks=[0, 1]), placement("cpu", ranks=[2, 3])]
     first = module_to_global(copy.deepcopy(model[:3]), stages[0])
@@ -110,12 +110,12 @@ def main(world: sw.World) -> None:
         found = way(x, w)
         whole = found.full_tensor()
         if world.rank == 0:
-            print(f"{way.__name__}: {found.placement} {sbp.text(found.sbp)}, equal: {torch.equal(whole, x @ w)}")
+            print(f"{way.__name__}: {found.placement} {sbp.sbp_text(found.sbp)}, equal: {torch.equal(whole, x @ w)}")
     found = pipeline_parallel(x, w, v)
     whole = found.full_tensor()
     losses, _ = train_hybrid(world)
     if world.rank == 0:
-        print(f"pipeline_parallel: {found.placement} {sbp.text(found.sbp)}, equal: {torch.equal(whole, x @ w @ v)}")
+        print(f"pipeline_parallel: {found.placement} {sbp.sbp_text(found.sbp)}, equal: {torch.equal(whole, x @ w @ v)}")
         print("two stages, two ways data parallel:", ", ".join(f"{loss:.4f}" for loss in losses))
         print("one device:                        ", ", ".join(f"{loss:.4f}" for loss in train_plain()[0]))
 

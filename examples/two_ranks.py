@@ -8,7 +8,7 @@ import shardwright as sw
 
 def work(world: sw.World) -> list[float]:
     """Runs once per rank."""
-    with sw.without_values():  # no rank ever holds the whole
+    with sw.without_values():  # no rank ever allocates the whole model
         plain = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
     run = sw.parallelize(plain, "tp2", world)
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)

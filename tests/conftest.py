@@ -1,7 +1,8 @@
 """For every test: one core for each rank, no deadline, since ranks may be threads that wait for each other; and tiers.
 
 ``--tier test``, which `make test` runs: outside of ``tests/contract`` every test, but of one that is ``sampled(n)`` the
-first case and every n-th after it (of 0 none); in ``tests/contract`` only those. Property tests draw few examples.
+first case and every n-th after it (of 0 none), and of one with more than six cases every third; in ``tests/contract``
+only those that are sampled. Property tests draw few examples.
 ``--tier contract``, which `make contract` runs: all of ``tests/contract``, every case that `make test` leaves out, and
 property tests with all their examples. Without ``--tier`` everything runs.
 """
@@ -18,6 +19,8 @@ settings.register_profile("few", deadline=None, max_examples=10)
 settings.load_profile("shardwright")
 
 CONTRACT = Path(__file__).parent / "contract"
+MANY, MANY_EVERY = 6, 3
+"""Of a test with more cases than this, `make test` runs every so many-th."""
 
 
 def pytest_addoption(parser):
@@ -32,14 +35,14 @@ def pytest_configure(config):
 
 def tiers_of(items):
     """Each test, and the tiers that run it."""
-    seen = Counter()
+    seen, cases = Counter(), Counter((item.path, getattr(item, "originalname", None)) for item in items)
     for item in items:
         mark, inside = item.get_closest_marker("sampled"), CONTRACT in item.path.parents
-        among = not inside
-        if mark is not None:
-            number = seen[item.path, item.originalname]
-            among = mark.args[0] > 0 and number % mark.args[0] == 0
-            seen[item.path, item.originalname] += 1
+        key = item.path, getattr(item, "originalname", None)
+        has_many = key[1] is not None and cases[key] > MANY  # a doctest has no such name
+        every = mark.args[0] if mark is not None else 0 if inside else MANY_EVERY if has_many else 1
+        among = every > 0 and seen[key] % every == 0
+        seen[key] += 1
         again = inside or not among or hasattr(getattr(item, "obj", None), "hypothesis")
         yield item, {name for name, runs in (("test", among), ("contract", again)) if runs}
 

@@ -32,7 +32,9 @@ def test_every_file_that_the_page_names_exists(path):
     assert any(each.exists() for each in here), path
 
 
-@pytest.mark.parametrize(("symbols", "path"), re.findall(r"((?:`[\w.()]+`(?:, | and )?)+) (?:in|of) `([\w/]+\.py)`", PAGE))
+@pytest.mark.parametrize(
+    ("symbols", "path"), re.findall(r"((?:`[\w.()]+`(?:, | and )?)+) (?:in|of) `([\w/]+\.py)`", PAGE)
+)
 def test_every_symbol_stands_in_the_file_that_the_page_names(symbols, path):
     known = names_in(PACKAGE / path) if (PACKAGE / path).exists() else names_in(PACKAGE)
     for symbol in re.findall(r"`([\w.]+)(?:\(\))?`", symbols):

@@ -13,13 +13,12 @@ from shardwright.errors import (
     PlanError,
     RankFailedError,
     check_at_least,
-    check_cut,
     explain,
     nearest,
 )
 
 
-def test_what_a_person_gave_wrong_is_a_value_error_and_what_went_wrong_is_not():
+def test_wrong_input_is_a_value_error_and_a_failed_run_is_not():
     assert all(issubclass(error, ValueError) for error in (LayoutError, PlanError, CheckpointError))
     assert not any(issubclass(error, ValueError) for error in (CommunicationError, RankFailedError))
 
@@ -37,15 +36,6 @@ def test_the_nearest_word_is_one_that_is_known(known, word):
 @given(st.lists(st.text(min_size=1), min_size=1))
 def test_a_known_word_is_nearest_to_itself(known):
     assert nearest(known[0], known) == known[0]
-
-
-@given(st.integers(0, 50), st.integers(1, 50))
-def test_a_cut_is_refused_exactly_where_a_rank_would_hold_nothing(size, parts):
-    if size >= parts:
-        check_cut("w", 0, size, "tp", parts)
-        return
-    with pytest.raises(LayoutError, match=f"given:   size {size}, tp={parts}: {parts - size} rank"):
-        check_cut("w", 0, size, "tp", parts)
 
 
 @given(st.integers(-5, 5), st.integers(-5, 5))

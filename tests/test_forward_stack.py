@@ -53,7 +53,7 @@ def test_a_rung_that_is_taken_is_refused_with_both_names(rung):
         wrap(layer, rung, "another", by="toy", around=lambda inner: inner)
 
 
-def test_a_forward_that_a_user_has_put_on_the_module_is_what_is_wrapped():
+def test_a_forward_that_the_user_assigned_to_the_module_is_wrapped():
     layer = nn.ReLU()
     layer.forward = lambda x: x - 1
     wrap(layer, Rung.RECOMPUTE, "twice", by="core", around=lambda inner: lambda x: 2 * inner(x))
@@ -69,7 +69,7 @@ def test_a_record_leaves_the_module_as_it_was():
     assert str(stack_of(layer)) == "UNSHARD          gathers (by zero)"
 
 
-def test_what_is_called_is_what_the_outermost_wrapper_made_and_nothing_around_it():
+def test_the_forward_is_the_function_of_the_outermost_wrapper_and_nothing_around_it():
     layer = nn.ReLU()
     made = partial(torch.mul, other=2)
     set_forward(layer, Rung.OPERATOR, "doubled", by="toy", forward=made)

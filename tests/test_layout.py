@@ -1,4 +1,4 @@
-"""The layout line: read, printed, refused."""
+"""The layout line: parsed, printed, refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def layouts(draw) -> Layout:
     )
 
 
-# What a line says.
+# The meaning of a line.
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_2d_grid_is_the_most_square_one_with_no_more_rows_than_columns(ranks):
 
 
 @given(st.integers(1, 100), st.integers(1, 8))
-def test_a_2_5d_grid_has_the_depth_asked_for_over_the_most_square_grid(square, depth):
+def test_a_2_5d_grid_has_the_depth_given_over_the_most_square_grid(square, depth):
     layout = Layout.parse(f"tp{depth * square}/2.5d:d{depth}")
     assert layout.factors[0].sizes == (depth, *Layout.parse(f"tp{square}/2d").factors[0].sizes)
     assert layout.factors[0].options == (Option("2.5d"),)

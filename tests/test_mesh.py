@@ -25,7 +25,7 @@ def test_every_rank_has_one_coordinate_and_every_coordinate_one_rank(mesh):
 
 
 @given(MESHES)
-def test_axes_lie_in_one_order_however_they_are_given(mesh):
+def test_axes_are_in_one_order_however_they_are_given(mesh):
     assert Mesh(**dict(reversed(mesh.sizes))) == mesh
     assert mesh.axes == tuple(axis for axis in AXES if axis in mesh.axes)
 

@@ -243,12 +243,12 @@ def test_dropout_of_each_dtype_drops_the_same():
 def test_dropout_refuses_activations_whose_rows_are_no_samples():
     model = nn.Sequential(nn.Dropout(0.5))
     key_dropout(model, RngTracker(samples=range(3)))
-    with pytest.raises(PlanError, match="does not see one row for each sample"):
+    with pytest.raises(PlanError, match="does not get one row for each sample"):
         model(torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.RReLU])
-def test_random_layers_that_know_no_key_are_refused(layer):
+def test_random_layers_without_keys_are_refused(layer):
     with pytest.raises(PlanError, match="'0' would depend on the layout"):
         key_dropout(nn.Sequential(layer()), RngTracker())
 
@@ -265,18 +265,18 @@ def test_torchs_layers_drop_the_same_of_each_sample_whichever_dim_the_samples_ar
     torch.testing.assert_close(found, first(*given))
 
 
-def test_a_layer_of_torchs_without_samples_refuses_to_drop():
+def test_a_torch_layer_without_samples_refuses_to_drop():
     layer = nn.TransformerEncoderLayer(8, 2, 12)
     key_dropout(layer, RngTracker(samples=range(3)))
-    with pytest.raises(PlanError, match=r"dropout 'dropout1' does not see one row for each sample(.|\n)*\[3, 8\]"):
+    with pytest.raises(PlanError, match=r"dropout 'dropout1' does not get one row for each sample(.|\n)*\[3, 8\]"):
         layer.dropout1(torch.randn(3, 8))
 
 
-# ---- calls that torch's own checkpointing makes again
+# ---- calls that torch's own checkpointing recomputes
 
 
 class _Again(nn.Module):
-    """A block with dropout, which torch computes again."""
+    """A block with dropout, which torch recomputes."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -301,10 +301,10 @@ def _gradients(reentrant, line, shared=False):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("line", ["dp2 mb2", "pp2/1f1b/cut:0,2 mb3"])
-def test_what_torch_computes_again_drops_the_same(line, reentrant):
+def test_a_recomputation_by_torch_drops_the_same(line, reentrant):
     torch.testing.assert_close(_gradients(reentrant, line), _gradients(None, line), rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_of_several_calls_that_torch_computes_again_is_refused_by_name():
+def test_dropout_of_several_calls_that_torch_recomputes_is_refused_by_name():
     with pytest.raises(PlanError, match=r"dropout '1.inner.1' repeats.*\n.*2 calls.*\n.*\n.*recompute:PATTERN"):
         _gradients(False, "dp2", shared=True)

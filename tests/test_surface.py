@@ -64,3 +64,12 @@ def test_the_keys_of_a_run_are_these():
 
 def test_the_format_of_a_checkpoint_is_this():
     assert (manifest.FORMAT, manifest.VERSION, manifest.MANIFEST) == ("shardwright-checkpoint", 1, "manifest.json")
+
+
+def test_names_that_the_pages_give_are_where_they_were():
+    from shardwright.comm import Link
+    from shardwright.global_tensor import Route, plan_to_global
+    from shardwright.ledger import measure_memory, predict_memory
+
+    assert all(inspect.getdoc(each) for each in (Link, Route, plan_to_global, measure_memory, predict_memory))
+    assert shardwright.Run.draws.fget is not None, "the former name of rng"

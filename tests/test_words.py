@@ -26,7 +26,7 @@ def words_of(name):
 def listed():
     table, plain = PAGE.split("## Words that class names may use")
     terms = " ".join(re.findall(r"^\| ([^|]+) \|", table, flags=re.M))
-    return {word.lower() for word in re.findall(r"[\w.]+", terms + plain.rpartition("\n\n")[2])}
+    return {word.lower() for word in re.findall(r"[\w.]+", terms + " " + plain.strip().rpartition("\n\n")[2])}
 
 
 def test_every_class_name_is_made_of_listed_words():

@@ -215,7 +215,7 @@ def num_blocks(world, num_calls: int) -> list[int]:
         axis.receive((25_000,), torch.float32, (axis.index - 1) % axis.size)
         counts.append(len(exchange.blocks))
     axis.barrier()
-    assert not exchange.said, "something was said that nobody heard"
+    assert not exchange.received, "a message was left unread"
     return counts
 
 
@@ -230,7 +230,7 @@ def test_blocks_of_shared_memory_are_used_again(pools, num_ranks):
 
 def num_keys(world, num_calls: int) -> list[int]:
     """How many keys the store has after each call; a barrier on each side, so that nobody writes meanwhile."""
-    axis, store = world.everyone(), world.transport.witness.store
+    axis, store = world.everyone(), world.transport.call_checker.store
     counts = []
     for _ in range(num_calls):
         axis.all_reduce(torch.ones(3))

@@ -111,7 +111,7 @@ def test_a_rank_that_is_killed_is_named(failed, links, after_s):
     assert "ran out of memory" in text
 
 
-@pytest.mark.parametrize(("number", "cause"), [(signal.SIGTERM, "who sent it"), (signal.SIGSEGV, "native code")])
+@pytest.mark.parametrize(("number", "cause"), [(signal.SIGTERM, "what sent it"), (signal.SIGSEGV, "native code")])
 def test_a_rank_that_any_other_signal_ends_is_named_with_it(failed, number, cause):
     text = failed(is_killed, number)
     assert text.startswith(f"rank 1 was killed by {number.name}; the other ranks were ended")

@@ -32,7 +32,7 @@ def bridged(world, layout: str) -> None:
     check_computes_with_what_was_loaded(world, layout, run, found)
     with pytest.raises(PlanError, match="is no parameter of the run"):
         run.load_global_parameters({"0.weights": found["0.weight"]})
-    with pytest.raises(PlanError, match="what is no global tensor"):
+    with pytest.raises(PlanError, match="is not given a global tensor"):
         run.load_global_parameters({"0.bias": torch.ones(9)})
     x = ones(9, placement=placement("cpu", ranks=range(4)), sbp=sbp.split(0))
     gathered = x[2:7]
@@ -42,7 +42,7 @@ def bridged(world, layout: str) -> None:
 
 
 def check_computes_with_what_was_loaded(world, layout, run, found) -> None:
-    """After a step too, when units are whole or rounded somewhere."""
+    """After a step too, when param groups may be unsharded or rounded."""
     inputs, targets = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6), torch.arange(4) % 5
     tripled = model()
     with torch.no_grad():

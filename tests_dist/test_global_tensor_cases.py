@@ -40,7 +40,7 @@ def part_of(whole: Tensor, where, spec: tuple, rank: int) -> Tensor | None:
 
 
 def whole_of(world, x) -> Tensor:
-    """The whole from the parts, not by the library's own transfers: each rank's, told by it to all."""
+    """The unsharded tensor, joined from all ranks' parts by a plain all-gather, not by the library's transfers."""
     axis = world.everyone()
     local = x.to_local().detach()
     total = torch.zeros(x.shape, dtype=x.dtype)
@@ -101,7 +101,7 @@ def transfers(world, case: dict) -> None:
 
 
 def stays(world) -> None:
-    """A leaf of terms that is moved to where it lies."""
+    """A partial leaf that is redistributed to its own layout."""
     where = placement("cpu", [0, 1, 2, 3])
     x = from_local(torch.full((4,), world.rank + 1.0), where, sbp.partial_sum).requires_grad_()
     y = x.to_global(where, sbp.partial_sum)

@@ -70,13 +70,13 @@ def test_conjugates_move_as_the_numbers_that_they_are(pools):
 
 
 def refused_by_torch(world) -> None:
-    two, lies = placement("cpu", ranks=[0, 1]), {"sbp": sbp.split(0), "placement": placement("cpu", ranks=[0, 1])}
-    x, numbers = ones(4, 4, **lies), ones(1, **lies, dtype=torch.int64)  # rank 1 holds none of one number
+    two, layout = placement("cpu", ranks=[0, 1]), {"sbp": sbp.split(0), "placement": placement("cpu", ranks=[0, 1])}
+    x, numbers = ones(4, 4, **layout), ones(1, **layout, dtype=torch.int64)  # rank 1 holds none of one number
     wide = ones(4, placement=two, sbp=sbp.broadcast, dtype=torch.float64)
     wrong = {
         "softmax of whole numbers": lambda: x.long().softmax(0),
         "layer norm of two dtypes": lambda: F.layer_norm(x, (4,), wide),
-        "index_add of two dtypes": lambda: x.index_add(0, numbers, ones(1, 4, **lies, dtype=torch.float64)),
+        "index_add of two dtypes": lambda: x.index_add(0, numbers, ones(1, 4, **layout, dtype=torch.float64)),
         "by zero": lambda: numbers // 0,
         "by zero in a tensor": lambda: numbers // torch.tensor(0),
         "to a negative power": lambda: numbers**-1,

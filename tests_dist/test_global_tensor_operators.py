@@ -27,13 +27,13 @@ def sweep_by_name(world, name: str, most: int):
 
 
 def test_every_rule_is_met_by_the_sweep(monkeypatch):
-    met, carried_out = set(), rules._carried_out
+    met, carried_out = set(), rules._execute
 
     def noted(call, leaves, spec):
         met.add(call.name)
         return carried_out(call, leaves, spec)
 
-    monkeypatch.setattr(rules, "_carried_out", noted)
+    monkeypatch.setattr(rules, "_execute", noted)
     alone = placement("cpu", ranks=[0])
     for operator in EVERY:
         wholes = [whole_of(given, seed) for seed, given in enumerate(operator.inputs)]

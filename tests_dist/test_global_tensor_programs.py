@@ -40,11 +40,11 @@ def four_ways(world) -> None:
         example.pipeline_parallel: ("x", "w", "v", (sbp.split(0),)),
         example.hybrid_parallel: ("x", "w", (sbp.split(0), sbp.split(1))),
     }
-    for way, (*names, lies) in ways.items():
+    for way, (*names, one_sbp) in ways.items():
         given = [torch.randn(shapes[name], generator=draw, dtype=torch.float64).requires_grad_() for name in names]
         plain = [x.detach().clone().requires_grad_() for x in given]
         found, expected = way(*given), torch.linalg.multi_dot(plain)
-        assert found.sbp == lies
+        assert found.sbp == one_sbp
         torch.testing.assert_close(found.full_tensor().detach(), expected.detach(), rtol=1e-12, atol=1e-12)
         found.square().sum().backward()
         expected.square().sum().backward()
@@ -69,11 +69,11 @@ def test_two_stages_of_two_ranks_train_to_the_losses_and_weights_of_one_device(p
 
 def created(world) -> None:
     where = placement("cpu", ranks=[2, 0, 3])
-    for lies in (sbp.split(0), sbp.broadcast, sbp.partial_sum):
-        assert torch.equal(arange(1, 8, 2, placement=where, sbp=lies).full_tensor(), torch.arange(1, 8, 2))
-        assert torch.equal(full((2, 3), 5, placement=where, sbp=lies).full_tensor(), torch.full((2, 3), 5))
-        assert torch.equal(ones(4, 2, placement=where, sbp=lies).full_tensor(), torch.ones(4, 2))
-        assert torch.equal(zeros((4, 2), placement=where, sbp=lies).full_tensor(), torch.zeros(4, 2))
+    for one_sbp in (sbp.split(0), sbp.broadcast, sbp.partial_sum):
+        assert torch.equal(arange(1, 8, 2, placement=where, sbp=one_sbp).full_tensor(), torch.arange(1, 8, 2))
+        assert torch.equal(full((2, 3), 5, placement=where, sbp=one_sbp).full_tensor(), torch.full((2, 3), 5))
+        assert torch.equal(ones(4, 2, placement=where, sbp=one_sbp).full_tensor(), torch.ones(4, 2))
+        assert torch.equal(zeros((4, 2), placement=where, sbp=one_sbp).full_tensor(), torch.zeros(4, 2))
     torch.manual_seed(world.rank)  # ranks that would draw different numbers
     x = randn(6, 5, placement=where, sbp=sbp.split(0))
     torch.manual_seed(0)
@@ -92,7 +92,9 @@ def random_operators(world) -> None:
     where = placement("cpu", ranks=[0, 1, 2, 3])
     for fill in (lambda x: torch.rand_like(x), lambda x: x.clone().normal_(), lambda x: nn.functional.dropout(x + 1)):
         torch.manual_seed(world.rank)
-        found = [fill(zeros(8, 50, placement=where, sbp=lies)).full_tensor() for lies in (sbp.split(0), sbp.split(1))]
+        found = [
+            fill(zeros(8, 50, placement=where, sbp=one_sbp)).full_tensor() for one_sbp in (sbp.split(0), sbp.split(1))
+        ]
         for whole in found:
             assert len({tuple(row.tolist()) for row in whole}) == 8, "no two shards hold the same numbers"
             copies = world.everyone().all_gather(whole.unsqueeze(0))
@@ -202,7 +204,7 @@ def test_a_transfer_sends_the_bytes_that_its_plan_foretells(pools):
     ]
     for shape, source, before, destination, after in cases:
         route = plan_to_global(shape, placement("cpu", source), before, placement("cpu", destination), after)
-        if all(leg.kind == "messages" for leg in route.legs):
+        if all(step.kind == "messages" for step in route.steps):
             found = pools(4).run(counted, shape, source, before, destination, after)
             assert found == [route.moved_bytes(4)] * 4
 
@@ -253,7 +255,7 @@ def refusals(world) -> list[str]:
         "a plain tensor without a place": lambda: to_global(torch.ones(2)),
         "a device that no rank has": lambda: placement("meta", ranks=[0]),
         "plain data": lambda: setattr(x, "data", torch.ones(4, 4)),
-        "data that lies otherwise": lambda: setattr(x, "data", x.to_global(two, sbp.split(1))),
+        "data of another layout": lambda: setattr(x, "data", x.to_global(two, sbp.split(1))),
         "a plain number that is written to": lambda: torch.tensor(1.0).add_(x.sum()),
         "a plain number with a gradient": lambda: x * torch.tensor(2.0, requires_grad=True),
         "a plain gradient": lambda: x.detach().requires_grad_().clone().backward(torch.ones(4, 4)),
@@ -288,12 +290,12 @@ def refusals(world) -> list[str]:
             said.append(f"{name}: {refusal}")
         else:
             said.append(f"{name}: NOT REFUSED {found}")
-    x.to_global(other, sbp.split(1))  # and nobody is left waiting
+    x.to_global(other, sbp.split(1))  # and no rank is left waiting
     world.everyone().barrier()
     return said
 
 
-def test_bad_input_is_refused_alike_on_every_rank_and_nobody_waits(pools):
+def test_bad_input_is_refused_alike_on_every_rank_and_no_rank_waits(pools):
     pool = pools(4)
     first, *others = pool.run(refusals)
     for each in first:
@@ -314,7 +316,7 @@ def used_by_torch(world) -> None:
     x = randn(4, 6, placement=where, sbp=sbp.split(1), seed=0)
     whole, weight, bias = (each.full_tensor().detach() for each in (x, layer.weight, layer.bias))
     expected = nn.functional.linear(whole, weight, bias)
-    with torch.inference_mode():  # operators come whole there
+    with torch.inference_mode():  # there operators are not decomposed
         torch.testing.assert_close(layer(x).full_tensor(), expected)
         torch.testing.assert_close((x @ layer.weight.t() + layer.bias).full_tensor(), expected)
         assert torch.equal(nn.Dropout().eval()(x).full_tensor(), whole)
@@ -327,7 +329,7 @@ def used_by_torch(world) -> None:
     torch.testing.assert_close(layer.weight.full_tensor().detach(), 2 * weight.double())
     again = copy.deepcopy(layer)
     assert again.weight.sbp == (sbp.split(0),)
-    for _ in range(2):  # gradients add up, however each of them lies
+    for _ in range(2):  # gradients accumulate, whatever the layout of each
         again(x.double()).square().sum().backward()
     twice = (2 * weight.double()).requires_grad_()
     loss = 2 * nn.functional.linear(whole.double(), twice, 2 * bias.double()).square().sum()
@@ -359,9 +361,9 @@ def never_silently(world) -> None:
         nn.functional.one_hot(index, 99)
     assert nn.functional.one_hot(index, 100).full_tensor().sum() == 2
     mesh = init_device_mesh("cpu", (4,))
-    for lies in (Partial("avg"), Partial("max")):
+    for one_sbp in (Partial("avg"), Partial("max")):
         with pytest.raises(LayoutError, match="no sbp"):
-            to_global(DTensor.from_local(torch.ones(3), mesh, [lies]), where, sbp.broadcast)
+            to_global(DTensor.from_local(torch.ones(3), mesh, [one_sbp]), where, sbp.broadcast)
     cut = randn(8, placement=where, sbp=sbp.split(0), seed=2)
     assert cut.to_global(where, sbp.split(0)) is cut
     # a second derivative follows a transfer, and is refused where a plain tensor is between

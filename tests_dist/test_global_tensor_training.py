@@ -18,7 +18,7 @@ def stepped(world) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(5, 7), nn.PReLU(), nn.Linear(7, 3)).double()
     grid = placement("cpu", ranks=[[0, 1], [2, 3]])
-    lies = {"0.weight": (sbp.split(0), sbp.broadcast), "2.weight": (sbp.split(1), sbp.split(0))}
+    sbps = {"0.weight": (sbp.split(0), sbp.broadcast), "2.weight": (sbp.split(1), sbp.split(0))}
     x = torch.randn(4, 5, dtype=torch.float64)
     on_some = placement("cpu", ranks=[1, 2, 0])
     for make in (
@@ -29,7 +29,7 @@ def stepped(world) -> None:
         lambda p: torch.optim.Adamax(p, foreach=True),
         lambda p: torch.optim.RMSprop(p, foreach=True, centered=True),
     ):
-        one, first = copy.deepcopy(plain), module_to_global(copy.deepcopy(plain), grid, lies)
+        one, first = copy.deepcopy(plain), module_to_global(copy.deepcopy(plain), grid, sbps)
         other = module_to_global(nn.Linear(3, 2).double(), on_some, {"*": sbp.split(0)})
         alone = nn.Linear(3, 2).double()
         alone.load_state_dict({name: each.full_tensor() for name, each in other.state_dict().items()})
@@ -51,7 +51,7 @@ def stepped(world) -> None:
         pairs = zip([*first.parameters(), *other.parameters()], [*one.parameters(), *alone.parameters()], strict=True)
         for a, b in pairs:
             torch.testing.assert_close(a.detach().full_tensor(), b.detach(), rtol=1e-9, atol=1e-9)
-        assert first[2].weight.sbp == lies["2.weight"]
+        assert first[2].weight.sbp == sbps["2.weight"]
 
 
 def test_optimizers_that_step_all_tensors_at_once_step_to_the_weights_of_one_device(pools):
@@ -63,7 +63,7 @@ def test_optimizers_that_step_all_tensors_at_once_step_to_the_weights_of_one_dev
 
 def leaves(world) -> None:
     where = placement("cpu", ranks=[2, 0, 3])
-    # a cut weight keeps its slice of a gradient that every member has whole; a sum in parts stays one
+    # a cut weight keeps its slice of a replicated gradient; a partial sum stays one
     weight = randn(6, 4, placement=where, sbp=sbp.split(0), seed=1, requires_grad=True)
     x = randn(4, placement=where, sbp=sbp.broadcast, seed=2)
     (weight @ x).softmax(0).square().sum().backward()
@@ -77,7 +77,7 @@ def leaves(world) -> None:
     again = copy.deepcopy(module_to_global(tied, where, {"0.weight": sbp.split(1), "1.weight": sbp.split(1)}))
     assert again[0].weight is again[1].weight is not tied[0].weight
     assert torch.equal(copy.deepcopy(weight).grad.full_tensor(), weight.grad.full_tensor())
-    # another tensor's values, where it lies alike
+    # another tensor's values, if its layout is the same
     weight.data = torch.zeros_like(weight)
     assert weight.requires_grad
     assert weight.full_tensor().eq(0).all()

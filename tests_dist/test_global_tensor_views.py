@@ -1,4 +1,4 @@
-"""Views of global tensors see what is written to their base, or are not read any more; sums in parts and infinity."""
+"""Views of global tensors see what is written to their base, or can no longer be read; partial sums and infinity."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_gathered_view_is_not_read_once_its_base_was_written_to(pools):
     pools(4).run(written_under_views)
 
 
-# ---- sums in parts and infinity
+# ---- partial sums and infinity
 
 
 def infinities(world) -> None:

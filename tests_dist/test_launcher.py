@@ -76,7 +76,7 @@ def test_ranks_end_when_the_launcher_is_killed_and_leave_nothing(running, folder
     assert within(5, lambda: not any(each.is_running() for each in family))
     assert left_in(folder) == []
     assert not [name for name in semaphores if Path(name).exists()]
-    assert "the process that started the ranks has gone" in said_by(out)
+    assert "the process that started the ranks has ended" in said_by(out)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda number: number.name)

@@ -45,5 +45,5 @@ def test_a_link_between_ranks_that_share_no_memory_is_refused():
 
 
 def test_a_link_without_bandwidth_is_refused():
-    with pytest.raises(PlanError, match="no link is like this"):
+    with pytest.raises(PlanError, match="a link cannot have this latency or bandwidth"):
         Link(latency_s=0.0, bytes_per_s=0)

@@ -11,7 +11,7 @@ OUT = Path(__file__).resolve().parents[1] / "docs" / "api"
 
 
 def page(name: str) -> str:
-    """One module: what it says of itself, then its public classes and functions."""
+    """Returns the page of a module: its docstring, then its public classes and functions."""
     module = importlib.import_module(name)
     lines = [f"# {name}", "", inspect.getdoc(module) or "", ""]
     for key, value in vars(module).items():

@@ -1,4 +1,4 @@
-"""Rebuilds the tables of the README files from the code and the raw rows; nobody types them.
+"""Rebuilds the generated tables of the README files from the code and from measured rows.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``--check`` fails when one is out of date.
 """
@@ -23,27 +23,35 @@ from shardwright.strategy import Strategy
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def file_of(strategy: Strategy) -> str:
+    """Returns the file that defines a strategy, relative to the folder of strategies."""
+    (module,) = (m for m in list(sys.modules.values()) if vars(m).get("STRATEGY") is strategy)
+    return f"{module.__name__.removeprefix('shardwright.strategies.').replace('.', '/')}.py"
+
+
 def strategies() -> str:
-    """The registry: what the command knows, in one table."""
+    """Returns the table of all registered strategies."""
     lines = ["| strategy | factor | does | source |", "|---|---|---|---|"]
     for name, strategy in sorted(STRATEGIES.items()):
-        does = (type(strategy).__doc__ or "").strip().splitlines()[0].replace("``", "`")
+        does = getattr(strategy, "does", type(strategy).__doc__ or "").strip().splitlines()[0].replace("``", "`")
         factor = f"`{strategy.axis}N`" if strategy.default else f"`{strategy.axis}N/{next(iter(strategy.options))}`"
-        lines.append(f"| [{name}](src/shardwright/strategies/{name}.py) | {factor} | {does} | {strategy.source} |")
+        lines.append(
+            f"| [{name}](src/shardwright/strategies/{file_of(strategy)}) | {factor} | {does} | {strategy.source} |"
+        )
     return "\n".join(lines)
 
 
 def texts(strategy: Strategy) -> list[tuple[str, str]]:
-    """Each option of a strategy and what it does."""
+    """Returns each option of a strategy and what it does."""
     return [(name, option.text) for name, option in strategy.options.items()]
 
 
 def options() -> str:
-    """Every option of every strategy; those that all strategies of an axis have, once."""
+    """Returns the table of all options; an option that all strategies of an axis have is listed once."""
     lines = ["| factor | option | does |", "|---|---|---|"]
     counts = Counter(pair for strategy in STRATEGIES.values() for pair in texts(strategy))
     for name, strategy in sorted(STRATEGIES.items()):
-        first = f"`{strategy.axis}N` ([{name}](../src/shardwright/strategies/{name}.py))"
+        first = f"`{strategy.axis}N` ([{name}](../src/shardwright/strategies/{file_of(strategy)}))"
         for option, text in texts(strategy):
             if counts[option, text] <= 2:
                 lines.append(f"| {first} | `/{option}` | {text} |")
@@ -54,7 +62,7 @@ def options() -> str:
 
 
 def plan() -> str:
-    """What ``show`` says of the memory and the traffic of the default model."""
+    """Returns the memory and traffic of the default model as ``show`` prints them."""
     config = GPTConfig()
     with without_values():
         job = Job(GPT(config), CrossEntropy())
@@ -66,7 +74,7 @@ def plan() -> str:
 
 
 def newest(folder: str) -> dict:
-    """The rows measured last; none where nothing has been measured yet."""
+    """Returns the rows measured last, or none if nothing has been measured yet."""
     found = sorted((ROOT / "benchmarks" / folder / "results").glob("*.json"))
     return json.loads(found[-1].read_text()) if found else {"table": []}
 
@@ -83,7 +91,7 @@ def gpt_step() -> str:
 
 
 def collectives() -> str:
-    """Ours beside gloo's own, in milliseconds."""
+    """Our collectives beside gloo's own, in milliseconds."""
     result = newest("collectives")
     lines = [
         "| ranks | message | call | gloo's own | messages | shared memory |",
@@ -125,7 +133,7 @@ def tensor_modes(model: str) -> str:
 
 
 def tensor_memory() -> str:
-    """What a rank holds under every tensor mode, and how many shares of one device that is."""
+    """What a rank holds under every tensor mode, also in shares of one device."""
     shares = "shares of one device"
     lines = [
         f"| model | layout | parameters, MB | {shares} | saved for backward, MB | {shares} |",
@@ -227,7 +235,7 @@ def pipeline_actions() -> str:
 
 
 def pipeline_lists() -> str:
-    """Building and simulating long lists."""
+    """The time to build and simulate long schedules."""
     lines = ["| schedule | actions | built in | simulated in |", "|---|---|---|---|"]
     for row in newest("pipeline_overhead").get("lists", ()):
         times = f"{row['build_s_median']:.2f} s | {row['simulate_s_median']:.2f} s"
@@ -259,7 +267,7 @@ def zero_copies() -> str:
 
 
 def code_of(name: str) -> str:
-    """A layout line of data parallel as code."""
+    """Returns a data-parallel layout line as code."""
     return f"`{name}`" if name.startswith("dp") else name
 
 
@@ -299,7 +307,7 @@ def global_rows(key: str) -> dict:
 
 
 def global_sweep() -> str:
-    """Transfers drawn by seed."""
+    """Random transfers with fixed seeds."""
     row = global_rows("sweep")["sweep"]
     lines = ["| transfers | wrong | sbp pairs | sources | destinations | seconds | CPU seconds, each rank |"]
     lines.append("|---|---|---|---|---|---|---|")
@@ -339,7 +347,7 @@ def global_redistribute() -> str:
 
 
 def code(name: str) -> str:
-    """A layout line as code; other names as they are."""
+    """Returns a layout line as code, and other names unchanged."""
     return f"`{name}`" if name.partition(" ")[2].startswith("mb") or name.startswith("mb") else name
 
 
@@ -372,7 +380,7 @@ TABLES = {
 
 
 def rebuilt(text: str) -> str:
-    """The text with every table made anew."""
+    """Returns the text with every generated table replaced."""
     for name, build in TABLES.items():
         start, end = f"<!-- table: {name} -->", "<!-- end -->"
         if start in text:

@@ -50,7 +50,8 @@ def measure(world, rounds):
     from shardwright.comm.backends.process_groups import ProcessChannel
 
     shared = world.everyone()
-    channel = ProcessChannel(world.transport, shared.ranks, "sockets")
+    begin = world.transport.call_starter(shared.ranks, "sockets")
+    channel = ProcessChannel(world.transport, shared.ranks, begin)
     axes = {"shared": shared, "sockets": Axis("world", shared.ranks, world.rank, channel)}
     rows = []
     for label, size in SIZES.items():

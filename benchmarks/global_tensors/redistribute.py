@@ -83,9 +83,9 @@ def transfers():
         union = placement("cpu", sorted({*a.ranks, *b.ranks}))
         gather = plan_to_global(shape, a, before, union, sbp.broadcast)
         row = {
-            "source": f"{source} {sbp.text(_tuple(before))}",
-            "destination": f"{destination} {sbp.text(_tuple(after))}",
-            "kinds": [leg.kind for leg in route.legs],
+            "source": f"{source} {sbp.sbp_text(_tuple(before))}",
+            "destination": f"{destination} {sbp.sbp_text(_tuple(after))}",
+            "kinds": [step.kind for step in route.steps],
             "bytes": route.moved_bytes(4),
             "gather_bytes": gather.moved_bytes(4),
         }

@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 import shardwright as sw
 from shardwright.strategies.pipeline.schedules import SCHEDULES, build
-from shardwright.strategies.pipeline.simulate import Times, simulate
+from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import machine, options_of, write
@@ -67,8 +67,8 @@ class _Sleep(Function):
             time.sleep(layer.weight_s)
             weight.grad = torch.ones(1) if weight.grad is None else weight.grad + 1
 
-        if layer.deferred is not None and layer.deferred.takes(weight):
-            layer.deferred.leave(work)
+        if layer.deferred is not None and layer.deferred.accepts(weight):
+            layer.deferred.append(work)
         else:
             work()
         return dy, None, None
@@ -130,7 +130,7 @@ def predicted(name, num_stages, num_microbatches, sleeps_s, transfer_s):
     """The simulator's timeline of the same schedule, with the times that the layers sleep."""
     schedule = build(name, num_stages, num_microbatches)
     share = num_stages / schedule.num_chunks
-    times = Times.equal(schedule.num_chunks, *(sleep_s * share for sleep_s in sleeps_s), transfer_s=transfer_s)
+    times = ChunkTimes.equal(schedule.num_chunks, *(sleep_s * share for sleep_s in sleeps_s), transfer_s=transfer_s)
     return simulate(schedule, times)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.strategies.pipeline.schedules import SCHEDULES, build
-from shardwright.strategies.pipeline.simulate import Memory, Times, simulate
+from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import machine, options_of, sized, write
@@ -157,7 +157,9 @@ def lists_table(repeats):
     for name in SCHEDULES:
         schedule, built_s = seconds(partial(build, name, *LARGE), repeats)
         count = schedule.num_chunks
-        timeline, simulated_s = seconds(partial(simulate, schedule, Times.equal(count), Memory.equal(count)), repeats)
+        timeline, simulated_s = seconds(
+            partial(simulate, schedule, ChunkTimes.equal(count), ChunkMemory.equal(count)), repeats
+        )
         found.append(
             {
                 "name": name,

@@ -43,7 +43,7 @@ class Watching(Tracker):
         self.copies = Counter()
 
     def mark(self):
-        for known in list(self._known.values()):
+        for known in list(self._entries.values()):
             storage = known.alive()
             if storage is not None and storage.nbytes() != known.num_bytes:
                 self._add(storage, known.kind)
@@ -52,7 +52,7 @@ class Watching(Tracker):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if who_asks() != "inside":  # what was made before the step counts too, and may be given memory in it
             given = [t for t in tree_leaves((args, kwargs)) if type(t) in (torch.Tensor, torch.nn.Parameter)]
-            self.hold("messages", [t for t in given if t.untyped_storage()._cdata not in self._known])
+            self.hold("messages", [t for t in given if t.untyped_storage()._cdata not in self._entries])
         result = super().__torch_dispatch__(function, types, args, kwargs)
         name = function.overloadpacket.__name__
         if name in COPIES:

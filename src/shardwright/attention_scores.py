@@ -1,4 +1,4 @@
-"""What attention does with scores, as torch does it: masks, the softmax of what is seen, and a dropout of one's own.
+"""Attention with torch's semantics and a custom dropout of the weights: masks, and the softmax of visible keys.
 
 B batch, T tokens, S tokens that queries see, N heads, D head width
 """
@@ -10,19 +10,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+Dropout = Callable[[Tensor], Tensor]
+
 
 def attend_dropping(
-    q_BNTD: Tensor,
-    k_BNSD: Tensor,
-    v_BNSD: Tensor,
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    drop: Callable[[Tensor], Tensor],
+    q_BNTD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask: Tensor | None, *, causal: bool, drop: Dropout
 ) -> Tensor:
-    """``scaled_dot_product_attention`` with a dropout of our own: (B, N, T, D).
+    """Computes ``scaled_dot_product_attention`` with the function ``drop`` applied to the weights: (B, N, T, D).
 
-    ``mask`` is added to the scores. A query that may see nothing gives zeros, as torch's does.
+    ``mask`` is added to the scores. A query that sees no key gives zeros, as torch's does.
 
     >>> q, mask = torch.ones(1, 1, 2, 4), torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
     >>> attend_dropping(q, q, q, mask, causal=False, drop=lambda weights: weights)[0, 0, :, 0]
@@ -33,7 +29,7 @@ def attend_dropping(
 
 
 def masked(scores_BNTS: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """The scores with ``mask`` added, those of later keys hidden if ``causal``: queries and keys begin together.
+    """Returns attention scores with ``mask`` added; if ``causal``, keys after each query's position are hidden.
 
     >>> masked(torch.zeros(1, 1, 2, 2), None, causal=True)[0, 0]
     tensor([[0., -inf],
@@ -46,7 +42,7 @@ def masked(scores_BNTS: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
 
 
 def softmax_of_seen(scores_BNTS: Tensor) -> Tensor:
-    """The weights of the keys that each query sees; zeros where it sees none.
+    """Returns the softmax of attention scores over the keys that each query sees; zeros where it sees none.
 
     >>> softmax_of_seen(torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf]]))
     tensor([[1., 0.],

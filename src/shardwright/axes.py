@@ -1,4 +1,4 @@
-"""The axes that a layout line can name: each is declared by the file of a strategy, and found here by all others.
+"""The registry of the axes that a layout line can name: each is declared in a strategy's file and registered here.
 
 ::
 
@@ -25,45 +25,37 @@ Options: TypeAlias = tuple[tuple[str, str | None], ...]
 """The options behind an axis, each a name and a value."""
 
 Kind = Literal["stages", "copies", "operators"]
-"""What the ranks along an axis have: stages of the model, copies of it (or slices of one) for samples of their own, or
+"""What the ranks along an axis hold: pipeline stages; copies of the model (or slices of one) for their own samples; or
 parts of the same operators, which they compute together."""
 
 WORDS = ("mb", "bf", "fp", "single", "recompute")
 KEYS = ("parallel", "microbatches", "precision", "recompute", "size", "options")
-"""What a line and a dictionary call other things than axes."""
+"""The words of a line and the keys of a dictionary that are not axes."""
 
 
 class MisfitError(Exception):
-    """Sizes or options that an axis cannot have: what is wrong, and the nearest sizes and options that work."""
+    """Raised for sizes or options that an axis cannot have: what is wrong, and the nearest ones that work."""
 
     def __init__(self, what: str, sizes: Sizes, options: Options, allowed: str = "") -> None:
         super().__init__(what)
         self.what, self.sizes, self.options, self.allowed = what, sizes, options, allowed
 
 
-def _as_given(sizes: Sizes, options: Options) -> tuple[Sizes, Options]:
-    return sizes, options
-
-
-def _options_alone(entry: Mapping[str, Any]) -> Sequence[str]:
-    return [entry.get("options", "")]
-
-
 @dataclass(frozen=True, eq=False)
 class LayoutAxis:
-    """One axis of a layout: how it is written, and which axes of the mesh its sizes are.
+    """One axis that a layout line can name (dp, tp, ...): how it is written, and which mesh axes its sizes are.
 
     Args:
-        name: what the line calls it.
+        name: its name in the line.
         order: its place in the line and in the mesh, slowest first. Ranks of the last axis are neighbours.
-        kind: what the ranks along it have.
+        kind: what the ranks along it hold.
         mesh_axes: the names of the mesh's axes, for a size of one number, of two, and so on.
-        sizes: how the sizes are written, for the texts of errors.
-        settle: gives the canonical sizes and options; raises MisfitError.
-        automatic: the options that become others before a strategy is chosen.
-        keyword: what the dictionary form calls it; without one that form cannot name it.
+        sizes: how the sizes are written, for error texts.
+        settle: returns the canonical sizes and options; raises MisfitError.
+        automatic: the options that are replaced by others before a strategy is chosen.
+        keyword: its key in the dictionary form; without one that form cannot name it.
         keys: the keys of its entry there beside ``size`` and ``options``, and the types of each: str, int.
-        written: the options that such an entry means, in the order of the line.
+        written: returns the options that such an entry means, in the order of the line.
 
     >>> axis = LayoutAxis("dp", 10, "copies", (("dp",), ("replica", "dp")), "dp4, or replicas x slices: dp2x4")
     >>> axis.all_mesh_axes
@@ -75,15 +67,15 @@ class LayoutAxis:
     kind: Kind
     mesh_axes: tuple[tuple[str, ...], ...]
     sizes: str
-    settle: Callable[[Sizes, Options], tuple[Sizes, Options]] = _as_given
+    settle: Callable[[Sizes, Options], tuple[Sizes, Options]] = lambda sizes, options: (sizes, options)
     automatic: tuple[str, ...] = ()
     keyword: str = ""
     keys: Mapping[str, Sequence[type]] = field(default_factory=dict)
-    written: Callable[[Mapping[str, Any]], Sequence[str]] = _options_alone
+    written: Callable[[Mapping[str, Any]], Sequence[str]] = lambda entry: [entry.get("options", "")]
 
     @property
     def all_mesh_axes(self) -> tuple[str, ...]:
-        """Every axis of the mesh that it may become, slowest first."""
+        """The names of all mesh axes that this layout axis may become, slowest first."""
         return tuple(dict.fromkeys(name for names in reversed(self.mesh_axes) for name in names))
 
 
@@ -91,7 +83,7 @@ _REGISTERED: dict[str, LayoutAxis] = {}
 
 
 def register(axis: LayoutAxis) -> None:
-    """From now on lines may name the axis.
+    """Adds an axis to those that a layout line (``dp2 tp4``) may name.
 
     Raises: LayoutError: another axis has one of its names, or its place.
 
@@ -115,11 +107,11 @@ def register(axis: LayoutAxis) -> None:
     for other in layout_axes().values():
         _check_apart(axis, other)
     _REGISTERED[axis.name] = axis
-    _forget()
+    _clear_caches()
 
 
 def _check_apart(axis: LayoutAxis, other: LayoutAxis) -> None:
-    """Raises LayoutError where two axes have a name or their place in common."""
+    """Raises LayoutError where two axes share a name or an order."""
     both = f"'{axis.name}' beside '{other.name}'"
     if axis.order == other.order:
         taken = [each.order for each in layout_axes().values()]
@@ -133,14 +125,14 @@ def _check_apart(axis: LayoutAxis, other: LayoutAxis) -> None:
 
 
 def unregister(axis: LayoutAxis) -> None:
-    """From now on no line can name the axis."""
+    """Removes an axis from those that a layout line may name."""
     del _REGISTERED[axis.name]
-    _forget()
+    _clear_caches()
 
 
-def _forget() -> None:
-    for known in (layout_axes, mesh_axes):
-        known.cache_clear()
+def _clear_caches() -> None:
+    layout_axes.cache_clear()
+    mesh_axes.cache_clear()
 
 
 def _clash(what: str, given: object, allowed: str, fix: str) -> LayoutError:
@@ -149,11 +141,11 @@ def _clash(what: str, given: object, allowed: str, fix: str) -> LayoutError:
 
 @cache
 def layout_axes() -> Mapping[str, LayoutAxis]:
-    """Every axis that a line can name, slowest first."""
+    """Returns every registered axis that a layout line can name, slowest first."""
     return {axis.name: axis for axis in sorted(_REGISTERED.values(), key=lambda axis: axis.order)}
 
 
 @cache
 def mesh_axes(kind: Kind | None = None) -> tuple[str, ...]:
-    """Every axis that a mesh may have, or those of a kind, slowest first."""
+    """Returns the names of every axis that a device mesh may have, or of those of a kind, slowest first."""
     return tuple(name for axis in layout_axes().values() if kind in (None, axis.kind) for name in axis.all_mesh_axes)

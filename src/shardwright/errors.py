@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each says what is wrong, what was given, what is allowed and how to fix it."""
+"""The errors that a user can get. Each gives what is wrong, what was given, what is allowed and how to fix it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def explain(what: str, *, given: object, allowed: object, fix: object) -> str:
-    """The text of every error: what is wrong, what was given, what is allowed, how to fix it.
+    """Returns the text of an error: what is wrong, what was given, what is allowed, how to fix it.
 
     >>> print(explain("no such axis", given="xp", allowed="pp, dp, cp, tp", fix="write pp"))
     no such axis
@@ -19,7 +19,7 @@ def explain(what: str, *, given: object, allowed: object, fix: object) -> str:
 
 
 class _ExplainedError(Exception):
-    """An error made from four parts, or from one text that holds them already (as unpickling makes it)."""
+    """An error made from four parts, or from one text that has them already (as unpickling makes it)."""
 
     def __init__(self, what: str, *, given: object = None, allowed: object = None, fix: object = None) -> None:
         self.what, self.given, self.allowed, self.fix = what, given, allowed, fix
@@ -27,21 +27,13 @@ class _ExplainedError(Exception):
 
 
 class LayoutError(_ExplainedError, ValueError):
-    """A layout that cannot be run: a wrong line, or sizes that do not fit the model or the ranks.
-
-    >>> raise LayoutError("no such axis", given="xp", allowed="pp, dp, cp, tp", fix="write pp")
-    Traceback (most recent call last):
-    shardwright.errors.LayoutError: no such axis
-      given:   xp
-      allowed: pp, dp, cp, tp
-      fix:     write pp
-    """
+    """Raised for a layout that cannot run: a wrong line, or sizes that do not fit the model or the ranks."""
 
 
 class GridError(LayoutError):
-    """A grid that a model's layers do not fit; ``path`` names the layer that is too small, if there is one.
+    """Raised for a tensor-parallel grid that layers do not fit; ``path`` names the layer that is too small, if any.
 
-    The caller that knows the whole layout catches this error and adds the grids that do fit.
+    The caller that has the whole layout catches this error and adds the grids that do fit.
     """
 
     def __init__(self, what: str, *, path: str | None = None, **parts: object) -> None:
@@ -50,23 +42,23 @@ class GridError(LayoutError):
 
 
 class PlanError(_ExplainedError, ValueError):
-    """A model, loss or optimizer that cannot run as asked."""
+    """Raised for a model, loss or optimizer that cannot run as asked."""
 
 
 class CheckpointError(_ExplainedError, ValueError):
-    """A checkpoint that cannot be written, or one that is missing, broken or foreign."""
+    """Raised for a checkpoint that cannot be written, or that is missing, broken or foreign."""
 
 
 class CommunicationError(_ExplainedError, RuntimeError):
-    """Ranks that disagree on a call, wait for each other for ever, or have lost one of them."""
+    """Raised when ranks disagree on a call, deadlock, or have lost one of them."""
 
 
 class RankFailedError(_ExplainedError, RuntimeError):
-    """One rank raised or died, and ended the run; the message starts with that rank's own traceback."""
+    """Raised when a rank raised or died and ended the run; the message starts with its own traceback."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word most like ``word``; the first one when none is.
+    """Returns the known word most like a mistyped ``word``; the first one when none is alike.
 
     >>> nearest("lerning_rate", ["steps", "learning_rate"])
     'learning_rate'
@@ -87,23 +79,3 @@ def check_at_least(name: str, value: int, least: int, *, fix: str) -> None:
     """
     if value < least:
         raise LayoutError(f"'{name}' is too small", given=value, allowed=f"{least} or more", fix=fix)
-
-
-def check_cut(name: str, dim: int, size: int, axis: str, parts: int) -> None:
-    """Raises LayoutError when a cut of ``size`` over ``parts`` ranks leaves one with nothing.
-
-    >>> check_cut("up.weight", 0, 3, "tp", 4)
-    Traceback (most recent call last):
-    shardwright.errors.LayoutError: cannot cut 'up.weight' dim 0 over axis 'tp'
-      given:   size 3, tp=4: 1 rank would hold nothing
-      allowed: tp from 1 to 3
-      fix:     set tp=3, or move the other ranks to 'dp'
-    """
-    if size < parts:  # an uneven cut is fine; an empty slice is not
-        empty = parts - size
-        raise LayoutError(
-            f"cannot cut '{name}' dim {dim} over axis '{axis}'",
-            given=f"size {size}, {axis}={parts}: {empty} rank{'s' * (empty > 1)} would hold nothing",
-            allowed=f"{axis} from 1 to {size}",
-            fix=f"set {axis}={size}, or move the other ranks to 'dp'",
-        )

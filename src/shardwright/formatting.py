@@ -1,4 +1,4 @@
-"""Numbers written for a person, with units, and for a program, as JSON."""
+"""Numbers as text: with units for people, as JSON for programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON as every reader takes it: a number that is not finite is null.
+    """Returns standard JSON: a number that is not finite becomes null.
 
     >>> json_text({"loss": float("nan"), "steps": (1, float("inf"))})
     '{"loss": null, "steps": [1, null]}'
@@ -26,7 +26,7 @@ def _finite(value: Any) -> Any:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes in the largest binary unit that leaves a number of at least one.
+    """Formats bytes in the largest binary unit of which there is at least one.
 
     >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(12)
     ('1.5 KiB', '3.0 GiB', '12 B')
@@ -38,7 +38,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A count with a decimal prefix.
+    """Formats a count with a decimal prefix.
 
     >>> format_count(1234), format_count(3_400_000), format_count(7)
     ('1.2 k', '3.4 M', '7')
@@ -50,7 +50,7 @@ def format_count(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration as hours, minutes and seconds, or in milliseconds when it is short.
+    """Formats a duration as hours, minutes and seconds, or in milliseconds when it is short.
 
     >>> format_duration(0.012), format_duration(75), format_duration(4000)
     ('12 ms', '1 min 15 s', '1 h 06 min')

@@ -1,14 +1,15 @@
-"""The one place that replaces a module's ``forward``: wrappers by rung, in one order.
+"""The one place that replaces a ``forward`` of a run's modules: wrappers in a fixed order of nesting (rungs).
 
 ::
 
     module(x) -> hooks        UNSHARD > GATHER > FRAME                         run by torch, outside of the forward
                  forward      OFFLOAD > RECOMPUTE > CONTRIBUTE_ONCE > ...      run by this stack, outermost first
-                 own code     the class's forward, or the one that a user has put on the module
+                 own code     the class's forward, or one that the user has assigned to the module
 
-A wrapper states its rung, and the rung decides where it stands; the order in which strategies come does not. The
-forwards are composed when a wrapper is added: ``module.forward`` *is* the composed function, so that a call costs what
-the wrappers cost and nothing more. The record of them stands beside it, see :func:`stack_of`.
+The order of the rungs, not the order in which strategies add wrappers, decides how wrappers nest. Hooks run in the
+order of their registration and are only recorded here. The forwards are composed when a wrapper is added:
+``module.forward`` *is* the composed function, so the stack itself costs nothing per call. :func:`stack_of` returns the
+record of the wrappers.
 """
 
 from __future__ import annotations
@@ -25,41 +26,41 @@ Forward = Callable[..., Any]
 
 
 class Rung(IntEnum):
-    """Where a wrapper stands, outermost first. The order is part of the results: each line says why it is there."""
+    """The fixed order in which wrappers nest around a forward, outermost first; comments give each one's reason."""
 
-    # hooks: torch runs them around the forward, and not again where a block is computed a second time
-    UNSHARD = 1  # ZeRO gathers parameters first: all below read them
-    GATHER = 2  # an input that lies cut is made whole before the hooks of a user see it
-    FRAME = 3  # around the whole model's forward: its input is cut, its output gathered, its begin and end are noted
+    # hooks: torch runs them around the forward, and not again where a block is recomputed
+    UNSHARD = 1  # ZeRO unshards parameters first: all below read them
+    GATHER = 2  # a cut input is gathered before the user's hooks see it
+    FRAME = 3  # around the model's forward: cuts its input, gathers its output, notes its begin and end
 
     # wrappers of the forward
-    OFFLOAD = 4  # outside of all that computes: what autograd saves anywhere below goes to host memory or disk
-    RECOMPUTE = 5  # outside of all whose results it drops: the second run repeats everything below
-    CONTRIBUTE_ONCE = 6  # inside RECOMPUTE: also in the second run these parameters are constants
-    CALLERS = 7  # refuses callers that were not followed, before anything is sent
-    FOLLOWED = 8  # notes which module runs, for the CALLERS of modules inside
-    ENTRY = 9  # gathers an input once, for several operators inside the module's own code
-    OPERATOR = 10  # tensor-parallel and spatial operators: most run in place of the module's code and all below
-    ATTEND = 11  # no wrapper: a function that the module's own code calls, exchanged
-    NO_SAMPLES = 12  # around torch's own code, and around DROPOUT in it: both fail on an empty batch
-    STATISTICS = 13  # BatchNorm over all samples, in place of torch's code; an OPERATOR may call it on its rows
+    OFFLOAD = 4  # outside of all that computes: everything that autograd saves below is offloaded
+    RECOMPUTE = 5  # outside of all whose activations it drops: the recomputation repeats everything below
+    CONTRIBUTE_ONCE = 6  # inside RECOMPUTE: these parameters are constants in the recomputation too
+    CALLERS = 7  # refuses callers that the analysis has not followed, before anything is sent
+    FOLLOWED = 8  # notes which module runs, for CALLERS of the modules inside
+    ENTRY = 9  # gathers an input once for several operators inside the module's own code
+    OPERATOR = 10  # tensor-parallel and spatial operators: most replace the module's code and all below
+    ATTEND = 11  # no wrapper: replaces a function that the module's own code calls
+    NO_SAMPLES = 12  # around torch's own code and DROPOUT: both fail on an empty batch
+    STATISTICS = 13  # BatchNorm over all samples, in place of torch's code; an OPERATOR may call it
     DROPOUT = 14  # masks that do not depend on the layout, in place of torch's code
-    SPLIT_BACKWARD = 15  # in place of torch's code, for layers that nothing else has changed
-    GUARD = 16  # no wrapper: the module's class, whose parameters refuse to be read by other code
+    SPLIT_BACKWARD = 15  # in place of torch's code, for layers without other wrappers
+    GUARD = 16  # no wrapper: replaces the module's class, so that other code cannot read its parameters
 
 
 SEVERAL = frozenset((Rung.FRAME, Rung.CALLERS, Rung.FOLLOWED, Rung.STATISTICS))
-"""The rungs on which several wrappers may stand, the later one outside; on any other a second one is an error."""
-
+"""The rungs that may have several wrappers, the later one outside; on any other a second one is an error."""
 
 NO_FORWARD = frozenset((Rung.UNSHARD, Rung.GATHER, Rung.FRAME, Rung.ATTEND, Rung.GUARD))
-"""The rungs of what is no wrapper of the forward: torch's hooks, functions exchanged, classes."""
+"""The rungs that do not wrap the forward: torch's hooks, replaced functions, replaced classes."""
 
 
 class Wrapper(NamedTuple):
-    """One entry of a stack. ``around`` makes the new forward from the one inside; None for what is no forward.
+    """One wrapper around a module's forward: ``around(inner)`` returns the new forward.
 
-    ``replaces``: it runs in place of all that stands below.
+    ``around`` is None for a hook, a swapped function or a class, which are only recorded here. ``replaces``: the new
+    forward runs in place of everything below it.
     """
 
     rung: Rung
@@ -70,23 +71,23 @@ class Wrapper(NamedTuple):
 
 
 class ForwardStack:
-    """What stands around one module's own forward, outermost first."""
+    """All wrappers around one module's own forward, outermost first. Made by :func:`stack_of`."""
 
     def __init__(self, original: Forward | None = None, wrappers: tuple[Wrapper, ...] = ()) -> None:
         self.wrappers = wrappers
         self.forward: Forward | None = original
-        """The composed forward; None while the module has its class's."""
+        """The composed forward; None while the module has that of its class."""
         self._original = original
 
     def __reduce__(self) -> tuple[type[ForwardStack], tuple[Any, ...]]:
-        """A copy is a record: the module's copied ``forward`` is composed already, and what made it stays behind."""
+        """Copies the record only: the copied module's ``forward`` is composed already."""
         return ForwardStack, (None, tuple(each._replace(around=None) for each in self.wrappers))
 
     def __str__(self) -> str:
         return "\n".join(f"{each.rung.name:<15}  {each.name} (by {each.by})" for each in self.wrappers)
 
     def _add(self, wrapper: Wrapper, own: Forward) -> None:
-        """Puts the wrapper on its rung; ``own`` is the module's code."""
+        """Inserts the wrapper on its rung and composes the forward; ``own`` is the module's code."""
         place = sum(each.rung < wrapper.rung for each in self.wrappers)
         self.wrappers = (*self.wrappers[:place], wrapper, *self.wrappers[place:])
         if wrapper.around is not None:
@@ -99,7 +100,7 @@ _KEY = "_forward_stack"
 
 
 def stack_of(module: nn.Module) -> ForwardStack:
-    """The stack around a module's forward; an empty one where nothing was added.
+    """Returns the record of the wrappers around a module's forward; an empty one if it has none.
 
     >>> layer = nn.ReLU()
     >>> wrap(layer, Rung.RECOMPUTE, "recompute", by="core", around=lambda inner: lambda x: inner(x))
@@ -112,17 +113,17 @@ def stack_of(module: nn.Module) -> ForwardStack:
     forward = vars(module).get("forward")
     if stack is not None and stack.forward is forward:
         return stack
-    # in a copy, or where a user has assigned a forward since, what is there now is the module's own code
+    # a copied module, or one whose forward the user has assigned since: that forward is its own code now
     return ForwardStack(forward, () if stack is None else tuple(e for e in stack.wrappers if e.rung in NO_FORWARD))
 
 
 def wrap(
     module: nn.Module, rung: Rung, name: str, *, by: str, around: Callable[[Forward], Forward], replaces: bool = False
 ) -> None:
-    """Puts ``around(inner)`` on a rung of the module's forward, where ``inner`` is all that stands below.
+    """Wraps a module's forward: puts ``around(inner)`` at its place (rung) in the order; ``inner`` is all below it.
 
-    ``around`` may be called again, when something is put below. ``name`` says what it does and ``by`` which strategy
-    put it there, or "core". With ``replaces`` what it makes does not run ``inner``; see :func:`set_forward`.
+    ``around`` is called again whenever a wrapper is added below. ``name`` says what it does and ``by`` which strategy
+    added it, or "core". With ``replaces`` the new forward does not call ``inner``; see :func:`set_forward`.
 
     Raises: PlanError: the rung is taken.
 
@@ -136,6 +137,7 @@ def wrap(
       fix:     leave one of the two out, or give it a rung of its own
     """
     stack = stack_of(module)
+    assert rung not in NO_FORWARD, f"{rung.name} is no wrapper of the forward: record() it"
     taken = next((each for each in stack.wrappers if each.rung == rung and rung not in SEVERAL), None)
     if taken is not None:
         raise PlanError(
@@ -144,14 +146,13 @@ def wrap(
             allowed=f"one on a rung; several on {', '.join(each.name for each in sorted(SEVERAL))}",
             fix="leave one of the two out, or give it a rung of its own",
         )
-    own: Forward = module.forward
-    stack._add(Wrapper(rung, name, by, around, replaces), own)
+    stack._add(Wrapper(rung, name, by, around, replaces), module.forward)
     vars(module)[_KEY] = stack
     module.forward = stack.forward  # type: ignore[assignment]
 
 
 def set_forward(module: nn.Module, rung: Rung, name: str, *, by: str, forward: Forward) -> None:
-    """Puts ``forward`` on a rung, in place of the module's code and of all that stands below. Raises: as :func:`wrap`.
+    """Replaces a module's forward and all wrappers on lower rungs by ``forward``. Raises: as :func:`wrap`.
 
     >>> layer = nn.ReLU()
     >>> set_forward(layer, Rung.OPERATOR, "doubled", by="toy", forward=lambda x: 2 * x)
@@ -162,7 +163,7 @@ def set_forward(module: nn.Module, rung: Rung, name: str, *, by: str, forward: F
 
 
 def record(module: nn.Module, rung: Rung, name: str, *, by: str) -> None:
-    """Records, for :func:`stack_of`, what is done on one of the rungs :data:`NO_FORWARD`.
+    """Records, for :func:`stack_of`, a change that torch runs outside of the forward (rungs :data:`NO_FORWARD`).
 
     >>> layer = nn.ReLU()
     >>> record(layer, Rung.UNSHARD, "gathers parameters", by="zero")
@@ -172,6 +173,3 @@ def record(module: nn.Module, rung: Rung, name: str, *, by: str) -> None:
     stack = stack_of(module)
     stack._add(Wrapper(rung, name, by), module.forward)
     vars(module)[_KEY] = stack
-
-
-__all__ = ["SEVERAL", "Forward", "ForwardStack", "Rung", "Wrapper", "record", "set_forward", "stack_of", "wrap"]

@@ -1,15 +1,15 @@
-"""Grids of ranks as numbers: which shapes a mode may have, and which one it has when only the ranks are given."""
+"""Shapes of tensor-parallel grids (2d, 2.5d, 3d): which a mode may have, and its default for a number of ranks."""
 
 from __future__ import annotations
 
-from math import isqrt
+from math import isqrt, prod
 
 NUM_SIDES = {"2d": 2, "2.5d": 3, "3d": 3}
-"""How many numbers the grid of a mode has."""
+"""The number of sides of a mode's grid."""
 
 
 def default_shape(mode: str, num_ranks: int, depth: int = 1) -> tuple[int, ...]:
-    """The grid a mode makes of so many ranks; of depths that divide them, the one nearest to ``depth``.
+    """Returns a mode's default grid of so many ranks; of the depths that divide them, the one nearest to ``depth``.
 
     >>> default_shape("2d", 8), default_shape("2.5d", 8, 2), default_shape("3d", 12)
     ((2, 4), (2, 2, 2), (2, 2, 3))
@@ -26,22 +26,15 @@ def default_shape(mode: str, num_ranks: int, depth: int = 1) -> tuple[int, ...]:
 
 
 def shapes(mode: str, num_ranks: int) -> list[tuple[int, ...]]:
-    """Every grid that a mode can have with so many ranks, the most even first; without a mode, the one line of them.
+    """Returns every grid shape that a tensor-parallel mode can have with so many ranks, the most even first.
+
+    Without a mode, the shape is 1-D.
 
     >>> shapes("2d", 4), len(shapes("3d", 8)), shapes("", 4)
     ([(2, 2), (1, 4), (4, 1)], 10, [(4,)])
     """
     found: list[tuple[int, ...]] = [()]
     for _ in range(NUM_SIDES.get(mode, 1) - 1):
-        found = [(*sides, n) for sides in found for n in _divisors(_left(num_ranks, sides))]
-    return sorted(((*sides, _left(num_ranks, sides)) for sides in found), key=lambda sides: (max(sides), sides))
-
-
-def _left(num_ranks: int, sides: tuple[int, ...]) -> int:
-    for side in sides:
-        num_ranks //= side
-    return num_ranks
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+        remaining = {sides: num_ranks // prod(sides) for sides in found}
+        found = [(*sides, n) for sides, left in remaining.items() for n in range(1, left + 1) if left % n == 0]
+    return sorted(((*sides, num_ranks // prod(sides)) for sides in found), key=lambda sides: (max(sides), sides))

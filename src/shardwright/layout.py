@@ -1,12 +1,12 @@
-"""The layout line: what a person asks for, read, checked for syntax and printed in one canonical form.
+"""The layout line: the user's description of a run, parsed, checked for syntax and printed in one canonical form.
 
     pp2/1f1b mb8 dp2/zero1 tp2x2/2d bf16
     |   |    |   |         |   |    +-- a word: mbN, mbN/own-statistics, bf16, fp16, recompute:...
     |   |    |   |         |   +------- an option of its axis
     |   |    |   |         +----------- an axis and its size; a grid has two or three numbers
 
-Items come in any order and are printed in one: pp, mb, dp, cp, tp, precision, recompute. The strategies' files say
-which axes there are, how their sizes are written and which options they have: see :mod:`shardwright.axes`.
+Items come in any order and are printed in one: pp, mb, dp, cp, tp, precision, recompute. The files of the strategies
+declare the axes, their sizes and their options: see :mod:`shardwright.axes`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwright.errors import LayoutError, nearest
 from shardwright.mesh import Mesh
 
 Precision = Literal["fp32", "bf16", "fp16"]
-"""What the operators compute in."""
+"""The dtype that the operators compute in."""
 
 MAX_SIZE = 2**20
 """The most ranks one factor may have, and the most microbatches."""
@@ -35,7 +35,7 @@ _SIZED = re.compile(r"([a-z]+)([0-9]+(?:x[0-9]+){0,2})((?:/.*)?)")
 _OPTION = re.compile(r"file:\S+|[a-z0-9.-]+(?::[^/\s]+)?")
 _OPTIONS = "name or name:value; names of a-z, 0-9, '.' and '-'; no spaces, and '/' only behind file:"
 _TOP = {"microbatches": (str, int), "precision": (str,), "recompute": (str,)}  # of the dictionary form
-_Settled: TypeAlias = "tuple[tuple[int, ...], tuple[Option, ...]]"
+_Canonical: TypeAlias = "tuple[tuple[int, ...], tuple[Option, ...]]"
 
 
 class _ItemError(Exception):
@@ -65,7 +65,7 @@ def _is_count(value: object, least: int = 1) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One ``/name`` or ``/name:value`` behind an axis; what it means, a strategy says.
+    """One ``/name`` or ``/name:value`` behind an axis of a layout line, such as ``/zero3``; a strategy defines it.
 
     Raises: LayoutError: a name or a value outside the grammar; only ``file`` may have a ``/`` in its value.
 
@@ -87,11 +87,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One axis of a layout: its sizes and its options, in canonical form once built.
+    """One axis of a layout with its sizes and options, such as ``dp2x4/zero3``, in canonical form once built.
 
-    A tensor-parallel grid given by its number of ranks becomes explicit: the most square one with
-    rows <= columns, under the given depth for ``2.5d``, the most cubic one for ``3d``. Options lie in one
-    order: bare ones, names with a digit first; then those with a value; ``file`` last.
+    A tensor-parallel grid given by its number of ranks becomes explicit: the most square one with rows <= columns,
+    under the given depth for ``2.5d``, the most cubic one for ``3d``. Options are sorted: bare ones, names with a digit
+    first; then those with a value; ``file`` last.
 
     Raises: LayoutError: an unknown axis, sizes that do not fit it or its grid, an option twice.
 
@@ -108,7 +108,7 @@ class Factor:
 
     def __post_init__(self) -> None:
         try:
-            sizes, options = _settle(self.axis, tuple(self.sizes), tuple(self.options))
+            sizes, options = _canonical(self.axis, tuple(self.sizes), tuple(self.options))
         except _ItemError as wrong:
             raise _error(wrong.args[0], self, *wrong.args[1:]) from None
         object.__setattr__(self, "sizes", sizes)
@@ -116,29 +116,29 @@ class Factor:
 
     @property
     def size(self) -> int:
-        """How many ranks lie along the axis: the product of its sizes."""
+        """The number of ranks along the axis: the product of its sizes."""
         return prod(self.sizes)
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The axes of the mesh that the sizes belong to, in their order."""
+        """The mesh axes that the sizes belong to, in their order."""
         return layout_axes()[self.axis].mesh_axes[len(self.sizes) - 1]
 
     def option(self, name: str) -> Option | None:
-        """The option of that name, if it was given."""
+        """Returns the option ``/name`` of this axis, or None if the layout does not give it."""
         return next((option for option in self.options if option.name == name), None)
 
     def __str__(self) -> str:
-        return _show(self.axis, self.sizes, self.options)
+        return _item_text(self.axis, self.sizes, self.options)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a person asks for: how many ranks along each axis, and what each axis does.
+    """What a user asks for: the number of ranks along each axis, and what each axis does.
 
-    Factors lie in the order pp, dp, cp, tp; ``parse(str(layout)) == layout``. ``own_statistics``: of each microbatch.
+    Factors are in the order pp, dp, cp, tp; ``parse(str(layout)) == layout``. ``own_statistics``: of each microbatch.
 
-    Raises: LayoutError: an axis twice, or a value that the line could not say.
+    Raises: LayoutError: an axis twice, or a value that the line cannot express.
 
     >>> layout = Layout((Factor("tp", (4,)), Factor("dp", (2,), (Option("zero1"),))), precision="bf16")
     >>> str(layout), layout.num_ranks, str(layout.mesh)
@@ -170,7 +170,7 @@ class Layout:
 
     @classmethod
     def parse(cls, line: str) -> Layout:
-        """Reads a layout line, its items in any order; ``mb1`` is what a line without ``mb`` has.
+        """Parses a layout line, its items in any order; a line without ``mb`` has ``mb1``.
 
         Raises: LayoutError: a line outside the grammar; the text ends in the nearest line that works.
 
@@ -188,7 +188,7 @@ class Layout:
         wrong = None if items else ("the line is empty", _items())
         for item in items if items != ["single"] else ():
             text = item
-            for _ in range(5):  # mending one fault can uncover another
+            for _ in range(5):  # fixing one error can uncover another
                 try:
                     slot, value = _read_item(text)
                 except _ItemError as problem:
@@ -208,15 +208,15 @@ class Layout:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, object]) -> Layout:
-        """Reads the nested dictionary form, which may also lie under one outer key ``parallel``.
+        """Parses the nested dictionary form, which may also be under one outer key ``parallel``.
 
-        ``data``, ``pipeline``, ``context`` and ``tensor`` are each a number of ranks or a dictionary of
-        ``size`` (4, or ``"2x4"`` as in the line), ``options`` (the rest as in the line: ``"sp"``), and
-        ``zero`` (0 is plain) for data, ``schedule`` and ``microbatches`` for pipeline, ``mode`` (1d, 2d,
-        2.5d, 3d) and ``depth`` for tensor. Beside them: ``microbatches`` (8, or ``"8/own-statistics"``),
-        ``precision``, ``recompute``. ``None`` is no key. An axis of size 1 is left out.
+        ``data``, ``pipeline``, ``context`` and ``tensor`` are each a number of ranks or a dictionary of ``size`` (4, or
+        ``"2x4"`` as in the line), ``options`` (the rest as in the line: ``"sp"``), and ``zero`` (0 is plain) for data,
+        ``schedule`` and ``microbatches`` for pipeline, ``mode`` (1d, 2d, 2.5d, 3d) and ``depth`` for tensor. Beside
+        them: ``microbatches`` (8, or ``"8/own-statistics"``), ``precision``, ``recompute``. A value of ``None`` counts
+        as a missing key. An axis of size 1 is left out.
 
-        Raises: LayoutError: an unknown key, a value of the wrong type, or a layout that cannot be.
+        Raises: LayoutError: an unknown key, a value of the wrong type, or an impossible layout.
 
         >>> tensor = {"size": 8, "mode": "2.5d", "depth": 2}
         >>> str(Layout.from_dict({"parallel": {"data": {"size": 4, "zero": 3}, "tensor": tensor}}))
@@ -234,20 +234,16 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks on their named axes; an axis of size 1 stays.
-
-        >>> str(Layout.parse("pp2 dp2x4/zero3 tp2x3/2d").mesh)
-        'pp=2 replica=2 dp=4 row=2 col=3'
-        """
+        """The mesh (grid of ranks) of the layout; an axis of size 1 stays in it."""
         return Mesh(**{a: n for f in self.factors for a, n in zip(f.mesh_axes, f.sizes, strict=True)})
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the layout takes."""
+        """The number of ranks that the layout needs."""
         return prod(factor.size for factor in self.factors)
 
     def factor(self, axis: str) -> Factor | None:
-        """What the layout says of ``axis``, if it names it."""
+        """Returns the sizes and options of ``axis`` in this layout, or None if the layout does not name it."""
         return next((factor for factor in self.factors if factor.axis == axis), None)
 
     def __str__(self) -> str:
@@ -257,19 +253,19 @@ class Layout:
         return " ".join(item for item in items if item not in ("mb1", "fp32", "")) or "single"
 
 
-def _show(axis: str, sizes: Iterable[int], options: Iterable[Option]) -> str:
+def _item_text(axis: str, sizes: Iterable[int], options: Iterable[Option]) -> str:
     return "/".join([axis + "x".join(map(str, sizes)), *map(str, options)])
 
 
-def _settle(axis: str, sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Settled:
-    """The canonical sizes and options of a factor."""
-    if (known := layout_axes().get(axis)) is None:
+def _canonical(axis: str, sizes: tuple[int, ...], options: tuple[Option, ...]) -> _Canonical:
+    """The canonical sizes and options of a factor; raises _ItemError with the nearest item that works."""
+    if (declared := layout_axes().get(axis)) is None:
         raise _ItemError("no such axis", ", ".join(layout_axes()), nearest(str(axis), layout_axes()) + "4")
-    first = {option.name: option for option in reversed(options)}
+    first = {option.name: option for option in reversed(options)}  # of equal names, the first one given
     kept = tuple(option for option in options if first[option.name] is option)
     counts = [min(max(size, 1), MAX_SIZE) if isinstance(size, int) else 1 for size in sizes] or [1]
-    most = len(known.mesh_axes)
-    fewer = [prod(counts[:-1]), counts[-1]] if most == 2 else [prod(counts)]
+    most = len(declared.mesh_axes)
+    fewer = [prod(counts[:-1]), counts[-1]] if most == 2 else [prod(counts)]  # the same ranks in fewer numbers
     for wrong, what, mended in (
         (prod(counts) > MAX_SIZE, f"'{axis}' has more than {MAX_SIZE} ranks", [MAX_SIZE]),
         (not sizes or not all(map(_is_count, sizes)), f"sizes are integers from 1 to {MAX_SIZE}", counts),
@@ -277,12 +273,12 @@ def _settle(axis: str, sizes: tuple[int, ...], options: tuple[Option, ...]) -> _
         (len(counts) > most, f"'{axis}' has too many numbers", fewer),
     ):
         if wrong:
-            raise _ItemError(what, known.sizes, _show(axis, mended, kept))
+            raise _ItemError(what, declared.sizes, _item_text(axis, mended, kept))
     try:
-        sizes, settled = known.settle(sizes, tuple((option.name, option.value) for option in kept))
+        sizes, settled = declared.settle(sizes, tuple((option.name, option.value) for option in kept))
     except MisfitError as misfit:
-        shown = _show(axis, misfit.sizes, [Option(*pair) for pair in misfit.options])
-        raise _ItemError(misfit.what, misfit.allowed or known.sizes, shown) from None
+        shown = _item_text(axis, misfit.sizes, [Option(*pair) for pair in misfit.options])
+        raise _ItemError(misfit.what, misfit.allowed or declared.sizes, shown) from None
     kept = tuple(Option(*pair) for pair in settled)
     # a name with a digit is nearly always the mode (zero3, 1f1b, 2d); file is last, to be read back
     keys = [(o.name == "file", o.value is not None, not re.search("[0-9]", o.name), o.name) for o in kept]
@@ -290,12 +286,12 @@ def _settle(axis: str, sizes: tuple[int, ...], options: tuple[Option, ...]) -> _
 
 
 def _number(digits: str) -> int:
-    """The number that ``digits`` write, cut off above ``MAX_SIZE``: Python refuses to read very long ones."""
+    """The value of ``digits``, cut off above ``MAX_SIZE``: Python refuses to parse very long ones."""
     return min(int(digits.lstrip("0")[:8] or "0"), MAX_SIZE + 1)
 
 
 def _read_item(item: str) -> tuple[str, object]:
-    """An item's value, and what of: an axis or a field of ``Layout``."""
+    """The value of an item, after the axis or the field of ``Layout`` that it sets."""
     if item in ("bf16", "fp16"):
         return "precision", item
     if (match := re.fullmatch(f"mb([0-9]+)(/{OWN})?", item)) and _is_count(_number(match[1])):
@@ -311,23 +307,23 @@ def _read_item(item: str) -> tuple[str, object]:
             fix = "/".join([axis + numbers, *filter(_OPTION.fullmatch, lower)])
             raise _ItemError("an option is not well formed", _OPTIONS, fix)
         options = tuple(Option(name, value if colon else None) for name, colon, value in parts)
-        return axis, Factor(axis, *_settle(axis, tuple(map(_number, numbers.split("x"))), options))
+        return axis, Factor(axis, *_canonical(axis, tuple(map(_number, numbers.split("x"))), options))
     known = {"single": "it stands alone", "fp32": "it is what a line without bf16 or fp16 has"}
     raise _ItemError(known.get(item, "no such item"), _items(), _guess(item))
 
 
 def _items() -> str:
-    """What a line may hold."""
+    """The items that a line may have, for error texts."""
     axes = " ".join(f"{axis}N" for axis in layout_axes())
     return f"single, or {axes} /options, {_WORDS}; N from 1"
 
 
 def _guess(item: str) -> str:
-    """The item that ``item`` was meant to be, as far as its letters tell; "" when they tell nothing."""
+    """The item that ``item`` was meant to be, guessed from its letters; "" if there is no guess."""
     head, slash, options = item.partition("/")
     letters = re.sub("[^a-z].*", "", head.lower())[:20]
     size = "".join(re.findall("[0-9]+(?:x[0-9]+){0,2}", head.lower())[:1])
-    # one wrong letter of two is a slip of the hand when a number follows, another word when not
+    # one wrong letter of two is a typing error when a number follows, else another word
     words = (*layout_axes(), "mb", "bf16", "fp16", "recompute:full")
     meant = "".join(get_close_matches(letters, words, n=1, cutoff=0.5 if size else 0.6))
     if meant == "mb":
@@ -338,7 +334,7 @@ def _guess(item: str) -> str:
 
 
 def _checked(where: str, given: object, known: Mapping[str, Sequence[type]]) -> dict[str, Any]:
-    """The entries of ``given`` that are not None, each of a known key and its types; a bool is no integer."""
+    """The entries of ``given`` that are not None, each checked for a known key and its types; a bool is no integer."""
     if not isinstance(given, Mapping):
         raise _error(f"{where} is no dictionary", given, "keys " + ", ".join(known), 'write {"tensor": 4}')
     for key, value in given.items():
@@ -355,7 +351,7 @@ def _checked(where: str, given: object, known: Mapping[str, Sequence[type]]) -> 
 
 
 def _items_of(axis: LayoutAxis, value: object) -> list[str]:
-    """The items of the line that an axis' entry of the dictionary means."""
+    """The items of the line for the dictionary entry of an axis."""
     keys = {"size": (str, int), "options": (str,), **axis.keys}
     entry = _checked(f"'{axis.keyword}'", value if isinstance(value, Mapping) else {"size": value}, keys)
     if "size" not in entry:

@@ -1,7 +1,6 @@
-"""Ranks, named axes and groups: integers only.
+"""``Mesh``: the grid of all ranks with named axes (as a DeviceMesh), as integers only.
 
-A mesh is a grid of ranks with named axes. The slowest axis comes first, so that ranks which talk most
-(``tp``) sit next to each other::
+The slowest axis comes first, so that ranks which communicate most (``tp``) are neighbours::
 
     Mesh(dp=2, tp=3)        tp ->   0  1  2
                         dp  0       0  1  2
@@ -24,7 +23,7 @@ Coord = Mapping[str, int]
 
 
 def balanced(size: int, parts: int) -> tuple[int, ...]:
-    """The cut points of ``size`` things in ``parts`` runs: the first ``size % parts`` hold one more.
+    """Returns the cut points that split ``size`` items evenly: the first ``size % parts`` runs hold one more.
 
     >>> balanced(10, 4)
     (0, 3, 6, 8, 10)
@@ -34,7 +33,7 @@ def balanced(size: int, parts: int) -> tuple[int, ...]:
 
 
 def balanced_part(size: int, parts: int, part: int) -> range:
-    """One of the runs that :func:`balanced` cuts, without the others.
+    """Returns the index range of one of the runs that :func:`balanced` cuts, without computing the others.
 
     >>> balanced_part(10, 4, 1), len(balanced_part(10**12, 10**9, 7))
     (range(3, 6), 1000)
@@ -69,51 +68,50 @@ class Mesh:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes' names, slowest first."""
+        """The names of the axes, slowest first."""
         return tuple(axis for axis, _ in self.sizes)
 
     @property
     def size(self) -> int:
-        """How many ranks the mesh has."""
+        """The number of ranks of the mesh."""
         return prod(size for _, size in self.sizes)
 
     def __getitem__(self, axis: str) -> int:
         return dict(self.sizes).get(axis, 1)
 
     def coord(self, rank: int) -> dict[str, int]:
-        """The index of ``rank`` on every axis."""
+        """Returns the index of ``rank`` on every axis."""
         coord = {}
         for axis, size in reversed(self.sizes):
             rank, coord[axis] = divmod(rank, size)
         return dict(reversed(coord.items()))
 
     def rank(self, coord: Coord) -> int:
-        """The rank at ``coord``; an axis left out counts as 0."""
+        """Returns the rank at ``coord``; an axis left out counts as 0."""
         rank = 0
         for axis, size in self.sizes:
             rank = rank * size + coord.get(axis, 0)
         return rank
 
     def coords(self, axes: Iterable[str] | None = None) -> tuple[dict[str, int], ...]:
-        """Every coordinate over ``axes`` (all of the mesh's when left out), in rank order."""
+        """Returns every coordinate over ``axes`` (by default all of the mesh), in rank order."""
         names = [axis for axis in self.axes if axes is None or axis in set(axes)]
         return tuple(dict(zip(names, index, strict=True)) for index in product(*(range(self[a]) for a in names)))
 
     def group(self, axes: str | Iterable[str], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only on ``axes``, in rank order, itself included."""
-        varied = {axes} if isinstance(axes, str) else set(axes)
-        return _group(self.sizes, frozenset(varied), rank)
+        """Returns the process group of ``rank`` on ``axes``: the ranks that differ only there, in rank order."""
+        return _group(self.sizes, frozenset({axes} if isinstance(axes, str) else axes), rank)
 
     def groups(self, axes: str | Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The partition of all ranks into groups that vary in ``axes``."""
-        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        """Returns all process groups on ``axes``: a partition of the ranks, each group varying in ``axes`` alone."""
+        axes = axes if isinstance(axes, str) else tuple(axes)
         return tuple(dict.fromkeys(self.group(axes, rank) for rank in range(self.size)))
 
     def __str__(self) -> str:
         return " ".join(f"{axis}={size}" for axis, size in self.sizes) or "one rank"
 
 
-@lru_cache(maxsize=4)  # every parameter is asked for the same group in turn, and groups may be large
+@lru_cache(maxsize=4)  # consecutive parameters need the same group, and groups may be large
 def _group(sizes: tuple[tuple[str, int], ...], varied: frozenset[str], rank: int) -> tuple[int, ...]:
     ranks, stride = [0], prod(size for _, size in sizes)
     for axis, size in sizes:

@@ -1,8 +1,8 @@
-"""Random numbers that do not depend on the layout.
+"""Random numbers that do not depend on the layout: the RNG tracker, and dropout keyed by it.
 
 Whether an element is dropped depends on (seed, step, sample, layer, element) and nothing else: not on which rank
 computes it, nor on how the batch is cut into microbatches. So a mask is not drawn from a stream but computed, by
-hashing each element's place in the whole tensor; a rank that holds a slice computes the slice.
+hashing each element's index in the whole tensor; a rank that holds a slice computes the slice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DROPS = {
 
 @dataclass(frozen=True)
 class DimSlice:
-    """What a rank holds of one dim of a cut activation: element ranges of a whole of ``size``."""
+    """The element ranges of one dim that a rank holds of a sharded activation; ``size`` is the whole dim's."""
 
     dim: int
     size: int
@@ -49,7 +49,7 @@ class DimSlice:
 
 
 class RngTracker:
-    """The key of this moment's random numbers; the executor sets ``step`` and ``samples`` before each forward."""
+    """Keys random numbers by seed, step, sample and layer; the executor sets ``step`` and ``samples`` per forward."""
 
     def __init__(self, seed: int = 0, step: int = 0, samples: Sequence[int] = range(0)) -> None:
         self.seed, self.step = seed, step
@@ -58,71 +58,68 @@ class RngTracker:
 
     @property
     def samples(self) -> Sequence[int]:
-        """The places in the global batch of the samples in hand; setting them begins a forward."""
+        """The global-batch indices of this microbatch's samples; setting them starts a forward."""
         return self._samples
 
     @samples.setter
     def samples(self, samples: Sequence[int]) -> None:
         self._samples = samples
-        self._calls: Counter[str] = Counter()
-        self._first: dict[str, int] = {}
-        self._backward = _current_graph_task_id()
+        self._calls: Counter[str] = Counter()  # of each layer, in this forward
+        self._first: dict[str, int] = {}  # the number of each layer's first call by this rank
+        self._backward = _current_graph_task_id()  # autograd's backward that runs now, -1 for none
 
     def call(self, layer: str) -> str:
-        """The layer's name in the keys: a layer that is called again in one forward drops others.
+        """Returns the key for the dropout mask of one call of a layer: each call in a forward gets its own.
 
-        What a backward calls that nobody has taken back to a moment of the forward repeats the forward's call, as in
-        ``torch.utils.checkpoint``. Raises: PlanError: there were several.
+        A call from inside a backward, without a restored snapshot, repeats the forward's call, as under
+        ``torch.utils.checkpoint``. Raises: PlanError: the layer was called several times in the forward.
         """
         number = self._calls[layer]
-        if self._repeats() and layer in self._first:
+        if self._in_unrestored_backward() and layer in self._first:
             if number > self._first[layer] + 1:
-                raise _one_of_several(layer, number - self._first[layer])
+                raise PlanError(
+                    f"which of its calls dropout '{layer}' repeats in the backward cannot be known",
+                    given=f"{number - self._first[layer]} calls in one forward, and one more by torch.utils.checkpoint",
+                    allowed="inside torch.utils.checkpoint, dropout that is called once in a forward",
+                    fix="write recompute:full or recompute:PATTERN in the layout, in place of torch.utils.checkpoint",
+                )
             number = self._first[layer]
         else:
             self._first.setdefault(layer, number)
             self._calls[layer] += 1
         return f"{layer}#{number}" if number else layer
 
-    def _repeats(self) -> bool:
-        """Whether a backward is running, other than the one in which this moment of the forward was come back to."""
+    def _in_unrestored_backward(self) -> bool:
+        """Whether a backward is running, and no snapshot was restored in it."""
         return _current_graph_task_id() != self._backward
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores this state, so that a forward that is computed again drops the same."""
+        """Returns a function that restores the tracker's state, so that a recomputed forward drops equal elements."""
         step, samples, calls, first = self.step, self._samples, Counter(self._calls), dict(self._first)
-        repeats, backward = self._repeats(), self._backward
+        repeats, backward = self._in_unrestored_backward(), self._backward
 
-        def back() -> None:
+        def restore() -> None:
             self.step, self._samples, self._calls, self._first = step, samples, Counter(calls), dict(first)
+            # a recomputation counts its calls as the forward did, though it runs inside a backward
             self._backward = backward if repeats else _current_graph_task_id()
 
-        return back
+        return restore
 
     def repeat(self, layer: str, times: int) -> None:
-        """The layer, and those inside it, were called so often in this forward, by another rank."""
+        """Sets the count of calls of a layer, and of layers inside it, to that of another rank in this forward."""
         for name in (layer, *(each for each in self.layers if each.startswith(f"{layer}."))):
             self._calls[name] = times
 
     def keys(self, layer: str, samples: Sequence[int] | None = None) -> list[tuple[int, int]]:
-        """Two 32-bit words for each sample: those of the microbatch, unless the layer sees others."""
+        """Returns the random key, two 32-bit words, of each sample: of the microbatch's unless ``samples`` is given."""
         samples = self.samples if samples is None else samples
         start = hashlib.blake2b(f"{self.seed}/{self.step}/{layer}".encode(), digest_size=8).digest()
         mixed = [_mix64(int.from_bytes(start, "little") + sample * 0x9E3779B97F4A7C15) for sample in samples]
         return [(word & 0xFFFFFFFF, word >> 32) for word in mixed]
 
 
-def _one_of_several(layer: str, number: int) -> PlanError:
-    return PlanError(
-        f"which of its calls dropout '{layer}' repeats in the backward cannot be known",
-        given=f"{number} calls in one forward, and one more by torch.utils.checkpoint",
-        allowed="inside torch.utils.checkpoint, dropout that is called once in a forward",
-        fix="write recompute:full or recompute:PATTERN in the layout, in place of torch.utils.checkpoint",
-    )
-
-
 def _mix64(word: int) -> int:
-    """A bijection of 64-bit words that spreads each bit over all (Stafford's mix 13)."""
+    """Mixes a 64-bit word: a bijection that spreads each bit over all (Stafford's mix 13)."""
     mask = 2**64 - 1
     word &= mask
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & mask
@@ -130,14 +127,10 @@ def _mix64(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
-
-
 def _mix32_(x: Tensor) -> Tensor:
-    """In place, a bijection of 32-bit words that spreads each bit over all. int32 wraps, ``&`` clears the sign."""
+    """Mixes 32-bit words in place, a bijection that spreads each bit over all. int32 wraps; ``&`` clears the sign."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
@@ -149,20 +142,21 @@ def dropout_mask(
     p: float,
     samples: Sequence[int] | None = None,
 ) -> Tensor:
-    """True where dropout of probability ``p`` keeps the element.
+    """Returns this rank's slice of a dropout mask, True where dropout of probability ``p`` keeps the element.
 
-    Shapes: ``shape`` is this rank's (samples, ...); each of ``cuts`` says which elements of a dim these are, and
-    ``samples`` whose rows, where they are not those of the microbatch in hand.
+    Shapes: ``shape`` is this rank's (samples, ...); each of ``cuts`` gives the elements that it holds of a dim, and
+        ``samples`` the rows, where they are not the microbatch's.
 
     >>> whole = dropout_mask(RngTracker(seed=1, samples=range(2)), "drop", (2, 6), (), 0.5)
     >>> right = dropout_mask(RngTracker(seed=1, samples=range(2)), "drop", (2, 2), (DimSlice(1, 6, ((4, 6),)),), 0.5)
     >>> torch.equal(whole[:, 4:], right)
     True
     """
+    # an element's index within its sample is hashed with the two words of the sample's key
     held = {cut.dim % len(shape): cut for cut in cuts}
     place = torch.zeros((1,) * len(shape), dtype=torch.int64)
     stride = 1
-    for dim in range(len(shape) - 1, 0, -1):
+    for dim in range(len(shape) - 1, 0, -1):  # row-major index in the whole tensor, of the elements held here
         ranges = held[dim].ranges if dim in held else ((0, shape[dim]),)
         index = torch.cat([torch.arange(start, stop) for start, stop in ranges])
         place = place + (index * stride).view(-1, *(1,) * (len(shape) - 1 - dim))
@@ -176,10 +170,10 @@ def dropout_mask(
 
 @dataclass(frozen=True)
 class KeyedDropout:
-    """Dropout with masks from ``rng``, for one layer that sees these cuts of these samples.
+    """Dropout of one layer with masks from ``rng``; ``cuts`` are the slices of the activation that this rank has.
 
-    ``tokens`` gives the cuts of a tensor of one shape, where they depend on how long its sequences are. The samples are
-    in ``dim``, 0 or 1; masks are those of a tensor that has them in dim 0.
+    ``rows`` gives the samples, by default the microbatch's; ``tokens`` the cuts of a tensor of one shape, where they
+    depend on the length of its sequences. The samples are in ``dim``, 0 or 1; masks are made with them in dim 0.
     """
 
     rng: RngTracker
@@ -190,11 +184,11 @@ class KeyedDropout:
     dim: int = 0
 
     def __call__(self, input: Tensor, p: float) -> Tensor:
-        """The input with elements dropped. Raises PlanError unless its samples are where they should be."""
+        """Returns the input with elements dropped. Raises PlanError unless its samples are in ``dim``."""
         samples = self.rng.samples if self.rows is None else self.rows()
         if input.dim() <= self.dim or input.shape[self.dim] != len(samples):
             raise PlanError(
-                f"dropout '{self.layer}' does not see one row for each sample",
+                f"dropout '{self.layer}' does not get one row for each sample",
                 given=f"a tensor of shape {list(input.shape)} for {len(samples)} samples",
                 allowed="activations whose dim 0 is the samples; inside torch's transformer layers dim 1, too",
                 fix="apply dropout after the samples are in dim 0",
@@ -211,7 +205,7 @@ def _dropout(module: nn.Dropout, drop: KeyedDropout, input: Tensor) -> Tensor:
 
 
 def drop_out_slice(module: nn.Dropout, input: Tensor, cut: DimSlice) -> Tensor:
-    """Dropout by a module that :func:`key_dropout` has seen, of a slice that is known only now.
+    """Applies a dropout module, keyed by :func:`key_dropout`, to a slice of its input that is known only at the call.
 
     >>> model, rng = nn.Dropout(0.5), RngTracker(seed=1, samples=range(2))
     >>> key_dropout(model, rng)
@@ -222,12 +216,12 @@ def drop_out_slice(module: nn.Dropout, input: Tensor, cut: DimSlice) -> Tensor:
     """
     if not module.training:
         return input
-    drop: KeyedDropout = module.__dict__["_dropper"]
+    drop: KeyedDropout = module.__dict__["_keyed_dropout"]
     return _dropout(module, replace(drop, cuts=(*drop.cuts, cut)), input)
 
 
 def _keyed_multihead(module: nn.MultiheadAttention, drop: KeyedDropout) -> Callable[..., Any]:
-    """The module's own forward, torch's own code, with other functions under the names of those that drop."""
+    """The module's own forward, torch's code, with keyed functions in place of those that drop."""
 
     def dropout(weights: Tensor, p: float, **_: Any) -> Tensor:
         by_head = weights.view(-1, module.num_heads, *weights.shape[-2:])
@@ -242,34 +236,34 @@ def _keyed_multihead(module: nn.MultiheadAttention, drop: KeyedDropout) -> Calla
         functional.multi_head_attention_forward,
         dropout=dropout,
         scaled_dot_product_attention=attend,
-        has_torch_function=lambda _: False,  # or else whoever looks at calls is handed torch's own again
+        has_torch_function=lambda _: False,  # else a TorchFunctionMode would be passed torch's own function
     )
     names = SimpleNamespace(**{**vars(functional), "multi_head_attention_forward": attention})
     return partial(with_names(nn.MultiheadAttention.forward, F=names), module)
 
 
 def with_names(function: Any, **names: Any) -> FunctionType:
-    """The same code, in which these global names mean something else.
+    """Returns a copy of a function in which the given global names have other values.
 
     >>> def count(things):
     ...     return len(things)
     >>> with_names(count, len=sum)([1, 2]), count([1, 2])
     (3, 2)
     """
-    code, known = function.__code__, {**function.__globals__, **names}
-    assert names.keys() <= {*code.co_names}, f"this torch's {function.__name__} calls others"
-    copied = FunctionType(code, known, argdefs=function.__defaults__, closure=function.__closure__)
+    code = function.__code__
+    assert names.keys() <= {*code.co_names}, f"this torch's {function.__name__} uses other names"
+    copied = FunctionType(code, {**function.__globals__, **names}, None, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
 
 
 def keyed_dropout_of(module: nn.MultiheadAttention) -> Callable[[Tensor], Tensor] | None:
-    """How the attention weights of a module that :func:`key_dropout` has seen are dropped now; None: not at all.
+    """Returns the current dropout of a module's attention weights, keyed by :func:`key_dropout`; None without one.
 
     >>> keyed_dropout_of(nn.MultiheadAttention(4, 2)) is None
     True
     """
-    drop: KeyedDropout | None = module.__dict__.get("_dropper")
+    drop: KeyedDropout | None = module.__dict__.get("_keyed_dropout")
     if drop is None or not module.training:
         return None
     return lambda weights_BNTS: drop(weights_BNTS, module.dropout)
@@ -282,10 +276,10 @@ def key_dropout(
     rows: Mapping[str, Callable[[], Sequence[int]]] | None = None,
     tokens: Mapping[str, Callable[[Sequence[int]], tuple[DimSlice, ...]]] | None = None,
 ) -> None:
-    """Makes every ``nn.Dropout`` of ``model``, and that of attention weights, compute its masks from ``rng``.
+    """Makes every ``nn.Dropout`` of ``model``, and the dropout of attention weights, compute its masks from ``rng``.
 
-    ``cuts`` says which elements a layer sees, ``rows`` whose samples, where they are not all and this rank's own;
-    ``tokens`` which tokens, of a tensor of some shape.
+    By layer name: ``cuts`` gives the elements that a layer sees, ``rows`` the samples, where they are not the
+    microbatch's; ``tokens`` the tokens, for a tensor of a given shape.
 
     Raises: PlanError: the model has a random layer whose numbers would depend on the layout.
 
@@ -299,8 +293,8 @@ def key_dropout(
     second = frozenset(_with_samples_in_dim_1(model))
     for name, module in model.named_modules():
         rng.layers.add(name)
-        held, whose, which = (cuts or {}).get(name, ()), (rows or {}).get(name), (tokens or {}).get(name)
-        drop = KeyedDropout(rng, name, held, whose, which, dim=int(name in second))
+        own_rows, own_tokens = (rows or {}).get(name), (tokens or {}).get(name)
+        drop = KeyedDropout(rng, name, (cuts or {}).get(name, ()), own_rows, own_tokens, dim=int(name in second))
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
             if module.dropout > 0:
                 _replace(module, drop, _keyed_multihead(module, drop))
@@ -319,22 +313,22 @@ def key_dropout(
 
 
 def _replace(module: nn.Module, drop: KeyedDropout, forward: Forward) -> None:
-    """Gives a module the forward that drops by masks from ``drop``, in place of its own."""
+    """Replaces a module's forward by one that drops with masks from ``drop``."""
     set_forward(module, Rung.DROPOUT, "masks from the seed, the step and the sample", by="core", forward=forward)
-    module.__dict__["_dropper"] = drop
+    module.__dict__["_keyed_dropout"] = drop
 
 
 def _with_samples_in_dim_1(model: nn.Module) -> Iterator[str]:
-    """The dropouts inside torch's own transformer layers that are built so: not ``batch_first``."""
+    """The dropouts inside torch's transformer layers that are not ``batch_first``."""
     for path, layer in model.named_modules():
         if type(layer) in TRANSFORMER_LAYERS and not getattr(layer.self_attn, "batch_first", True):
             yield from (f"{path}.{own}".lstrip(".") for own, child in layer.named_children() if type(child) in KEYED)
 
 
 class RefusesRandomNumbers(TorchFunctionMode):
-    """Inside, drawing a random number that depends on the layout is an error.
+    """A context in which drawing a random number that depends on the layout raises PlanError.
 
-    It looks at every function call, so it is for one forward, not for all.
+    It inspects every function call, so it is for one forward, not for all.
 
     >>> with RefusesRandomNumbers():
     ...     functional.dropout(torch.ones(2), 0.5, training=True)
@@ -367,7 +361,7 @@ class RefusesRandomNumbers(TorchFunctionMode):
 
 
 class _WithoutRandomNumbers(TorchFunctionMode):
-    """Leaves tensors on the meta device alone where they would be filled with first values."""
+    """Skips the functions of ``nn.init`` and random fills on meta tensors."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
@@ -381,10 +375,10 @@ class _WithoutRandomNumbers(TorchFunctionMode):
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Models built inside have shapes and no values: ``torch.device("meta")``, and nothing is drawn.
+    """A context in which models are built on ``torch.device("meta")`` and no initial values are drawn.
 
-    Drawing into nothing would be harmless, but the first draw on the meta device makes torch import its compiler,
-    which takes longer than importing torch.
+    Drawing on the meta device would have no effect, but the first draw there makes torch import its compiler, which
+    takes longer than importing torch.
 
     >>> with without_values():
     ...     layer = nn.Embedding(10**9, 4096)

@@ -1,10 +1,14 @@
-"""What a strategy is: one file, one value, three functions."""
+"""The ``Strategy`` protocol: what a file of ``strategies/`` must define, and checks that several strategies share.
+
+A strategy is one frozen value with three methods. ``place`` refines the plan (pure, on the meta device), ``apply``
+changes this rank's modules, ``traffic`` states the collectives of a step and shares no code with what records them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import nn
 
@@ -19,39 +23,59 @@ from shardwright.runtime.applied import Applied
 
 
 class Strategy(Protocol):
-    """One strategy: a file of ``strategies/`` that defines ``STRATEGY``.
+    """One way to divide work or state, such as data parallel or ZeRO: ``STRATEGY`` of a file in ``strategies/``.
 
-    ``axis`` is the name of the axis that it lies along: its own, which its file defines as ``AXIS``, or one that the
-    file of another strategy does.
-    For each axis of a layout and each phase, the strategy that declares one of the options given is chosen, or
-    else the one with ``default``. ``options`` maps each option to what it does; one that takes a value shows it
-    in its text: "stages by hand: cut:conv1,conv2". Others refuse values.
+    For each axis of a layout and each phase, the strategy that declares one of the given options is chosen, or else the
+    one with ``default``.
     """
 
-    name: ClassVar[str]
-    axis: ClassVar[str]
-    phase: ClassVar[Literal["operators", "stages", "state"]]
-    default: ClassVar[bool]
-    options: ClassVar[Mapping[str, StrategyOption]]
-    source: ClassVar[str]
+    @property
+    def name(self) -> str:
+        """The strategy's name in the registry; the collectives that it makes are recorded under it."""
+        ...
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis that it divides work over: its own (``AXIS`` of its file), or another strategy's."""
+        ...
+
+    @property
+    def phase(self) -> Literal["operators", "stages", "state"]:
+        """When it refines the plan: operators (layers) first, then pipeline stages, then training state."""
+        ...
+
+    @property
+    def default(self) -> bool:
+        """Whether a layout that names the axis (``dp4``) uses this strategy without an option."""
+        ...
+
+    @property
+    def options(self) -> Mapping[str, StrategyOption]:
+        """What each layout option does; one with a value shows it in its text: "stages by hand: cut:conv1,conv2"."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """The paper that the strategy implements."""
+        ...
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Refines the plan, purely. Raises LayoutError for what cannot be laid out."""
+        """Returns the plan with this strategy's sharding added. Raises LayoutError: it does not fit the model."""
         ...
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
-        """Changes this rank's model and loss, whose parameters lie as the plan says for compute."""
+        """Changes this rank's modules and loss, whose parameters are already sharded; returns event hooks."""
         ...
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """The calls that one step makes on the rank at ``coord``."""
+        """Returns the collective calls of one step on the rank at ``coord``: they must equal what is recorded."""
         ...
 
 
 def apply_in_turn(
     strategies: Sequence[Strategy], job: Job, axes: Mapping[str, Axis], plan: Plan
 ) -> tuple[Job, tuple[Applied, ...]]:
-    """What each strategy adds; each is told what those before it do around the model's forward."""
+    """Applies the strategies to this rank's modules in order; returns the job and what they add to the run."""
     found = []
     for strategy in strategies:
         own = {name: axis.for_strategy(strategy.name) for name, axis in axes.items()}
@@ -63,10 +87,10 @@ def apply_in_turn(
 
 
 def check_samples_apart(model: nn.Module, factor: str) -> None:
-    """Raises LayoutError for layers that mix the samples of a batch, which ``factor`` cuts, in ways not known here.
+    """Raises LayoutError for layers that mix the samples of a batch, which ``factor`` cuts, in an unknown way.
 
-    torch's own BatchNorms are known: they share their statistics. A table that changes its rows, or the size of its
-    gradients, by the tokens of the whole batch does not know those of other ranks.
+    The statistics of torch's own BatchNorms are combined over ranks. Embedding tables that renormalise rows or scale
+    gradients by the tokens they see are errors: they would see one rank's tokens only.
 
     >>> class Halved(nn.BatchNorm1d):
     ...     def forward(self, input): return super().forward(input) / 2
@@ -95,19 +119,11 @@ TABLE_OPTIONS: Mapping[str, str] = {
     "max_norm": "changes rows by the tokens that one rank sees",
     "scale_grad_by_freq": "counts the tokens that one rank sees",
 }
-"""What a table may do beside looking rows up, and why that goes wrong where ranks share it or its tokens."""
+"""Options of embedding tables that look at the tokens of the whole batch, and what they do on one rank instead."""
 
 
 def check_table(path: str, table: nn.Module, factor: str, options: Collection[str] = tuple(TABLE_OPTIONS)) -> None:
-    """Raises LayoutError for a table with one of these options, where ``factor`` cuts its tokens or shares its rows.
-
-    >>> check_table("words", nn.Embedding(9, 3, max_norm=1.0), "dp2")
-    Traceback (most recent call last):
-    shardwright.errors.LayoutError: the table 'words' would not be that of one device on 'dp2'
-      given:   Embedding with max_norm=1.0, which changes rows by the tokens that one rank sees
-      allowed: Embedding without max_norm; with it on tp alone, where every rank sees all tokens
-      fix:     leave out max_norm, or write tp2
-    """
+    """Raises LayoutError for an embedding table with one of ``options``, given that ``factor`` cuts tokens or rows."""
     if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
         return
     for option in options:

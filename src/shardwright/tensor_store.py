@@ -1,7 +1,7 @@
-"""Where ``global_tensor.save`` and ``load`` find the checkpoint, which is a layer above global tensors.
+"""Gives ``global_tensor.save`` and ``load`` the checkpoint functions, which their layer may not import itself.
 
-A lower layer does not import a higher one. It says here what it needs, and ``shardwright/__init__.py``, which knows
-every layer, says what provides it.
+A lower layer does not import a higher one. It declares here what it needs, and ``shardwright/__init__.py``, which
+imports every layer, provides it.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,25 +10,25 @@ from typing import Any, Protocol
 
 
 class TensorStore(Protocol):
-    """What writes global tensors into files and reads them back; :mod:`shardwright.checkpoint.tensors` is one."""
+    """The checkpoint functions for global tensors; :mod:`shardwright.checkpoint.tensors` provides them."""
 
     def save_tensors(
         self, tensors: Mapping[str, Any], folder: str | Path, *, step: int = 0, extra: Mapping[str, Any] | None = None
     ) -> Path:
-        """Writes ``folder/step-N`` with these tensors; returns its path."""
+        """Saves global tensors as the checkpoint ``folder/step-N``; returns its path."""
 
     def load_tensors(self, path: str | Path, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fills these tensors; returns the ``extra`` that was saved with them."""
+        """Fills global tensors from a checkpoint; returns ``extra``, the user data saved with them."""
 
 
 _PROVIDER: list[Callable[[], TensorStore]] = []
 
 
 def provide_tensor_store(load_store: Callable[[], TensorStore]) -> None:
-    """Sets the function that loads the store at its first use; ``import shardwright`` calls this once."""
+    """Sets what imports the checkpoint functions at their first use; ``import shardwright`` calls this once."""
     _PROVIDER[:] = [load_store]
 
 
 def tensor_store() -> TensorStore:
-    """Returns the store that was provided."""
+    """Returns the checkpoint functions for global tensors that were provided."""
     return _PROVIDER[0]()

@@ -1,20 +1,18 @@
-"""``verify``: any layout against one device: the loss, every gradient, parameters and buffers after some steps.
+"""``verify`` compares a layout with one device: the loss, every gradient, parameters and buffers after some steps.
 
-The reference is an untouched copy of the plain model under plain torch, in one process, the whole batch at once; where
-microbatches have statistics of their own, one after the other, gradients added up. Only its dropout is ours too,
-because masks that differ would hide everything else.
+The reference is a copy of the plain model trained by plain torch in one process, on the whole batch at once. If
+microbatches have batch statistics of their own, it takes them one after the other and accumulates gradients. Only
+dropout is the library's, since different masks would hide every other difference.
 
-A gradient's error is its largest difference over its largest entry, but never over less than a thousandth of the
-model's largest entry: a gradient that is truly zero (the bias of an attention's keys) is nothing but rounding.
+The error of a gradient is its largest difference divided by its largest entry, but never by less than FLOOR times the
+model's largest entry: a gradient that is zero in exact arithmetic (an attention's key bias) holds only rounding.
 
-AdamW as it comes makes too much of such a gradient: it divides each by its own size plus an ``eps`` of 1e-8, so that
-1e-17 of rounding becomes 1e-12 in the parameter, and 1e-10 of a bias that starts from zero. Here both sides step with
-an ``eps`` of a thousandth of the model's largest gradient entry, the same floor. Then a difference of rounding stays
-one, no entry is left out, and a wrong factor that AdamW would have divided out again shows.
+AdamW amplifies such rounding: it divides each entry by its own size plus an ``eps`` of 1e-8. So both sides step with an
+``eps`` of FLOOR times the model's largest gradient entry. Rounding then stays rounding, no entry is exempt, and a wrong
+factor that AdamW's division would cancel is visible.
 
-A buffer of numbers that the steps have changed is compared as a parameter is; any other has to be the same bit for bit.
-A layout that computes in bf16 or fp16 is compared with the same reference, which computes in the dtype asked for: the
-loss and the gradients of one step, within roundings of that precision.
+A floating-point buffer that the steps change is compared like a parameter; any other must be equal bit for bit. A
+layout in bf16 or fp16 is compared with the same reference: the loss and gradients of one step, within a few roundings.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.world import World
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
-from shardwright.mesh import Coord, Mesh
+from shardwright.mesh import Mesh
 from shardwright.models.losses import CrossEntropy, mean_of, sum_and_count
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
@@ -58,15 +56,12 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The largest error that counts as equal."""
 
 ROUNDINGS = 8
-"""With bf16 or fp16, the largest error that counts as equal, in roundings to that precision."""
+"""The largest error that counts as equal in bf16 and fp16, in units of that dtype's rounding."""
 
-NARROW_FLOOR = 0.1
-"""There, the share of the model's largest entry below which an error counts as one of an entry of that size."""
+FLOOR, NARROW_FLOOR = 1e-3, 0.1
+"""The least entry that an error is divided by, as a share of the model's largest; the second in bf16 and fp16."""
 
 LEARNING_RATE = 1e-3
-
-FLOOR = 1e-3
-"""Below this share of the model's largest entry an error counts as one of an entry of that size."""
 
 Batch = tuple[Any, Any]
 Named = dict[str, Tensor]
@@ -74,10 +69,10 @@ Named = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What ``verify`` found; ``first_difference`` is the first parameter in forward order beyond the tolerance.
+    """The result of ``verify``: whether a layout equals one device within ``tolerance``, and the largest errors.
 
-    ``max_relative_error`` is the largest of the gradients', the parameters' and the buffers', and ``worst_parameter``
-    has it.
+    ``first_difference`` names the first parameter in forward order whose error is beyond the tolerance.
+    ``max_relative_error`` is the largest error of any gradient, parameter or buffer; ``worst_parameter`` names it.
     """
 
     equal: bool
@@ -95,7 +90,7 @@ class Verdict:
     steps: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The verdict as JSON takes it."""
+        """Returns the verdict as a dict for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -128,13 +123,13 @@ def verify(
     roles: Mapping[str, str] = MappingProxyType({}),
     seconds: Mapping[str, float] = MappingProxyType({}),
 ) -> Verdict:
-    """Trains one step per batch under ``layout`` and on one device, and compares.
+    """Trains one step per batch under ``layout`` and on one device, and returns how far the two differ.
 
-    ``model`` may be on the meta device. ``batches`` are global (inputs, targets), and are left alone. Complex numbers
-    are of twice the ``dtype``. Gradients are compared after the first step; parameters and buffers after the last in
-    float64 only, since in float32 AdamW makes too much of the rounding of a gradient near zero. ``alter`` changes each
-    rank's run before it starts: to see a check fail.
-    ``launcher(work, *args)`` runs ``work(world, *args)`` on ranks that are there already, instead of starting some.
+    ``model`` may be on the meta device. ``batches`` are global (inputs, targets) and are not written to. Complex
+    tensors take the complex dtype of ``dtype``. Gradients are compared after the first step. Parameters and buffers are
+    compared after the last, in float64 only: in float32 AdamW amplifies the rounding of gradients near zero.
+    ``alter(run)`` changes each rank's run before the first step, to test that a fault is found.
+    ``launcher(work, *args)`` runs ``work(world, *args)`` on existing ranks; without it, ``verify`` starts them.
     ``roles`` and ``seconds`` are those of ``parallelize``.
 
     >>> batch = (torch.randn(5, 6), torch.randint(3, (5,)))
@@ -142,7 +137,10 @@ def verify(
     equal to one device: loss, 2 gradients and 1 steps on 2 ranks, largest error ...
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    _check_given(dtype, batches)
+    if dtype not in TOLERANCE:
+        raise PlanError("verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="float64")
+    if not batches:
+        raise PlanError("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
     loss = CrossEntropy() if loss is None else loss
     check_model(model)
     check_loss(loss)
@@ -150,7 +148,7 @@ def verify(
     batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
     job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), dict(roles))
     job = job._replace(seconds=dict(seconds))
-    plan, _ = make_plan(job, layout, strategies)  # a layout that cannot be is refused here
+    plan, _ = make_plan(job, layout, strategies)  # raises LayoutError before any rank starts
     check_trains(plan)
     expected = _reference(plain, loss, batches, seed, plan)
     work = (plain, layout, batches, loss, seed, expected.eps, job.roles, job.seconds)
@@ -165,13 +163,6 @@ def verify(
     return _compare(plan, expected, found, dtype, len(batches))
 
 
-def _check_given(dtype: torch.dtype, batches: Sequence[Batch]) -> None:
-    if dtype not in TOLERANCE:
-        raise PlanError("verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="float64")
-    if not batches:
-        raise PlanError("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
-
-
 @dataclass
 class _Outcome:
     losses: list[float]
@@ -180,26 +171,26 @@ class _Outcome:
     buffers: Named = field(default_factory=dict)
     eps: float = 0.0
     changed: frozenset[str] = frozenset()
-    """Of the buffers, those that the steps gave other numbers."""
+    """The names of the floating-point buffers that the steps changed."""
 
 
 def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan) -> _Outcome:
-    """The same steps by plain torch, in one process."""
+    """Trains the plain model with plain torch in this process."""
     model, rng = structural_copy(plain), RngTracker(seed)
     place_parameters(model, {}, {}, seed, torch.device("cpu"))
     on_several = len({p.device for p in plain.parameters()}) > 1
-    for parameter in model.parameters():  # a plain model with values of its own keeps them
+    for parameter in model.parameters():  # the copy shares storage with the caller's model, which must not be trained
         parameter.data = parameter.data.to("cpu", copy=True) if on_several else parameter.data.clone()
     key_dropout(model, rng)
     before = _buffers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     outcome = _Outcome([], {}, {})
-    for step, (inputs, targets) in enumerate(map(_own, batches)):
+    for step, batch in enumerate(map(_clone, batches)):
         rng.step, sums = step, []
         optimizer.zero_grad()
-        for rng.samples, (some, theirs) in _at_once(plan, (inputs, targets)):
+        for rng.samples, (inputs, targets) in _parts(plan, batch):
             with IgnoresDeviceMoves(torch.device("cpu")) if on_several else nullcontext():
-                sums.append(sum_and_count(loss(call_model(model, some), theirs)))
+                sums.append(sum_and_count(loss(call_model(model, inputs), targets)))
         loss_sum = torch.stack([each for each, _ in sums]).sum()
         mean, _ = mean_of(loss_sum, sum(float(count) for _, count in sums))
         mean.backward()
@@ -212,19 +203,24 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
     outcome.parameters = {name: p.detach() for name, p in model.named_parameters()}
     outcome.buffers = _buffers(model)
     different = (name for name, buffer in outcome.buffers.items() if not torch.equal(buffer, before[name]))
-    outcome.changed = frozenset(name for name in different if not _counts(before[name]))
+    outcome.changed = frozenset(
+        name for name in different if before[name].is_floating_point() or before[name].is_complex()
+    )
     return outcome
 
 
-def _at_once(plan: Plan, batch: Batch) -> Iterator[tuple[Sequence[int], Batch]]:
-    """What one device takes together: the batch, or one microbatch of all ranks after the other; with its samples."""
-    number, num_samples = plan.layout.num_microbatches, num_rows(batch)
+def _parts(plan: Plan, batch: Batch) -> Iterator[tuple[Sequence[int], Batch]]:
+    """The parts that the reference runs one after the other, each with the indices of its samples.
+
+    One part, the whole batch; with batch statistics per microbatch, each microbatch of all ranks together.
+    """
+    num_microbatches, num_samples = plan.layout.num_microbatches, num_rows(batch)
     if not plan.layout.own_statistics:
         yield range(num_samples), batch
         return
-    shares = (plan.batch_shard(at).local_samples(num_samples) for at in plan.mesh.coords(plan.row_axes))
-    for together in zip(*(microbatch_samples(share, number) for share in shares), strict=True):
-        samples = sorted(chain.from_iterable(together))
+    shards = (plan.batch_shard(at).local_samples(num_samples) for at in plan.mesh.coords(plan.row_axes))
+    for by_shard in zip(*(microbatch_samples(shard, num_microbatches) for shard in shards), strict=True):
+        samples = sorted(chain.from_iterable(by_shard))
         yield samples, tree_map_only(Tensor, itemgetter(samples), batch)
 
 
@@ -242,7 +238,7 @@ def _rank(
         alter(run)
     optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, eps=eps)
     outcome = _Outcome([], {}, {})
-    for step, batch in enumerate(run.shard(map(_own, batches))):
+    for step, batch in enumerate(run.shard(map(_clone, batches))):
         outcome.losses.append(_step(run, batch))
         if step == 0:
             outcome.gradients = _gradients(run.parameters)
@@ -253,13 +249,13 @@ def _rank(
 
 
 def _step(run: Run, batch: Microbatch) -> float:
-    """The loss of one step; in fp16, of the first that is not left out."""
-    skipped = run.num_skipped
-    loss = run.step(batch).item()
-    while run.num_skipped > skipped:
-        skipped, run.num_steps = run.num_skipped, run.num_steps - 1
+    """The loss of one step. In fp16 a step that overflows is skipped and repeated with the smaller loss scale."""
+    while True:
+        skipped = run.num_skipped
         loss = run.step(batch).item()
-    return loss
+        if run.num_skipped == skipped:
+            return loss
+        run.num_steps -= 1  # the repeated step must draw the same random numbers
 
 
 def _gradients(named: Mapping[str, nn.Parameter]) -> Named:
@@ -274,27 +270,16 @@ def _buffers(model: nn.Module) -> Named:
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers() if not buffer.is_meta}
 
 
-def _counts(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _own(batch: Batch) -> Batch:
-    """A copy, which the model may write into."""
+def _clone(batch: Batch) -> Batch:
+    """A copy of the batch, since a model may write into its inputs."""
     copied: Batch = tree_map_only(Tensor, torch.clone, batch)
     return copied
-
-
-def _by_rank(found: Sequence[_Outcome], num_ranks: int) -> dict[int, _Outcome]:
-    """Each rank's outcome; under torchrun there is one of them in each process, its own."""
-    if len(found) == num_ranks:
-        return dict(enumerate(found))
-    return {int(os.environ["RANK"]): found[0]}
 
 
 def _largest(named: Named) -> float:
@@ -302,43 +287,42 @@ def _largest(named: Named) -> float:
 
 
 def _buffer_errors(plan: Plan, expected: _Outcome, found: Mapping[int, Named]) -> dict[str, float]:
-    """The error of each buffer: of those that the steps left alone, and of counts, 0 or infinite."""
-    lies = {name: plan.buffers.get(name, TensorLayout.whole(tuple(b.shape))) for name, b in expected.buffers.items()}
-    numbers = {name: buffer for name, buffer in expected.buffers.items() if name in expected.changed}
-    errors = _errors(lies, plan.mesh, numbers, found)
+    """The error of each buffer; 0 or infinite for integers and for buffers that the steps do not change."""
+    layouts = {name: plan.buffers.get(name, TensorLayout.whole(tuple(b.shape))) for name, b in expected.buffers.items()}
+    changed = {name: buffer for name, buffer in expected.buffers.items() if name in expected.changed}
+    errors = _errors(layouts, plan.mesh, changed, found)
     for name, whole in expected.buffers.items():
-        if name in numbers:
+        if name in changed:
             continue
-        there = lies[name]
-        parts = ((plan.mesh.coord(rank), local.get(name)) for rank, local in found.items())
+        layout = layouts[name]
+        by_coord = ((plan.mesh.coord(rank), local.get(name)) for rank, local in found.items())
         same = all(
-            b is not None and torch.equal(cut(whole, there.pieces(at), there.local_shape(at)), b)
-            for at, b in parts
-            if there.pieces(at)  # or else another stage has it
+            b is not None and torch.equal(cut(whole, layout.pieces(at), layout.local_shape(at)), b)
+            for at, b in by_coord
+            if layout.pieces(at)  # no pieces: the buffer belongs to another pipeline stage
         )
         errors[name] = 0.0 if same else float("inf")
     return errors
 
 
 def _errors(
-    lies: Mapping[str, TensorLayout], mesh: Mesh, expected: Named, found: Mapping[int, Named], least: float = FLOOR
+    layouts: Mapping[str, TensorLayout], mesh: Mesh, expected: Named, found: Mapping[int, Named], floor: float = FLOOR
 ) -> dict[str, float]:
-    """The error of each tensor, over all ranks, in the model's order."""
-    floor = least * _largest(expected)
+    """The largest error of each tensor over all ranks, in the model's order."""
+    least = floor * _largest(expected)
     errors = {}
     for name, whole in expected.items():
-        scale = max(_largest({name: whole}), floor) or 1.0
+        scale = max(_largest({name: whole}), least) or 1.0
         worst = 0.0
         for rank, local in found.items():
-            coord: Coord = mesh.coord(rank)
-            part = cut(whole, lies[name].pieces(coord), lies[name].local_shape(coord))
-            mine = local.get(name)
-            if not part.numel() and (mine is None or not lies[name].pieces(coord)):
-                continue  # another stage has it
-            if mine is None or mine.shape != part.shape:
+            coord, layout, actual = mesh.coord(rank), layouts[name], local.get(name)
+            part = cut(whole, layout.pieces(coord), layout.local_shape(coord))
+            if not part.numel() and (actual is None or not layout.pieces(coord)):
+                continue  # this tensor belongs to another pipeline stage
+            if actual is None or actual.shape != part.shape:
                 worst = float("inf")
             elif part.numel():
-                difference = (mine - part).abs().max()
+                difference = (actual - part).abs().max()
                 worst = max(worst, float(difference.nan_to_num(nan=float("inf"))) / scale)
         errors[name] = worst
     return errors
@@ -347,23 +331,24 @@ def _errors(
 def _compare(plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: torch.dtype, steps: int) -> Verdict:
     narrow = compute_dtype(dtype, plan.layout)
     tolerance = TOLERANCE[dtype] if narrow == dtype else ROUNDINGS * torch.finfo(narrow).eps
-    mesh, rest = plan.mesh, plan.state
-    by_rank = _by_rank(found, mesh.size)
-    at_rest = {name: rest[name].gradient for name in rest}
-    found_gradients = {rank: each.gradients for rank, each in by_rank.items()}
-    least = FLOOR if narrow == dtype else NARROW_FLOOR
-    gradients = _errors(at_rest, mesh, expected.gradients, found_gradients, least)
-    exact = narrow == torch.float64
-    at_rest = {name: rest[name].parameter for name in rest}
-    after = {rank: each.parameters for rank, each in by_rank.items()}
-    parameters = _errors(at_rest, mesh, expected.parameters, after) if exact else {}
+    mesh, exact = plan.mesh, narrow == torch.float64
+    # a launcher that uses torchrun's ranks returns, in each process, that process's outcome only
+    by_rank = dict(enumerate(found)) if len(found) == mesh.size else {int(os.environ["RANK"]): found[0]}
+    layouts = {name: state.gradient for name, state in plan.state.items()}
+    local = {rank: each.gradients for rank, each in by_rank.items()}
+    gradients = _errors(layouts, mesh, expected.gradients, local, FLOOR if narrow == dtype else NARROW_FLOOR)
+    parameters, buffers = dict[str, float](), dict[str, float]()
+    if exact:
+        layouts = {name: state.parameter for name, state in plan.state.items()}
+        local = {rank: each.parameters for rank, each in by_rank.items()}
+        parameters = _errors(layouts, mesh, expected.parameters, local)
+        buffers = _buffer_errors(plan, expected, {rank: each.buffers for rank, each in by_rank.items()})
     num_losses = len(expected.losses) if exact else 1
     loss_error = max(
-        abs(mine - theirs) / max(abs(theirs), 1e-30)
+        abs(actual - reference) / max(abs(reference), 1e-30)
         for each in by_rank.values()
-        for mine, theirs in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
+        for actual, reference in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
     )
-    buffers = _buffer_errors(plan, expected, {rank: each.buffers for rank, each in by_rank.items()}) if exact else {}
     errors = {name: max(gradients.get(name, 0.0), parameters.get(name, 0.0)) for name in expected.parameters} | buffers
     worst = max(errors, key=lambda name: errors[name])
     beyond = [name for name, error in gradients.items() if not error <= tolerance]
@@ -383,6 +368,3 @@ def _compare(plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: t
         world_size=mesh.size,
         steps=steps,
     )
-
-
-__all__ = ["TOLERANCE", "Verdict", "verify"]

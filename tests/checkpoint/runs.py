@@ -1,4 +1,4 @@
-"""Runs whose state is saved and loaded, and what is compared: the whole of it, put together from what ranks hold."""
+"""Runs whose state is saved and loaded, and the state that tests compare: unsharded tensors joined from all ranks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def loaded(line: str, folder, *, more: int = 0) -> list[Held]:
 
 
 def whole(line: str, ranks: list[Held]) -> dict[str, Tensor]:
-    """Every tensor, put together from the ranks; where several hold an element, they agree to the last bit."""
+    """Every tensor, joined from the ranks; ranks that hold the same element must agree to the last bit."""
     layout = Layout.parse(line)
     plan, _ = make_plan(Job(gpt(), CrossEntropy()), layout)
     found: dict[str, Tensor] = {}
@@ -110,9 +110,9 @@ def whole(line: str, ranks: list[Held]) -> dict[str, Tensor]:
         for name, local in each.tensors.items():
             owner = name.removeprefix("optimizer/").rpartition("/")[0] if name.startswith("optimizer/") else name
             rest = plan.state[owner]
-            lies: TensorLayout = rest.parameter if owner == name else rest.optimizer
-            into = found.setdefault(name, torch.full(lies.shape, float("nan"), dtype=local.dtype))
-            for piece in lies.pieces(coord):
+            tensor_layout: TensorLayout = rest.parameter if owner == name else rest.optimizer
+            into = found.setdefault(name, torch.full(tensor_layout.shape, float("nan"), dtype=local.dtype))
+            for piece in tensor_layout.pieces(coord):
                 values, there = read(local, piece, piece.whole), into[piece.whole.slices]
                 known = ~there.isnan()
                 assert torch.equal(there[known], values[known]), f"two ranks hold another {name}"

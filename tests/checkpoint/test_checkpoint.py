@@ -540,18 +540,18 @@ BROKEN = {
     "an empty file": (lambda f: part(f, 0).write_bytes(b""), "part-00000.safetensors has 0 bytes"),
     "a missing file": (lambda f: part(f, 1).unlink(), "part-00001.safetensors is missing"),
     "half a manifest": (lambda f: (find(f) / MANIFEST).write_text((find(f) / MANIFEST).read_text()[:500]), "broken"),
-    "an empty manifest": (lambda f: (find(f) / MANIFEST).write_text(""), "the manifest of"),
+    "an empty manifest": (lambda f: (find(f) / MANIFEST).write_text(""), "manifest.json: "),
     "a manifest of bytes": (lambda f: (find(f) / MANIFEST).write_bytes(b"\xff\xfe\x00"), "is not a checkpoint"),
-    "a list for a manifest": (lambda f: (find(f) / MANIFEST).write_text("[1, 2]"), "the manifest of"),
+    "a list for a manifest": (lambda f: (find(f) / MANIFEST).write_text("[1, 2]"), "manifest.json: "),
     "a manifest of somebody else": (lambda f: (find(f) / MANIFEST).write_text('{"format": "x"}'), "of format 'x'"),
-    "a manifest without tensors": (lambda f: change(f, tensors=None), "the manifest of"),
-    "a manifest without files": (lambda f: change(f, files={}), "the manifest of"),
+    "a manifest without tensors": (lambda f: change(f, tensors=None), "manifest.json: "),
+    "a manifest without files": (lambda f: change(f, files={}), "manifest.json: "),
     "a dtype that is none": (
         lambda f: change(f, tensors={"a": {"dtype": "float65", "shape": [], "pieces": []}}),
-        "the manifest of",
+        "manifest.json: ",
     ),
     "a newer version": (lambda f: change(f, version=2), "written by a newer shardwright"),
-    "a version that is none": (lambda f: change(f, version="2"), "the manifest of"),
+    "a version that is none": (lambda f: change(f, version="2"), "manifest.json: "),
 }
 
 
@@ -598,7 +598,7 @@ def test_the_checkpoint_of_another_model_is_refused_on_every_rank(run_folder):
 
 def test_the_checkpoint_of_another_optimizer_is_refused_on_every_rank(run_folder, tmp_path):
     text = refused(2, load_under, "tp2", run_folder, torch.optim.SGD)
-    assert "given:   AdamW, asked for SGD" in text
+    assert "given:   AdamW, to be loaded into SGD" in text
 
     def without(world):
         run, _ = start(world, "dp2")
@@ -606,7 +606,7 @@ def test_the_checkpoint_of_another_optimizer_is_refused_on_every_rank(run_folder
 
     launch(without, 2, ranks="threads")
     text = refused(2, load_under, "tp2", tmp_path / "bare")
-    assert "given:   none, asked for AdamW" in text
+    assert "given:   none, to be loaded into AdamW" in text
 
 
 def test_an_element_that_no_file_holds_is_never_made_up(run_folder):

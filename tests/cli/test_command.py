@@ -62,10 +62,10 @@ def test_show_lists_what_ranks_hold_predicted_and_measured(tmp_path):
     for rank in ranks:
         assert -0.01 <= rank["predicted"]["peak_bytes"] / rank["measured"]["peak_bytes"] - 1 <= 0.02
     assert (tmp_path / "memory.png").exists()
-    assert "The prediction is off by" in run(*asked).stdout  # the heads of a table break as the terminal is wide
+    assert "The prediction is off by" in run(*asked).stdout  # table heads wrap with the width of the terminal
 
 
-def test_stages_are_balanced_by_timed_layers_where_a_person_says_so(monkeypatch, tmp_path):
+def test_stages_are_balanced_by_timed_layers_with_measured_costs(monkeypatch, tmp_path):
     def timed(model, inputs):
         assert len(inputs) == 2  # one microbatch
         return {
@@ -85,7 +85,7 @@ def test_stages_are_balanced_by_timed_layers_where_a_person_says_so(monkeypatch,
     assert run("verify", *asked).exit_code == 2
 
 
-def test_the_memory_of_a_model_whose_batches_nobody_knows_is_refused():
+def test_the_memory_of_a_model_whose_batches_are_unknown_is_refused():
     found = run("show", "--memory", "--model", "shardwright.models.mlp:MLPConfig")
     assert found.exit_code == 2
 
@@ -131,7 +131,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
-def test_bad_input_ends_with_2_and_says_what_is_given_allowed_and_how_to_mend_it(arguments, tmp_path, monkeypatch):
+def test_bad_input_ends_with_2_and_says_what_is_given_allowed_and_how_to_fix_it(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = run(*arguments)
     assert found.exit_code == 2, found.output
@@ -195,7 +195,7 @@ def test_a_run_whose_loss_is_not_finite_fails_with_a_fix_and_prints_json_all_the
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_numbers_that_are_not_finite_are_null_in_what_every_verb_prints(monkeypatch):
+def test_numbers_that_are_not_finite_are_null_in_what_every_command_prints(monkeypatch):
     monkeypatch.setattr(sys.modules["shardwright.verify"], "_errors", lambda *_: {"token.weight": float("inf")})
     found = run("verify", "--layout", "dp2", "--json", *TINY)
     assert found.exit_code == 1

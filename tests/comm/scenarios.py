@@ -1,4 +1,4 @@
-"""What any backend must do, as functions of a ``World``: each asserts against a whole computed by brute force.
+"""What any backend must do, as functions of a ``World``: each asserts against a whole tensor computed by brute force.
 
 They need nothing but the world, whose size may be 2, 3 or 4, and can be pickled. The numbers are small integers, so
 that sums are exact in every order and every dtype; where the order shows, a scenario says so.
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.autograd import (
-    cut_to_cut,
     cut_to_shared,
     cut_to_whole,
-    partial_to_cut,
     partial_to_whole,
     sum_gradient,
     whole_to_cut,
@@ -28,7 +26,7 @@ DTYPES = (torch.float64, torch.float32, torch.int64)
 
 
 def held_by(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """What a rank brings; every rank can compute it."""
+    """The tensor that a rank contributes; every rank can compute it."""
     generator = torch.Generator().manual_seed(1000 + rank)
     return torch.randint(-9, 10, shape, generator=generator).to(dtype)
 
@@ -118,7 +116,7 @@ def scenario_reduce_scatter_needs_no_sizes_where_parts_are_equal(world: World) -
 
 def scenario_tensors_are_summed_and_cut_end_to_end_and_may_be_let_go_of(world: World) -> None:
     axis = world.everyone()
-    for scale in (1, 900):  # what travels in a line, and what lies in memory
+    for scale in (1, 900):  # sent through the socket, and through shared memory
         shapes = [(2, 3 * scale), (0,), (scale, 2), (1,)]
         held = {rank: [held_by(rank + 10 * i, *shape) for i, shape in enumerate(shapes)] for rank in axis.ranks}
         total = torch.stack([torch.cat([each.flatten() for each in theirs]) for theirs in held.values()]).sum(0)
@@ -135,7 +133,7 @@ def scenario_all_to_all_gives_every_member_its_part(world: World) -> None:
     axis = world.everyone()
 
     def part(source: int, to: int) -> Tensor:
-        return held_by(10 * source + to, source, to + 1)  # what member 0 gives is empty
+        return held_by(10 * source + to, source, to + 1)  # the parts of member 0 are empty
 
     parts = [part(axis.index, to) for to in range(axis.size)]
     shapes = [(source, axis.index + 1) for source in range(axis.size)]
@@ -338,25 +336,10 @@ def scenario_gradients_come_back_the_other_way(world: World) -> None:
         (lambda x: whole_to_cut(x, axis, 1, sizes), shared, part(dy), part(shared), joined(all_dy)),
         (lambda x: cut_to_whole(x, axis, 1, sizes), part(mine), shared, joined(all_x), part(shared)),
         (lambda x: cut_to_shared(x, axis, 1, sizes), part(mine), dy, joined(all_x), part(sum_dy)),
-        (lambda x: partial_to_cut(x, axis, 1, sizes), mine, part(dy), part(sum_x), joined(all_dy)),
     ]:
         y, dx = _through(function, x, gradient)
         same(y, expected_y)
         same(dx, expected_dx)
-
-
-def scenario_a_cut_moves_to_another_dim_and_its_gradient_back(world: World) -> None:
-    axis = world.everyone()
-    sizes = uneven(axis)
-    rows = [1] * (axis.size - 1) + [3]
-    whole, gradient = held_by(7, sum(rows), sum(sizes)), held_by(8, sum(rows), sum(sizes))
-    y, dx = _through(
-        lambda x: cut_to_cut(x, axis, from_dim=1, from_sizes=sizes, to_dim=0, to_sizes=rows),
-        whole.split(sizes, 1)[axis.index],
-        gradient.split(rows, 0)[axis.index],
-    )
-    same(y, whole.split(rows, 0)[axis.index])
-    same(dx, gradient.split(sizes, 1)[axis.index])
 
 
 SCENARIOS = tuple(function for name, function in list(globals().items()) if name.startswith("scenario_"))

@@ -1,4 +1,4 @@
-"""Ranks that hold different lines or report a problem all hear of the first, and say no more than it takes."""
+"""Ranks that hold different lines or report a problem all get the first one, in as few messages as possible."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def test_equal_lines_cost_one_all_reduce_of_two_numbers():
     ],
     ids=["another line", "a line less", "a line more"],
 )
-def test_every_rank_hears_the_first_line_that_differs(lines, expected):
+def test_every_rank_gets_the_first_line_that_differs(lines, expected):
     found, _ = recorded(lambda axis: first_difference_async(axis, lines[axis.index])(), 3)
     assert found == [expected] * 3
 
 
 @pytest.mark.parametrize("odd", [None, 3])
-def test_groups_may_differ_from_each_other_and_all_ranks_hear_of_a_difference_within_one(odd):
+def test_groups_may_differ_from_each_other_and_all_ranks_get_a_difference_within_one(odd):
     groups = [(0, 2), (1, 3)]
 
     def work(axis):
         lines = ["odd" if axis.index == odd else f"group {axis.index % 2}"]
         wait = check_agreement_async(axis, lines, lambda found: LookupError(str(found)), groups)
-        lines.clear()  # what is compared was copied, so the caller may go on
+        lines.clear()  # the lines were copied, so the caller may change its own
         try:
             wait()
         except LookupError as error:
@@ -86,9 +86,9 @@ def test_values_that_fit_the_room_are_one_message_and_longer_ones_arrive_as_well
 
 @settings(max_examples=30)
 @given(data(), sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex128]), integers(1, 9000))
-def test_a_digest_tells_tensors_apart_that_differ_in_one_element_or_in_where_two_lie(drawn, dtype, size):
+def test_a_digest_differs_where_one_element_differs_or_two_are_swapped(drawn, dtype, size):
     tensor = torch.arange(size).to(torch.uint8).to(dtype)
-    offset = torch.cat([tensor[:1], tensor])[1:]  # its bytes begin where no number of eight does
+    offset = torch.cat([tensor[:1], tensor])[1:]  # its bytes are not aligned to eight
     assert tensor_digest(offset) == tensor_digest(tensor)
     place, other = (drawn.draw(integers(0, size - 1)) for _ in range(2))
     changed = tensor.clone()

@@ -1,4 +1,4 @@
-"""Collectives and messages of an axis, against wholes computed by brute force."""
+"""Collectives and messages of an axis, against whole tensors computed by brute force."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def on_every(num_ranks, work):
 
 
 @st.composite
-def brought(draw, cut=False):
+def contributions(draw, cut=False):
     """A tensor for each rank, often a strided view; with ``cut``, of sizes that differ along one dim."""
     num_ranks, dtype = draw(RANKS), draw(DTYPES)
     shape = draw(st.lists(st.integers(0, 4), min_size=1 if cut else 0, max_size=3))
@@ -60,9 +60,9 @@ def brought(draw, cut=False):
     return [tensor(each) for each in shapes], dim, sizes
 
 
-@given(brought(), st.sampled_from(["sum", "max"]), st.booleans())
+@given(contributions(), st.sampled_from(["sum", "max"]), st.booleans())
 @settings(max_examples=60)
-def test_all_reduce_is_the_sum_or_the_maximum_of_what_was_brought(given, op, later):
+def test_all_reduce_is_the_sum_or_the_maximum_of_the_members_tensors(given, op, later):
     tensors, _, _ = given
     stack = torch.stack(tensors)
     expected = stack.sum(0, dtype=stack.dtype) if op == "sum" else stack.amax(0)
@@ -76,7 +76,7 @@ def test_all_reduce_is_the_sum_or_the_maximum_of_what_was_brought(given, op, lat
         assert torch.equal(found, expected)
 
 
-@given(brought(cut=True), st.booleans())
+@given(contributions(cut=True), st.booleans())
 @settings(max_examples=60)
 def test_all_gather_is_the_concatenation(given, later):
     tensors, dim, sizes = given
@@ -92,7 +92,7 @@ def test_all_gather_is_the_concatenation(given, later):
         assert torch.equal(found, expected)
 
 
-@given(brought(cut=True), st.booleans())
+@given(contributions(cut=True), st.booleans())
 @settings(max_examples=60)
 def test_reduce_scatter_is_a_slice_of_the_sum(given, later):
     tensors, dim, sizes = given
@@ -130,7 +130,7 @@ def test_all_to_all_is_a_transpose(num_ranks, dtype, seed, later):
             assert torch.equal(tensor, part(source, to))
 
 
-@given(brought(), st.data(), st.booleans())
+@given(contributions(), st.data(), st.booleans())
 @settings(max_examples=40)
 def test_broadcast_is_what_the_source_has(given, data, later):
     tensors, _, _ = given
@@ -189,16 +189,16 @@ def test_a_subset_of_all_members_is_the_axis_itself():
     assert on_every(2, lambda axis: axis.subset([0, 1]) is axis) == [True, True]
 
 
-def test_only_different_members_make_a_subset_and_only_they_may_ask():
+def test_only_different_members_make_a_subset_and_only_they_may_call_it():
     def work(axis):
         for indices in [[1 - axis.index], [axis.index, axis.index], []]:
-            with pytest.raises(CommunicationError, match=f"asked for by member {axis.index}"):
+            with pytest.raises(CommunicationError, match=f"on member {axis.index}"):
                 axis.subset(indices)
 
     on_every(2, work)
 
 
-def test_sums_are_added_in_the_order_of_the_members_whoever_comes_last():
+def test_sums_are_added_in_the_order_of_the_members_whichever_rank_is_last():
     """1e16 + 1 - 1e16 is 0 in that order and 1 in another."""
     import time
 
@@ -239,7 +239,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_sent():
     assert launch(work, 2, ranks="threads") == [[], []]
 
 
-def test_every_rank_gets_the_axes_of_its_place_in_the_mesh():
+def test_every_rank_gets_the_axes_of_its_coordinate_in_the_mesh():
     mesh = Mesh(dp=2, tp=3)
 
     def work(axes):

@@ -19,7 +19,7 @@ def test_ranks_take_turns_where_there_are_fewer_cores():
     assert [cores_of(index, 5, [2, 4]) for index in range(5)] == [(2,), (4,), (2,), (4,), (2,)]
 
 
-def test_a_system_that_binds_nothing_says_so(monkeypatch):
+def test_a_system_that_cannot_bind_raises(monkeypatch):
     monkeypatch.delattr("os.sched_setaffinity")
     with pytest.raises(PlanError, match="leave out bind_cores"):
         bind(0, 2)

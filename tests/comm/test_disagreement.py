@@ -1,4 +1,4 @@
-"""Ranks that disagree on a call are told at once, each with both calls."""
+"""Ranks that disagree on a call all get an error at once, which names both calls."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ DISAGREE = {
 
 @pytest.mark.usefixtures("within_2_s")
 @pytest.mark.parametrize("about", DISAGREE)
-def test_ranks_that_disagree_are_told_both_calls(about):
+def test_the_error_of_ranks_that_disagree_names_both_calls(about):
     one, other, words = DISAGREE[about]
     for works, said in [((one, other), words), ((other, one), words[::-1])]:
         if about in ("sizes", "message", "part") and works[0] is other:
-            continue  # there who is who matters
+            continue  # there the order of the ranks matters
         text = disagreement(2, *works)
         assert "ranks 0 and 1 disagree" in text
         first, second = text.splitlines()[1:3]
@@ -110,14 +110,14 @@ def test_one_of_many_that_disagrees_is_named():
 
 
 @pytest.mark.usefixtures("within_2_s")
-def test_every_rank_is_told_of_a_disagreement():
+def test_every_rank_gets_the_error_of_a_disagreement():
     texts = []
 
     def work(world):
         try:
             world.everyone().all_reduce(torch.ones(1 + world.rank // 2))
-        except CommunicationError as told:
-            texts.append(str(told))
+        except CommunicationError as error:
+            texts.append(str(error))
             raise
 
     with pytest.raises(CommunicationError):
@@ -127,7 +127,7 @@ def test_every_rank_is_told_of_a_disagreement():
 
 
 @pytest.mark.usefixtures("within_2_s")
-def test_ranks_that_call_over_different_axes_are_told_who_waits_where():
+def test_the_error_of_ranks_that_call_over_different_axes_names_where_each_waits():
     def work(axes):
         axes["dp" if axes["tp"].index == 0 else "tp"].all_reduce(torch.ones(2))
 

@@ -1,4 +1,4 @@
-"""What is recorded of each call, and what a ring sends for it."""
+"""The record of each call, and the bytes that a ring sends for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAYLOADS = {
 
 
 @pytest.mark.parametrize("kind", PAYLOADS)
-def test_the_payload_is_the_whole_that_the_call_is_about(kind):
+def test_the_payload_is_the_whole_tensor_of_the_call(kind):
     work, num_bytes = PAYLOADS[kind]
     assert recorded(3, work) == [[Record(kind, "world", num_bytes, "someone")]] * 3
 
@@ -47,12 +47,12 @@ def test_the_payload_counts_the_bytes_of_the_dtype():
         assert [each.num_bytes for (each,) in records] == [7 * dtype.itemsize] * 2
 
 
-def test_what_is_not_contiguous_counts_its_own_elements():
+def test_a_tensor_that_is_not_contiguous_counts_its_own_elements():
     records = recorded(2, lambda axis: axis.all_reduce(torch.ones(6, 4)[::2, ::2]))
     assert [each.num_bytes for (each,) in records] == [24, 24]
 
 
-def test_a_message_is_recorded_by_who_sends_and_by_who_receives():
+def test_a_message_is_recorded_by_its_sender_and_by_its_receiver():
     def work(axis):
         if axis.index == 0:
             axis.send(torch.ones(3), 1)
@@ -75,7 +75,7 @@ def test_a_call_is_recorded_once_however_it_is_waited_for():
     assert [len(records) for records in recorded(2, work)] == [1, 1]
 
 
-def test_recordings_lie_inside_each_other_and_end():
+def test_recordings_nest_and_end():
     def work(world):
         axis = world.everyone()
         with world.recorder.recording() as outer:
@@ -129,7 +129,7 @@ def sent_in_a_ring(kind, num_ranks):
 
 
 @given(st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]), st.integers(1, 64))
-def test_the_ring_factor_counts_what_goes_round(kind, num_ranks):
+def test_the_ring_factor_counts_the_parts_that_a_rank_sends(kind, num_ranks):
     assert ring_factor(kind, num_ranks) == sent_in_a_ring(kind, num_ranks)
 
 

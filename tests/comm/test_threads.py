@@ -31,7 +31,7 @@ def test_results_come_in_the_order_of_the_ranks():
     assert on_threads(4, work, 10) == [(10 + rank, 4, True) for rank in range(4)]
 
 
-def test_a_layout_or_a_mesh_says_how_many_ranks_there_are():
+def test_a_layout_or_a_mesh_gives_the_number_of_ranks():
     assert launch(lambda world: world.size, Layout.parse("dp2 tp3"), ranks="threads") == [6] * 6
     assert run_on_threads(Mesh(dp=2, cp=2), lambda axes: sorted(axes)) == [["cp", "dp"]] * 4
 
@@ -138,7 +138,7 @@ def test_a_rank_that_calls_after_another_failed_ends_there():
 
 
 @pytest.mark.usefixtures("within_2_s")
-def test_of_several_failures_the_first_is_told():
+def test_of_several_failures_the_first_is_raised():
     def work(world):
         time.sleep(0.05 * world.rank)
         raise KeyError(f"of rank {world.rank}")
@@ -198,7 +198,7 @@ def test_an_interruption_from_the_keyboard_ends_every_rank():
 
 
 @pytest.mark.usefixtures("within_2_s")
-def test_a_rank_that_returns_early_is_named_to_those_who_wait():
+def test_a_rank_that_returns_early_is_named_to_the_ranks_that_wait():
     def work(world):
         axis = world.everyone()
         if world.rank != 1:
@@ -226,21 +226,21 @@ def test_a_rank_that_returns_while_others_already_wait_is_named():
 
 
 @pytest.mark.usefixtures("within_2_s")
-def test_ranks_that_all_wait_for_a_message_are_told():
+def test_ranks_that_all_wait_for_a_message_get_an_error():
     def work(world):
         world.everyone().receive((2,), torch.float32, (world.rank + 1) % world.size)
 
     with pytest.raises(CommunicationError) as caught:
         on_threads(3, work)
     text = str(caught.value)
-    assert text.startswith("every rank waits and none can go on")
+    assert text.startswith("every rank waits and none can continue")
     for rank in range(3):
         assert f"rank {rank} waits in message of [2] float32" in text
         assert f"for rank {(rank + 1) % 3}" in text
 
 
 @pytest.mark.usefixtures("within_2_s")
-def test_a_call_that_one_rank_makes_once_too_often_is_told():
+def test_a_call_that_one_rank_makes_once_too_often_is_an_error():
     def work(world):
         axis = world.everyone()
         for _ in range(3 + (world.rank == 1)):

@@ -468,7 +468,9 @@ def check_traffic(line: str, case: Case, strategies: Sequence | None = None) -> 
                     expected[source, traffic.kind, traffic.axis, traffic.num_bytes] += traffic.times
             recorded = found.recorded[number]
             unsaid, unmade = recorded - expected, expected - recorded
-            assert not unsaid, f"rank {rank} under {line} makes calls nobody spoke of in step {number}: {dict(unsaid)}"
+            assert not unsaid, (
+                f"rank {rank} under {line} makes calls that traffic() does not state in step {number}: {dict(unsaid)}"
+            )
             assert not unmade, f"rank {rank} under {line} does not make in step {number}: {dict(unmade)}"
 
 
@@ -476,7 +478,7 @@ def check_traffic(line: str, case: Case, strategies: Sequence | None = None) -> 
 def observed_once(case: Case) -> Iterator[None]:
     """The calls of the plain model on samples of one shape are the same under every layout: they are observed once."""
     planning = import_module("shardwright.parallelize.planning")
-    observe = planning.observe
+    observe = planning.record_module_calls
 
     def known(model: nn.Module, inputs: object) -> object:
         leaves, tree = tree_flatten(inputs)
@@ -486,7 +488,7 @@ def observed_once(case: Case) -> Iterator[None]:
             _OBSERVED[key] = observe(model, inputs)
         return _OBSERVED[key]
 
-    with mock.patch.object(planning, "observe", known):
+    with mock.patch.object(planning, "record_module_calls", known):
         yield
 
 

@@ -184,7 +184,7 @@ def test_a_pair_that_others_look_into_stays_whole(kind, line):
 def test_one_that_is_looked_into_by_code_that_cannot_be_followed_is_refused_and_what_that_says_helps(line):
     with without_values():
         model = AsksAndLooks()
-    with pytest.raises((PlanError, RankFailedError), match=r"'inner.up' is cut(.|\n)*--role inner.up=copied"):
+    with pytest.raises((PlanError, RankFailedError), match=r"'inner.up' is sharded(.|\n)*--role inner.up=copied"):
         verify(model, line, [BATCH])
     verdict = verify(model, line, [BATCH], roles={"inner.up": "copied"})
     assert verdict.equal, str(verdict)
@@ -264,7 +264,7 @@ class HasAMask(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "line", "batch", "reason"),
     [
-        (TiedByFunction, "tp2", TOKENS, "something other than its own layer reads it"),
+        (TiedByFunction, "tp2", TOKENS, "is read by other code than its own layer"),
         (DropsByFunction, "dp2", BATCH, "would depend on the layout"),
         (HasAMask, "dp2", BATCH, "has no values"),
     ],

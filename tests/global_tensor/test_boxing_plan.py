@@ -1,4 +1,4 @@
-"""Routes of boxing, planned and carried out in one process: right for any two layouts, and as short as can be."""
+"""Boxing plans, made and run in one process: correct for any two layouts, and as cheap as possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwright.global_tensor import placement, plan_to_global, sbp
-from shardwright.global_tensor.boxing_plan import BoxingStep, route
+from shardwright.global_tensor.boxing_plan import BoxingStep, cheapest_plan
 from shardwright.global_tensor.geometry import GlobalLayout, boxes, is_partial, local_shape, terms
 from shardwright.sharding.transfer import execute_locally
 
@@ -34,7 +34,7 @@ def transfers(draw) -> tuple[tuple[int, ...], GlobalLayout, GlobalLayout]:
 
 
 def parts(whole: torch.Tensor, where: GlobalLayout) -> dict[int, torch.Tensor]:
-    """Each rank's local tensor: term i of a sum is i + 1 times the whole, and term 0 what is missing."""
+    """Each rank's local tensor: term i of a sum is i + 1 times the tensor, and term 0 makes up the difference."""
     of_rank, held = terms(where), boxes(tuple(whole.shape), where)
     num = max(of_rank.values()) + 1
     factors = [1 - sum(range(2, num + 1)), *range(2, num + 1)]
@@ -42,7 +42,7 @@ def parts(whole: torch.Tensor, where: GlobalLayout) -> dict[int, torch.Tensor]:
 
 
 def joined(local: dict[int, torch.Tensor], shape: tuple[int, ...], where: GlobalLayout) -> torch.Tensor:
-    """The whole, each box of each term once."""
+    """The unsharded tensor: the sum of each box of each term, taken once."""
     whole, seen = torch.zeros(shape, dtype=torch.int64), {}
     for rank, box in boxes(shape, where).items():
         term = (terms(where)[rank], box)
@@ -65,11 +65,11 @@ def test_any_layout_turns_into_any_other_and_the_whole_stays_the_same(drawn):
     shape, source, destination = drawn
     whole = torch.arange(torch.Size(shape).numel()).view(shape) + 1
     local = parts(whole, source)
-    for leg in route(shape, source, destination).legs:
-        make = torch.zeros if is_partial(leg.destination) else torch.empty
-        members = leg.destination.placement.ranks
-        out = {rank: make(local_shape(shape, leg.destination, rank), dtype=torch.int64) for rank in members}
-        execute_locally(leg.transfer, local, out)
+    for step in cheapest_plan(shape, source, destination).steps:
+        make = torch.zeros if is_partial(step.destination) else torch.empty
+        members = step.destination.placement.ranks
+        out = {rank: make(local_shape(shape, step.destination, rank), dtype=torch.int64) for rank in members}
+        execute_locally(step.transfer, local, out)
         local = out
     assert torch.equal(joined(local, shape, destination), whole)
     for rank, box in boxes(shape, destination).items():
@@ -87,14 +87,14 @@ def test_without_sums_each_element_is_fetched_once_by_each_rank_that_lacks_it(dr
     for rank, box in boxes(shape, destination).items():
         common = box.intersect(held[rank]) if rank in held else None
         lacking += box.size - (common.size if common is not None else 0)
-    assert route(shape, source, destination).moved_elements == lacking
+    assert cheapest_plan(shape, source, destination).moved_elements == lacking
 
 
 @settings(max_examples=200, deadline=None)
 @given(transfers())
-def test_a_route_never_moves_more_than_its_plain_messages(drawn):
+def test_a_plan_never_moves_more_than_its_plain_messages(drawn):
     shape, source, destination = drawn
-    found = route(shape, source, destination)
+    found = cheapest_plan(shape, source, destination)
     assert found.moved_elements <= BoxingStep(shape, source, destination).moved_elements
 
 
@@ -115,11 +115,11 @@ def test_collectives_are_found_where_ranks_and_boxes_form_one():
         (sbp.split(0), sbp.partial_sum): "messages",
     }
     for (before, after), kind in kinds.items():
-        (leg,) = plan_to_global((5, 4), two, before, two, after).legs
-        assert leg.kind == kind
+        (step,) = plan_to_global((5, 4), two, before, two, after).steps
+        assert step.kind == kind
 
 
-@pytest.mark.parametrize("lies", [sbp.broadcast, sbp.split(0), sbp.split(1)])
-def test_terms_of_a_sum_stay_where_they_are_held(lies):
+@pytest.mark.parametrize("held_sbp", [sbp.broadcast, sbp.split(0), sbp.split(1)])
+def test_terms_of_a_sum_stay_where_they_are_held(held_sbp):
     two = placement("cpu", [0, 1])
-    assert plan_to_global((5, 4), two, lies, two, sbp.partial_sum).moved_elements == 0
+    assert plan_to_global((5, 4), two, held_sbp, two, sbp.partial_sum).moved_elements == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.ledger.account import measure_memory, predict_memory
-from shardwright.ledger.tracking import KINDS, Tracker
+from shardwright.ledger.tracking import _TRANSPORTS, KINDS, Tracker
 from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
@@ -34,41 +36,27 @@ def test_keys_that_several_heads_share_are_not_repeated(line):
         with sw.without_values():
             return GPT(GPTConfig(style="llama", num_layers=2, num_heads=4, num_kv_heads=1, width=32, max_tokens=16))
 
-    def work(world):
-        run = sw.parallelize(build(), line, world, example=data()[0])
-        optimizer = run.optimizer(torch.optim.AdamW)
-        (batch,) = run.shard([data()])
-        for _ in range(2):
-            run.step(batch)
-            optimizer.step()
-        return measure_memory(run, batch, optimizer).peak_bytes
-
-    (peak,) = sw.launch(work, 1, ranks="threads")
-    assert (
-        -UNDER
-        <= predict_memory(Job(build(), CrossEntropy()), line, 0, data(), ranks="threads").peak_bytes / peak - 1
-        <= OVER
-    )
+    check_close(build, line, data())
 
 
-def measured(world, line, dropout=0.1):
-    run = sw.parallelize(plain(dropout), line, world, example=data()[0])
+def measured(world, build, line, batch):
+    run = sw.parallelize(build(), line, world, example=batch[0])
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-3)
-    (batch,) = run.shard([data()])
+    (local,) = run.shard([batch])
     for _ in range(2):
-        run.step(batch)
+        run.step(local)
         optimizer.step()
-    return measure_memory(run, batch, optimizer)
+    return measure_memory(run, local, optimizer)
 
 
-def predicted(line, rank, dropout=0.1):
-    return predict_memory(Job(plain(dropout), CrossEntropy()), line, rank, data(), ranks="threads")
+def predicted(line, rank, build=plain, batch=None):
+    return predict_memory(Job(build(), CrossEntropy()), line, rank, batch or data(), ranks="threads")
 
 
-def check_close(line, dropout):
-    accounts = sw.launch(measured, sw.Layout.parse(line).num_ranks, line, dropout, ranks="threads")
+def check_close(build, line, batch):
+    accounts = sw.launch(measured, sw.Layout.parse(line).num_ranks, build, line, batch, ranks="threads")
     for rank, account in enumerate(accounts):
-        off = predicted(line, rank, dropout).peak_bytes / account.peak_bytes - 1
+        off = predicted(line, rank, build, batch).peak_bytes / account.peak_bytes - 1
         assert -UNDER <= off <= OVER, f"rank {rank} under {line}: {off:+.2%}"
 
 
@@ -80,25 +68,25 @@ LINES += ["dp2 fp16", "dp2/zero2 fp16", "pp2 mb2 bf16", "dp2/zero1/fp32-sums mb2
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.sampled(4)
 def test_the_peak_is_predicted_within_two_percent(line):
-    check_close(line, dropout=0.1)
+    check_close(plain, line, data())
 
 
 @pytest.mark.parametrize("line", ["dp2", "recompute:full"])
 def test_attention_that_keeps_no_weights_is_predicted_too(line):
-    check_close(line, dropout=0.0)
+    check_close(partial(plain, dropout=0.0), line, data())
 
 
 @pytest.mark.parametrize("line", ["single", "dp2", "tp2", "tp2x2/2d", "pp2 mb4"])
 @pytest.mark.sampled(3)
-def test_state_is_what_the_plan_says_to_the_byte(line):
+def test_state_is_what_the_plan_has_to_the_byte(line):
     plan, _ = make_plan(Job(plain(), CrossEntropy()), sw.Layout.parse(line))
     for rank in range(plan.mesh.size):
-        said = 4 * sum(rest.parameter.num_elements(plan.mesh.coord(rank)) for rest in plan.state.values())
-        held = [lies for lies in plan.compute.values() if lies.num_elements(plan.mesh.coord(rank))]
+        planned = 4 * sum(state.parameter.num_elements(plan.mesh.coord(rank)) for state in plan.state.values())
+        held = [layout for layout in plan.compute.values() if layout.num_elements(plan.mesh.coord(rank))]
         most = predicted(line, rank).most()
-        assert most["parameters"] == said
-        assert most["gradients"] == said
-        assert most["optimizer"] >= 2 * said + 4 * len(held)  # moments, and for each parameter a count of steps
+        assert most["parameters"] == planned
+        assert most["gradients"] == planned
+        assert most["optimizer"] >= 2 * planned + 4 * len(held)  # moments, and for each parameter a count of steps
 
 
 RAJBHANDARI = {  # on each of n ranks, for each parameter: bytes of parameters, gradients and AdamW's state
@@ -106,7 +94,7 @@ RAJBHANDARI = {  # on each of n ranks, for each parameter: bytes of parameters, 
     ("/zero1", "fp32"): lambda n: (4, 4, 8 / n),
     ("/zero2", "fp32"): lambda n: (4, 4 / n, 8 / n),
     ("/zero3", "fp32"): lambda n: (4 / n, 4 / n, 8 / n),
-    # the masters are parameters here, and gradients rest as wide as they are, since torch's optimizers want them so:
+    # master weights count as parameters here, and gradients are kept in fp32, since torch's optimizers need them so:
     # two bytes an element more than in the paper in stages 0 and 2
     ("", "bf16"): lambda n: (2 + 4, 2 + 2, 8),
     ("/zero1", "bf16"): lambda n: (2 + 4 / n, 2, 8 / n),
@@ -124,7 +112,7 @@ def test_state_is_that_of_the_table_of_zero_to_the_byte(stage, precision, size):
     line = f"dp{size}{stage} {precision.removeprefix('fp32')} mb2"
     account = predicted(line, size - 1)
     last = dict(zip(KINDS, account.moments[-1].held, strict=True))
-    marks = bool(stage) * (4 if precision == "fp32" else 2)  # a NaN in place of the unit that is out of date
+    marks = bool(stage) * (4 if precision == "fp32" else 2)  # a NaN in place of the param group that is out of date
     counts = 4 * len(list(plain().parameters()))  # AdamW's counts of steps, of each parameter
     gradients = account.most()["gradients"] if stage == "/zero1" else last["gradients"]
     found = (last["parameters"] - marks, gradients, last["optimizer"] - counts)
@@ -144,7 +132,11 @@ def test_a_pipeline_keeps_more_microbatches_on_its_first_stage():
     assert first.peak.action == "0B2"
 
 
-def test_storages_count_once_while_anything_looks_at_them():
+def test_the_ledger_knows_the_transports_by_the_names_of_their_modules():
+    assert all(find_spec(name) is not None for name in _TRANSPORTS), _TRANSPORTS
+
+
+def test_a_storage_counts_once_while_any_tensor_views_it():
     with Tracker() as tracker:
         x = torch.ones(1000)
         view = x[10:].view(9, 110)
@@ -163,7 +155,7 @@ def test_storages_count_once_while_anything_looks_at_them():
     assert tracker.account().most()["activations"] == 7960
 
 
-def test_what_was_there_before_counts_once_somebody_speaks_of_it():
+def test_a_tensor_older_than_the_tracker_counts_once_it_is_registered():
     x = torch.ones(100)
     with Tracker() as tracker:
         x.add_(1)
@@ -193,7 +185,7 @@ class Masked(nn.Module):
 
 
 class Encodes(nn.Module):
-    """torch's own encoder, which calls attention inside of another function of torch's."""
+    """torch's encoder, which calls attention inside of another function of torch's."""
 
     def __init__(self, masked):
         super().__init__()
@@ -211,23 +203,7 @@ def test_attention_inside_of_torchs_encoder_keeps_no_weights_either(masked):
         with sw.without_values():
             return Encodes(masked)
 
-    batch = torch.randn(8, 24, 32), torch.zeros(8, dtype=torch.int64)
-
-    def work(world):
-        run = sw.parallelize(build(), "single", world)
-        optimizer = run.optimizer(torch.optim.AdamW)
-        (mine,) = run.shard([batch])
-        for _ in range(2):
-            run.step(mine)
-            optimizer.step()
-        return measure_memory(run, mine, optimizer).peak_bytes
-
-    (peak,) = sw.launch(work, 1, ranks="threads")
-    assert (
-        -UNDER
-        <= predict_memory(Job(build(), CrossEntropy()), "single", 0, batch, ranks="threads").peak_bytes / peak - 1
-        <= OVER
-    )
+    check_close(build, "single", (torch.randn(8, 24, 32), torch.zeros(8, dtype=torch.int64)))
 
 
 def test_an_encoder_that_looks_at_its_mask_is_rehearsed_without_values():
@@ -241,7 +217,7 @@ def test_a_stage_lets_go_of_what_came_in_once_its_gradients_are_back():
     def work(world):
         gc.disable()
         try:
-            return measured(world, "pp2/1f1b mb4")
+            return measured(world, plain, "pp2/1f1b mb4", data())
         finally:
             gc.enable()
 

@@ -157,7 +157,7 @@ def test_half_precision_is_rotated_with_single_precision_angles():
         ({"num_heads": 4, "num_kv_heads": 3}, "set num_kv_heads=2"),
         ({"width": 12, "num_heads": 4, "rotary": True}, "set head_dim=4"),
         ({"num_heads": 0}, "'num_heads' is too small"),
-        ({"dropout": 1.0}, "'dropout' is no share"),
+        ({"dropout": 1.0}, "'dropout' is no fraction"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused_with_a_fix(settings, message):

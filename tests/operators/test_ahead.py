@@ -1,4 +1,4 @@
-"""Weights fetched ahead: on their way in time, never stale, never sent for nothing where a model does as it did."""
+"""Weights prefetched: gathered in time, never stale, never for nothing if a model repeats its forward."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from contract.cases import NUM_SAMPLES, Case, check_traffic
 from shardwright import verify
 from shardwright.comm.axis import Pending
 from shardwright.models.losses import MeanSquaredError
-from shardwright.operators.linear import Ahead, GridProduct, WeightFetch
+from shardwright.operators.linear import GridProduct, WeightFetch, WeightPrefetch
 
-# ---- what is sent when: an axis that writes down what it is asked
+# ---- which message is sent when: an axis that logs its calls
 
 
 @dataclass
 class Log:
-    """An axis: ``lines`` are the messages that begin and those that are waited for."""
+    """An axis: ``lines`` are the starts of messages and the waits for them."""
 
     lines: list[str] = field(default_factory=list)
 
@@ -36,8 +36,8 @@ class Layers:
     """Layers whose weights hold their number and the step in which they were set."""
 
     def __init__(self, num_layers: int) -> None:
-        self.log, self.ahead, self.root = Log(), Ahead(), nn.Identity()
-        self.ahead.watch(self.root)
+        self.log, self.prefetch, self.root = Log(), WeightPrefetch(), nn.Identity()
+        self.prefetch.watch(self.root)
         self.weights = [torch.tensor([float(number), 0.0]) for number in range(num_layers)]
         fetch = (WeightFetch(self.log, (1, 1)),)
         self.products = [GridProduct(fetch=fetch, weight=lambda w=w: w) for w in self.weights]
@@ -45,11 +45,11 @@ class Layers:
 
     def forward(self, order):
         for number in order:
-            found = self.ahead.fetch(self.products[number], self.weights[number]).wait()
+            found = self.prefetch.fetch(self.products[number], self.weights[number]).wait()
             assert torch.equal(found, self.weights[number]), "the weight as it is now"
 
     def step(self, order):
-        """One forward, after which every weight is another; returns what was written down."""
+        """Runs one forward, then changes every weight; returns the logged messages."""
         self.log.lines.clear()
         self.root(order)
         for weight in self.weights:
@@ -87,9 +87,9 @@ def test_a_weight_that_changes_while_it_is_on_its_way_is_fetched_again():
     layers.step([0, 1])
 
     def forward():
-        layers.ahead.fetch(layers.products[0], layers.weights[0]).wait()
+        layers.prefetch.fetch(layers.products[0], layers.weights[0]).wait()
         layers.weights[1][1] += 1
-        assert torch.equal(layers.ahead.fetch(layers.products[1], layers.weights[1]).wait(), layers.weights[1])
+        assert torch.equal(layers.prefetch.fetch(layers.products[1], layers.weights[1]).wait(), layers.weights[1])
 
     layers.root.forward = forward
     layers.root()

@@ -1,4 +1,4 @@
-"""BatchNorm of a batch that is cut, against torch's own on one device."""
+"""BatchNorm of a sharded batch, against torch's own on one device."""
 
 from __future__ import annotations
 

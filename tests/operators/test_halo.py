@@ -1,4 +1,4 @@
-"""Convolutions and pools of pictures whose rows are cut, against one device."""
+"""Convolutions and pools of pictures with sharded rows, against one device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.errors import LayoutError, RankFailedError
 from shardwright.mesh import balanced
 from shardwright.operators.batch_norm import shared_group_norm
 from shardwright.operators.halo import halo_convolution, halo_enlarge, halo_pool, halo_transposed_convolution
-from shardwright.operators.picture_rows import Enlarged, SlidingWindow, Spread, output_sizes, reading_of
+from shardwright.operators.picture_rows import SlidingWindow, TransposedWindow, Upsampling, output_sizes, reading_of
 
 TOLERANCE = 1e-12
 
@@ -49,8 +49,8 @@ def check(x, run_whole, run_share, sizes, dim, weights=()):
         mine = x.detach().split(list(sizes), dim)[axis.index].clone().requires_grad_()
         own = [weight.detach().clone().requires_grad_() for weight in weights]
         y_mine = run_share(mine, *own, axis)
-        told = axis.all_gather(torch.tensor([y_mine.shape[dim]]))
-        cut = factors.split(told.tolist(), dim)[axis.index]
+        num_rows = axis.all_gather(torch.tensor([y_mine.shape[dim]]))
+        cut = factors.split(num_rows.tolist(), dim)[axis.index]
         dx, *dws = torch.autograd.grad((y_mine * cut).sum(), (mine, *own))
         return y_mine.detach(), dx, [axis.all_reduce(dw.clone()) for dw in dws]
 
@@ -212,7 +212,7 @@ def test_any_border_equals_one_device(sizes, mode, kernel, stride, padding):
 )
 def test_any_transposed_convolution_equals_one_device(sizes, kernel, stride, padding, dilation, more, groups):
     assume(more < max(stride, dilation))
-    assume(Spread(kernel, stride, padding, dilation, more).num_outputs(sum(sizes)) > 0)
+    assume(TransposedWindow(kernel, stride, padding, dilation, more).num_outputs(sum(sizes)) > 0)
     given_settings = {
         "stride": (stride, 2), "padding": (padding, 1), "output_padding": (more, 1), "dilation": (dilation, 1),
         "groups": groups,
@@ -321,8 +321,8 @@ def test_a_window_of_one_row_and_pools_along_the_cuts_send_nothing():
     sizes=SIZES,
     resize=st.one_of(
         st.builds(SlidingWindow, st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), ceil=st.booleans()),
-        st.builds(Spread, st.integers(1, 4), st.integers(1, 3), st.integers(0, 1)),
-        st.builds(Enlarged, st.integers(1, 4), st.integers(0, 2)),
+        st.builds(TransposedWindow, st.integers(1, 4), st.integers(1, 3), st.integers(0, 1)),
+        st.builds(Upsampling, st.integers(1, 4), st.integers(0, 2)),
     ),
 )
 def test_what_one_member_gives_another_reads(sizes, resize):
@@ -370,5 +370,5 @@ def test_sizes_that_are_not_those_of_the_rows_are_refused():
     def share(axes):
         halo_convolution(torch.ones(1, 1, 2, 9), torch.ones(1, 1, 1, 1), None, axes["tp"], (2, 3))
 
-    with pytest.raises((LayoutError, RankFailedError), match="not those of the sizes given"):
+    with pytest.raises((LayoutError, RankFailedError), match="differ from the given sizes"):
         run_on_threads(Mesh(tp=2), share)

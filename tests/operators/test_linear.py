@@ -28,7 +28,7 @@ S, N, K, H = 5, 2, 13, 17
 
 
 class Way(NamedTuple):
-    """What one axis does: how X lies along it, its role, how Y lies; ``stored``: whether it cuts W at rest."""
+    """One axis: the layout of X along it, its role, the layout of Y; ``stored``: whether it shards the stored W."""
 
     before: str
     role: str
@@ -87,9 +87,9 @@ def lay_out(ways, axes, coord):
     def names(**wanted):
         return [n for n, way in ways.items() if all(getattr(way, key) == value for key, value in wanted.items())]
 
-    def move(name, lies, held):
+    def move(name, layout, held):
         counts = held.counts(coord, name)
-        return OperandMove(axes[name], lies, lambda: counts)
+        return OperandMove(axes[name], layout, lambda: counts)
 
     rows, columns = cut_over(S, sizes, names(before="T")), cut_over(K, sizes, names(before="F"))
     outputs = cut_over(H, sizes, names(after="F"))
@@ -156,7 +156,7 @@ def run(world, ways, sizes, options):
         with world.recorder.recording() as records:
             y = layer(x, w, b)
             y.backward(part(g_SNH, laid.y))
-            layer.later.finish()
+            layer.pending_gradients.finish()
             for name in (name for name, way in ways.items() if not way.stored):
                 axes[name].all_reduce(w.grad)  # where weights are copied the core sums their gradients
         for name in (name for name, way in ways.items() if way.role == "t"):
@@ -172,7 +172,7 @@ def run(world, ways, sizes, options):
 
 
 def formula(ways, sizes, keep):
-    """What all ranks send together, in elements: DESIGN section 8, any grid.
+    """What all ranks send together, in elements: docs/design.md, section 5, any grid.
 
     Over g members of which c hold copies, 2 (g - c) for gathering and summing and 2 (c - 1) for the sum over copies;
     over two axes of copies that is two sums, each of all.
@@ -249,7 +249,7 @@ def kinds_sent(way, *, x_trains=True, w_trains=True, keep=False):
         with world.recorder.recording() as records:
             layer = replace(laid.product, keep=keep)
             layer(x, w, b).backward(part(g_SNH, laid.y))
-            layer.later.finish()
+            layer.pending_gradients.finish()
         return [record.kind for record in records]
 
     first, second = launch(work, 2, ranks="threads")
@@ -276,7 +276,7 @@ def test_a_weight_used_in_several_products_collects_the_gradients_of_all():
         x, g, w = part(x_SNK, laid.x), part(g_SNH, laid.y), nn.Parameter(part(w_HK, laid.w))
         for _ in range(2):
             sum((laid.product(x, w, b_H) * g).sum() for _ in range(3)).backward()
-        laid.product.later.finish()
+        laid.product.pending_gradients.finish()
         return float((w.grad - 6 * part(one_device()[2], laid.w)).abs().max())
 
     assert max(launch(work, 2, ranks="threads")) <= 1e-12

@@ -1,4 +1,4 @@
-"""Norms of cut features against torch's whole ones, to rounding in float64 and at a mean of 1,000 in float32."""
+"""Norms of sharded features against torch's norms, to rounding in float64 and at a mean of 1,000 in float32."""
 
 from __future__ import annotations
 

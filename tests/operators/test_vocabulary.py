@@ -1,4 +1,4 @@
-"""Tables and losses over a vocabulary that is cut, against torch's on the whole, in float64.
+"""Embedding and cross entropy over a sharded vocabulary, against torch's unsharded ones, in float64.
 
 S samples, N tokens of each, V vocabulary, W width; the parts are uneven, the last the largest
 """
@@ -33,10 +33,10 @@ def part(size, mesh, axes, coord):
     return held
 
 
-def move(axes, name, lies, held):
+def move(axes, name, layout, held):
     """A message over one axis; ``held(i)`` is what its member i holds."""
     counts = tuple(len(held(i)) for i in range(axes[name].size))
-    return OperandMove(axes[name], lies, lambda: counts)
+    return OperandMove(axes[name], layout, lambda: counts)
 
 
 def close(ours, theirs):
@@ -92,7 +92,7 @@ def test_a_cut_table_finds_the_rows_and_gives_the_gradients_of_a_whole_one(name,
 
 
 def test_features_found_over_an_axis_that_cuts_rows_may_be_cut_where_they_are_summed():
-    """A table tied to a head lies in rows, and gives features that are cut."""
+    """A table that is tied to a head is sharded by rows, and its output by features."""
     mesh, size = Mesh(col=3), 11
     w_VW = torch.randn(size, W, dtype=torch.float64)
     tokens_SN = torch.randint(size, (S, N))

@@ -1,4 +1,4 @@
-"""Calls of what is cut, from where they were followed and from elsewhere."""
+"""Calls of sharded layers: from the code that the plan was made for, and from other code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.analysis.callers import AllowedCallers, plain_containers
 from shardwright.errors import PlanError
-from shardwright.operators.weight_guard import Running
+from shardwright.operators.weight_guard import CallGuard
 
 X = torch.ones(2, 3)
 
@@ -36,10 +36,10 @@ class Block(nn.Module):
 
 def kept(body, apart=()):
     model = Model(body)
-    running = Running(plain_containers(model), apart)
+    running = CallGuard(plain_containers(model), apart)
     for path in ("", "block", "block.layers"):
         running.follow(model.get_submodule(path), path)
-    running.keep(model.get_submodule("block.layers.0"), "block.layers.0", AllowedCallers.of("block"))
+    running.restrict(model.get_submodule("block.layers.0"), "block.layers.0", AllowedCallers.of("block"))
     return model
 
 
@@ -59,11 +59,11 @@ def test_calls_from_home_pass_and_so_does_computing_them_again(body):
 def test_a_backward_that_computes_a_container_alone_again_passes():
     model = kept(lambda m, x: m.block(x))
     model.block.forward = lambda x: checkpoint(model.block.layers, x, use_reentrant=False)
-    running = Running(plain_containers(model))
+    running = CallGuard(plain_containers(model))
     running.follow(model.block, "block")
     again = model.block.layers[0]
     del again.forward
-    running.keep(again, "block.layers.0", AllowedCallers.of("block"))
+    running.restrict(again, "block.layers.0", AllowedCallers.of("block"))
     model(X).sum().backward()
 
 
@@ -76,7 +76,7 @@ def test_a_backward_that_computes_a_container_alone_again_passes():
     ],
 )
 def test_calls_from_elsewhere_are_refused_by_name(body, who):
-    with pytest.raises(PlanError, match=f"'block.layers.0' is cut(.|\n)*{who}(.|\n)*forward of 'block'(.|\n)*copied"):
+    with pytest.raises(PlanError, match=f"layers.0' is sharded(.|\n)*{who}(.|\n)*forward of 'block'(.|\n)*copied"):
         kept(body)(X)
 
 

@@ -33,9 +33,9 @@ def test_a_layer_under_four_strategies_shows_every_rung_in_order():
     ]
     weight, _ = found[1]["parameters"]
     assert (weight["name"], weight["shape"], weight["held"]) == ("blocks.0.mlp.up.weight", [64, 16], [32, 16])
-    assert weight["rests"] == "only at pp 0, dim 0 over tp, flat slices over dp"
+    assert weight["stored"] == "only at pp 0, dim 0 over tp, flat slices over dp"
     assert found[1]["role"]["strategy"] == "tensor_1d"
-    assert weight["elements_at_rest"] + found[3]["parameters"][0]["elements_at_rest"] == 32 * 16
+    assert weight["elements_stored"] + found[3]["parameters"][0]["elements_stored"] == 32 * 16
     elsewhere = found[4]
     assert elsewhere["rank"] == 4
     assert [each["held"] for each in elsewhere["parameters"]] == [None, None]
@@ -61,7 +61,7 @@ def test_the_text_says_where_parameters_lie_what_runs_and_what_is_sent():
         "blocks.1.mlp.down.weight  whole [16, 64]",
         "to compute  [16, 64] bfloat16 on this rank: copied",
         "float32 on this rank: flat slices over dp",
-        "UNSHARD     blocks.1.mlp.down  gathers its unit, which is dropped after use (by zero)",
+        "UNSHARD     blocks.1.mlp.down",
         "2.0 KiB gathered over dp before each forward and each backward",
     ):
         assert words in text

@@ -204,7 +204,7 @@ def test_a_module_that_cannot_initialise_itself_is_refused_before_anything_is_se
         return str(caught.value), records
 
     for text, records in launch(work, Layout.parse(line), ranks="threads"):
-        assert "'1' does not say how its parameters start" in text
+        assert "'1' does not define its initial parameters" in text
         assert "Silent on the meta device" in text
         assert records == []
 

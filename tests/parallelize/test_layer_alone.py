@@ -129,10 +129,10 @@ def test_gradients_are_summed_once(line, bias):
 
         backward()
         alone.sum_gradients()
-        with pytest.raises(PlanError, match="would count it twice"):
+        with pytest.raises(PlanError, match="would be summed twice"):
             alone.sum_gradients()
         backward()
-        with pytest.raises(PlanError, match="would count it twice"):
+        with pytest.raises(PlanError, match="would be summed twice"):
             alone.sum_gradients()
         alone.layer.zero_grad()
         backward()

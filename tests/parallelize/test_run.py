@@ -335,7 +335,7 @@ def test_an_optimizer_that_looks_at_more_than_a_rank_has_in_hand_is_refused(dire
         try:
             run.optimizer(_ByHand, **options)
         except PlanError as refused:
-            return "looks at whole tensors" not in str(refused)
+            return "needs whole tensors" not in str(refused)
         return True
 
     assert launch(work, 2, "tp2", ranks="threads") == [in_boxes] * 2
@@ -362,7 +362,7 @@ def test_an_optimizer_that_looks_at_all_parameters_together_is_refused_also_wher
         groups = [{"params": [p]} for p in run.parameters.values()]
         run.optimizer(_ByNorm, iter(groups), over_all=False)
         for listed, common in ((groups, True), ([*groups[:-1], {**groups[-1], "over_all": True}], False)):
-            with pytest.raises(PlanError, match="or at all together"):
+            with pytest.raises(PlanError, match="or all of them"):
                 run.optimizer(_ByNorm, listed, over_all=common)
 
     on_ranks(build_mlp(MLPConfig()), line, work)

@@ -144,10 +144,10 @@ def test_what_is_gathered_over_an_axis_that_cuts_the_batch_and_cut_again_is_as_i
 @given(cases(), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2)), min_size=2, max_size=4))
 def test_the_next_microbatch_or_batch_leaves_nothing_of_the_last(case, begun):
     mesh, axes, _, num_microbatches = case
-    shard = BatchShard(mesh, axes, mesh.coord(0), num_microbatches)
+    shard = BatchShard(mesh, axes, mesh.coord(0))
     for num_global, number in begun:
         number %= num_microbatches
-        shard.set_microbatch(num_global, number)
+        shard.set_microbatch(num_global, number, num_microbatches)
         assert list(shard.samples(())) == own((mesh, axes, num_global, num_microbatches), number)[0]
 
 

@@ -201,7 +201,7 @@ def test_attentions_and_convolutions_may_be_copied_too(line):
 
 
 def test_of_several_patterns_the_last_one_counts_and_a_name_goes_before_what_it_is_in():
-    said = Overrides.of(model(), {"layers.*": "copied", "*.1.mlp.[ug]*": "column", "*.1.mlp.dow*": "row"}).said
+    said = Overrides.of(model(), {"layers.*": "copied", "*.1.mlp.[ug]*": "column", "*.1.mlp.dow*": "row"}).by_module
     assert said["layers.1.mlp.down"] == ("row", "*.1.mlp.dow*")
     with pytest.raises(LayoutError):
         Overrides.of(model(), {"layers.1.mlp.down": "row", "layers.1.mlp.*": "column"})

@@ -73,7 +73,7 @@ def test_shapes_sizes_and_coordinates_are_those_of_the_plan(line, model, setting
 
 
 @EVERY_CASE
-def test_a_rank_sends_what_the_strategies_say_for_its_own_coordinate(line, model, settings):
+def test_a_rank_sends_the_traffic_of_the_strategies_at_its_coordinate(line, model, settings):
     job, inputs = job_and_inputs(model, settings)
     plan, strategies = make_plan(job, Layout.parse(line))
     found = describe(job, Layout.parse(line), inputs=inputs)
@@ -132,7 +132,7 @@ def test_ranks_have_the_same_slice_exactly_where_they_hold_the_same_pieces():
             assert (one["slice"] == other["slice"]) == (held[a] == held[b])
 
 
-def test_state_that_rests_in_flat_slices_is_counted_where_it_rests(monkeypatch):
+def test_flat_shards_are_counted_on_the_rank_that_stores_them(monkeypatch):
     job = Job(nn.Linear(5, 3), nn.Identity())
 
     def sliced(job, layout):
@@ -160,7 +160,7 @@ def test_frozen_parameters_have_no_gradient_no_moments_and_no_sync():
     assert found["parameters"][0]["sync"] == []
 
 
-def test_a_layout_that_cannot_be_is_refused():
+def test_an_invalid_layout_is_refused():
     with pytest.raises(LayoutError):
         describe(Job(nn.LayerNorm(4), nn.Identity()), Layout.parse("tp2"))
 
@@ -193,7 +193,7 @@ def test_a_million_ranks_are_described_and_shown_within_ten_seconds(line):
 
 @pytest.mark.parametrize("line", ["dp13", "dp13 tp2", "mb2 dp17 tp2", "mb3 dp40"])
 @pytest.mark.parametrize("num_samples", [3, 7, 30, 100])
-def test_ranks_that_are_said_to_be_alike_are(monkeypatch, line, num_samples):
+def test_ranks_described_as_alike_are_equal(monkeypatch, line, num_samples):
     job, inputs = job_and_inputs("mlp", {}, num_samples)
     every = describe(job, Layout.parse(line), inputs=inputs)["ranks"]
     assert "alike" not in every[0]
@@ -216,7 +216,7 @@ def test_ranks_that_are_said_to_be_alike_are(monkeypatch, line, num_samples):
 
 
 @given(integers(1, 9), integers(1, 9), integers(0, 100))
-def test_where_two_axes_cut_the_samples_ranks_that_are_alike_compute_as_many(replica, dp, num_samples):
+def test_with_two_axes_that_cut_samples_alike_ranks_have_as_many(replica, dp, num_samples):
     plan = Plan.of(Job(nn.Linear(1, 1), nn.Identity()), Layout.parse(f"dp{replica}x{dp}/zero3"))
     plan = plan.cut_inputs("replica", 0).cut_inputs("dp", 0)
     with pytest.MonkeyPatch.context() as patched:
@@ -232,8 +232,10 @@ def test_where_two_axes_cut_the_samples_ranks_that_are_alike_compute_as_many(rep
     assert len(some) <= 25
 
 
-@pytest.mark.parametrize(("line", "words"), [("dp1048576 tp2", "up to 1,048,576"), ("dp9 tp512", "too few are alike")])
-def test_what_cannot_be_described_in_few_entries_is_refused(line, words):
+@pytest.mark.parametrize(
+    ("line", "words"), [("dp1048576 tp2", "up to 1,048,576"), ("dp9 tp512", "differ from each other")]
+)
+def test_a_layout_with_too_many_different_ranks_is_refused(line, words):
     job = Job(nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)), nn.Identity())
     with pytest.raises(LayoutError, match=words):
         describe(job, Layout.parse(line))
@@ -261,7 +263,7 @@ def test_grids_show_every_rank_once_at_its_coordinate(pp, dp, tp, many):
 
 
 @given(integers(1, 30), sampled_from([3, 4, 8]))
-def test_what_is_left_out_lies_between_the_first_ones_and_the_last(count, most):
+def test_the_indices_left_out_are_between_the_first_ones_and_the_last(count, most):
     shown = shortened(count, most)
     assert len(shown) == min(count, most)
     assert shown[0] == 0
@@ -270,7 +272,7 @@ def test_what_is_left_out_lies_between_the_first_ones_and_the_last(count, most):
 
 
 @pytest.mark.parametrize("beside", ["dp2", "tp2"])
-def test_a_layer_of_one_stage_is_said_to_be_computed_whole_by_the_ranks_of_that_stage(beside):
+def test_the_reason_of_a_layer_on_one_stage_names_that_stage(beside):
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     layers = describe(Job(model, nn.MSELoss()), Layout.parse(f"{beside} pp2 mb2"))["layers"]
     said = {layer["module"]: layer["why"] for layer in layers if layer["role"] == "copied"}

@@ -21,7 +21,7 @@ from shardwright.report.timeline_outline import NOTHING, percent
 from shardwright.report.timeline_page import write_timeline_page
 from shardwright.report.timeline_picture import draw_timelines, shade, timelines_figure
 from shardwright.report.timeline_text import timeline_text
-from shardwright.report.timeline_trace import write_trace
+from shardwright.report.timelines import write_trace
 from shardwright.runtime.timeline import Span, Timeline
 
 NASTY = "<script>alert('\"&')</script> $\\frac{ \x1b[31m\n\u65e5\u672c \U0001f642"
@@ -105,7 +105,7 @@ def rows_of(text):
 
 
 @given(any_timelines(), st.integers(40, 160))
-def test_the_rows_of_a_text_are_of_one_width_within_the_one_that_was_asked(timelines, width):
+def test_the_rows_of_a_text_have_one_width_within_the_given_one(timelines, width):
     rows = [line for line in timeline_text(timelines, width=width).splitlines() if ROW.match(line)]
     assert len(rows) == sum(len(t.spans) for t in timelines if t.makespan_s)
     assert len(set(map(len, rows))) <= 1
@@ -113,7 +113,7 @@ def test_the_rows_of_a_text_are_of_one_width_within_the_one_that_was_asked(timel
 
 
 @given(any_timelines(), st.integers(40, 160))
-def test_the_cells_of_a_stage_are_as_long_as_it_computes_to_a_cell_for_each_time_it_does(timelines, width):
+def test_the_busy_cells_of_a_stage_match_its_busy_time_to_a_cell_for_each_action(timelines, width):
     rows = iter(rows_of(timeline_text(timelines, width=width)))
     longest = max(timeline.makespan_s for timeline in timelines)
     for timeline in timelines:
@@ -155,7 +155,7 @@ def test_a_number_that_does_not_fit_is_left_out_whole():
     assert cells == "F--" * 20
 
 
-def test_the_text_tells_makespan_bubble_and_peak_of_the_whole_and_of_each_stage():
+def test_the_text_states_makespan_bubble_and_peak_in_total_and_for_each_stage():
     timeline = one_f_one_b(4, 8)
     text = timeline_text([timeline])
     assert text.startswith("1f1b: makespan 33.0 ms, bubble 27.3 %, peak 4.0 MiB on stage 0\n")
@@ -244,7 +244,7 @@ def test_the_picture_is_a_png_that_fits_a_page(num_stages, pair, tmp_path):
         [Timeline("v", ((*(Span(Action(k, 9, c), t, t + 1) for t, (k, c) in enumerate(V)),),))],
     ],
 )
-def test_no_words_of_a_picture_lie_on_each_other_or_beyond_its_edge(timelines):
+def test_no_words_of_a_picture_overlap_or_cross_its_edge(timelines):
     figure = timelines_figure(timelines, title="words " * 40)
     figure.canvas.draw()
     texts = [*figure.texts, *(t for axes in figure.axes for t in (*axes.texts, *axes.get_yticklabels()))]
@@ -318,7 +318,7 @@ def checked(path):
 
 @settings(max_examples=25)
 @given(any_timelines())
-def test_every_action_stands_once_in_the_data_of_the_page(tmp_path_factory, timelines):
+def test_every_action_is_once_in_the_data_of_the_page(tmp_path_factory, timelines):
     path = write_timeline_page(tmp_path_factory.mktemp("page") / "page.html", timelines)
     data = json.loads(checked(path).scripts[0])
     kinds = [letter for letter, _, _ in data["kinds"]]
@@ -332,7 +332,7 @@ def test_every_action_stands_once_in_the_data_of_the_page(tmp_path_factory, time
             assert rows[:, 3:] == pytest.approx(times, abs=1e-8 * timeline.makespan_s)
 
 
-def test_the_page_loads_nothing_and_forbids_itself_to(tmp_path):
+def test_the_page_loads_nothing_and_forbids_loading(tmp_path):
     timeline = one_f_one_b(4, 8)
     path = write_timeline_page(tmp_path / "made" / "page.html", [timeline, longer(timeline, 2)], title="A schedule")
     page, found = path.read_text(encoding="utf-8"), checked(path)
@@ -347,7 +347,7 @@ def test_the_page_loads_nothing_and_forbids_itself_to(tmp_path):
     assert any("1f1b, measured: makespan 66.0 ms, bubble 27.3 %, on 4 stages" in label for label in found.labels)
 
 
-def test_the_numbers_of_each_stage_stand_in_a_table(tmp_path):
+def test_the_numbers_of_each_stage_are_in_a_table(tmp_path):
     timeline = Timeline("two", ((Span(Action("F", 0), 0, 3),), (Span(Action("F", 0, 1), 3, 4),)))
     page = write_timeline_page(tmp_path / "page.html", [timeline]).read_text(encoding="utf-8")
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
@@ -355,7 +355,7 @@ def test_the_numbers_of_each_stage_stand_in_a_table(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node here to read the script")
-def test_the_script_of_the_page_is_one_that_a_browser_can_read(tmp_path):
+def test_the_script_of_the_page_parses(tmp_path):
     script = checked(write_timeline_page(tmp_path / "page.html", [one_f_one_b(2, 2)])).scripts[1]
     (tmp_path / "script.js").write_text(script, encoding="utf-8")
     subprocess.run(["node", "--check", str(tmp_path / "script.js")], check=True)
@@ -401,7 +401,7 @@ def test_processes_threads_and_counters_of_a_trace_are_named(tmp_path):
 # ---- all of them
 
 
-def test_names_are_shown_as_they_are_and_never_obeyed(tmp_path):
+def test_names_are_printed_literally_and_never_interpreted(tmp_path):
     timeline = one_f_one_b(2, 2, name=NASTY)
     text = timeline_text([timeline, longer(timeline, 2)])
     assert "<script>alert" in text

@@ -1,4 +1,4 @@
-"""Blocks that the backward computes again: equal to one device, with the calls that are stated, and refused clearly."""
+"""Checkpointed blocks: equal to one device, with the stated traffic, and refused with clear errors."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_pattern_names_what_is_computed_again():
 
 
 class CastsInside(Blocks):
-    """Casts around its blocks, in a forward that is over when the backward runs them again."""
+    """Casts around its blocks, in a forward that is over when the backward recomputes them."""
 
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
@@ -178,7 +178,7 @@ def test_what_is_computed_again_drops_and_casts_as_it_did_to_the_last_bit(make, 
 
 
 class AttendsToItself(nn.Module):
-    """Its attention is told by one tensor given three times that queries, keys and values are of one input."""
+    """Self-attention, which its module recognizes by one tensor as query, key and value."""
 
     def __init__(self):
         super().__init__()
@@ -217,13 +217,13 @@ def test_without_gradients_nothing_is_kept_or_computed_again():
 )
 def test_a_word_that_means_no_module_is_refused_on_every_rank(line, model, word):
     text = check_refused(line, model())
-    assert "nothing to compute again" in text
+    assert "nothing to recompute" in text
     assert word in text
 
 
 def test_where_there_are_no_blocks_to_offload_no_word_is_named_that_offloads_nothing():
     text = check_refused("dp2 recompute:offload:disk", nn.Linear(3, 3))
-    assert "kept elsewhere" in text
+    assert "could be offloaded" in text
     assert text.endswith("leave it out: dp2")
 
 
@@ -247,14 +247,14 @@ class Remembering(nn.Module):
         return self.layer(x) * self.seen
 
 
-@pytest.mark.parametrize(("make", "what"), [(Overwriting, "what is given to it"), (Remembering, "blocks.0.seen")])
+@pytest.mark.parametrize(("make", "what"), [(Overwriting, "its inputs"), (Remembering, "blocks.0.seen")])
 def test_a_block_that_changes_what_it_is_computed_from_is_refused(make, what):
     model = Blocks(make)
 
     def work(world):
         run = parallelize(model, "dp2 recompute:full", world)
         (mine,) = run.shard([batch(5)])
-        with pytest.raises(PlanError, match="cannot be computed again") as refusal:
+        with pytest.raises(PlanError, match="cannot be recomputed") as refusal:
             run.step(mine)
         return str(refusal.value)
 
@@ -284,7 +284,7 @@ def test_a_block_that_does_something_else_the_second_time_is_an_error(make):
     def work(world):
         run = parallelize(model, "dp2 recompute:full", world)
         (mine,) = run.shard([batch(5)])
-        with pytest.raises(PlanError, match="does something else"):
+        with pytest.raises(PlanError, match="computes something else"):
             run.step(mine)
 
     launch(work, 2, ranks="threads")

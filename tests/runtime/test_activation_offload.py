@@ -1,4 +1,4 @@
-"""What the backward needs of blocks, kept on disk: the same last bits, out of memory, its room used again."""
+"""Activations offloaded to disk: equal to the last bit, out of memory, their space reused."""
 
 from __future__ import annotations
 

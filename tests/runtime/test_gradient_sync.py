@@ -1,4 +1,4 @@
-"""Gradient sync, derived from how each use of a parameter lies."""
+"""Gradient sync, derived from the layout of each use of a parameter."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ BATCH = (torch.randn(5, 5, generator=torch.Generator().manual_seed(0)), torch.te
 
 @dataclass(frozen=True)
 class SomeRowsEach:
-    """Each of two ranks takes some rows of what goes into the modules named; all rows go on."""
+    """Each of two ranks computes some rows of the named modules' input; the outputs are gathered."""
 
     modules: tuple[str, ...]
-    said: Mapping[str, Spec] = field(default_factory=lambda: {"x": {"tp": Shard(0)}, "dy": {"tp": Shard(0)}})
+    layouts: Mapping[str, Spec] = field(default_factory=lambda: {"x": {"tp": Shard(0)}, "dy": {"tp": Shard(0)}})
     name = "some_rows_each"
     axis = "tp"
 
     def place(self, job, plan):
         for module in self.modules:
-            plan = plan.use(module, **self.said)
+            plan = plan.use(module, **self.layouts)
         return plan
 
     def apply(self, job, axes, plan):
@@ -65,7 +65,7 @@ def test_uses_that_disagree_about_one_parameter_are_summed_once(modules):
 
 
 def test_a_use_that_does_not_say_it_is_cut_is_caught():
-    assert not verify(Tied(), "tp2", [BATCH], strategies=[SomeRowsEach(("one",), said={})]).equal
+    assert not verify(Tied(), "tp2", [BATCH], strategies=[SomeRowsEach(("one",), layouts={})]).equal
 
 
 def test_a_use_that_says_it_is_cut_and_is_not_is_caught():
@@ -133,7 +133,7 @@ def test_units_are_summed_while_backward_goes_on_and_once_each():
 
 
 class CalledThrice(nn.Module):
-    """One layer, called three times, each computed again by a backward of its own."""
+    """One layer, called three times, each recomputed by a backward of its own."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ def test_a_gradient_that_comes_after_its_unit_was_summed_is_refused_by_name(line
 
     def work(world):
         run = parallelize(model, line, world)
-        with pytest.raises(PlanError, match=r"'again\.\w+' gets a gradient once more(.*\n)*.*use_reentrant=False"):
+        with pytest.raises(PlanError, match=r"'again\.\w+' gets another gradient(.*\n)*.*use_reentrant=False"):
             run.step(next(run.shard([BATCH])))
 
     launch(work, Layout.parse(line), ranks="threads")

@@ -75,15 +75,15 @@ def test_what_is_sent_is_narrow_and_exactly_what_is_said(line, word):
             run.step(batch)
         job = Job(gpt(), CrossEntropy())
         plan, chosen = make_plan(job, Layout.parse(line))
-        said = Counter()
+        stated = Counter()
         for source, each in StepTraffic(job, plan, chosen, inputs).at(run.coord).items():
             for traffic in each:
-                said[source, traffic.kind, traffic.axis, traffic.num_bytes] += traffic.times
+                stated[source, traffic.kind, traffic.axis, traffic.num_bytes] += traffic.times
         made = Counter((r.source, r.kind, r.axis, r.num_bytes) for r in records if r.source not in ("loss", "core"))
-        return said, made
+        return stated, made
 
-    for said, made in on_threads(work, line):
-        assert said == made
+    for stated, made in on_threads(work, line):
+        assert stated == made
 
 
 @pytest.mark.parametrize("line", ["bf16", "pp2 dp2/zero3 mb2 fp16"])
@@ -210,7 +210,7 @@ class Overflowing(nn.Module):
 
 
 def broken(batch, value):
-    """One sample of the batch, which lies on one rank of many, is no number."""
+    """A batch with ``value``, which is not finite, in one sample: one rank of many holds it."""
     inputs, targets = numbers(batch)
     inputs[0, 0] = value
     return inputs, targets

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwright.axes import mesh_axes
 from shardwright.mesh import Mesh, balanced
-from shardwright.sharding.box import balanced_ranges, cut, flat_boxes, fused_ranges, paste
+from shardwright.sharding.box import balanced_ranges, cut, flat_boxes, fused_ranges, read
 from shardwright.sharding.tensor_layout import TensorLayout
 
 thorough = settings(max_examples=3 * settings().max_examples, deadline=None)
@@ -68,10 +68,10 @@ def layouts(draw, shape=None, num_layouts=1):
 
 
 def build(shape, steps):
-    lies = TensorLayout.whole(shape)
+    layout = TensorLayout.whole(shape)
     for name, *arguments in steps:
-        lies = getattr(lies, name)(*arguments)
-    return lies
+        layout = getattr(layout, name)(*arguments)
+    return layout
 
 
 def numbered(shape):
@@ -101,26 +101,31 @@ def local_by_hand(shape, steps, coord):
 @given(layouts())
 def test_every_rank_holds_what_indexing_by_hand_gives(case):
     shape, (mesh, steps) = case
-    lies = build(shape, steps)
+    layout = build(shape, steps)
     for coord in mesh.coords():
-        local = cut(numbered(shape), lies.pieces(coord), lies.local_shape(coord))
+        local = cut(numbered(shape), layout.pieces(coord), layout.local_shape(coord))
         expected = local_by_hand(shape, steps, coord)
         if expected is None:
             assert local.numel() == 0
-            assert lies.pieces(coord) == ()
+            assert layout.pieces(coord) == ()
         else:
             assert local.shape == expected.shape
             assert local.equal(expected)
-        assert lies.num_elements(coord) == local.numel()
+        assert layout.num_elements(coord) == local.numel()
+
+
+def paste(whole, local, pieces):
+    for piece in pieces:
+        whole[piece.whole.slices] = read(local, piece, piece.whole)
 
 
 @thorough
 @given(layouts())
 def test_what_all_ranks_hold_pastes_together_to_the_whole(case):
     shape, (mesh, steps) = case
-    lies, restored = build(shape, steps), torch.zeros(shape, dtype=torch.long)
+    layout, restored = build(shape, steps), torch.zeros(shape, dtype=torch.long)
     for coord in mesh.coords():
-        paste(restored, cut(numbered(shape), lies.pieces(coord), lies.local_shape(coord)), lies.pieces(coord))
+        paste(restored, cut(numbered(shape), layout.pieces(coord), layout.local_shape(coord)), layout.pieces(coord))
     assert restored.equal(numbered(shape))
 
 
@@ -128,12 +133,12 @@ def test_what_all_ranks_hold_pastes_together_to_the_whole(case):
 @given(layouts())
 def test_every_element_is_owned_once_by_a_rank_that_holds_it(case):
     shape, (mesh, steps) = case
-    lies, count = build(shape, steps), torch.zeros(shape, dtype=torch.long)
+    layout, count = build(shape, steps), torch.zeros(shape, dtype=torch.long)
     for coord in mesh.coords():
-        local = cut(numbered(shape), lies.pieces(coord), lies.local_shape(coord))
+        local = cut(numbered(shape), layout.pieces(coord), layout.local_shape(coord))
         restored = torch.zeros(shape, dtype=torch.long)
-        paste(restored, local, lies.owned(coord, mesh))
-        for piece in lies.owned(coord, mesh):
+        paste(restored, local, layout.owned(coord, mesh))
+        for piece in layout.owned(coord, mesh):
             count[piece.whole.slices] += 1
             assert restored[piece.whole.slices].equal(numbered(shape)[piece.whole.slices])
     assert count.eq(1).all()
@@ -143,14 +148,14 @@ def test_every_element_is_owned_once_by_a_rank_that_holds_it(case):
 @given(layouts())
 def test_before_flat_slices_the_owner_is_the_first_rank_that_holds_an_element(case):
     shape, (mesh, steps) = case
-    lies = build(shape, [step for step in steps if step[0] != "flat"])
+    layout = build(shape, [step for step in steps if step[0] != "flat"])
     mesh = Mesh(**{axis: size for axis, size in mesh.sizes if ("flat", axis, size) not in steps})
     seen = torch.zeros(shape, dtype=torch.bool)
     for coord in mesh.coords():
         held, owned = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-        for piece in lies.pieces(coord):
+        for piece in layout.pieces(coord):
             held[piece.whole.slices] = True
-        for piece in lies.owned(coord, mesh):
+        for piece in layout.owned(coord, mesh):
             owned[piece.whole.slices] = True
         assert owned.equal(held & ~seen)
         seen |= held
@@ -160,14 +165,14 @@ def test_before_flat_slices_the_owner_is_the_first_rank_that_holds_an_element(ca
 @given(layouts(), st.data())
 def test_holders_of_a_box_are_the_ranks_of_the_group_that_hold_it(case, data):
     shape, (mesh, steps) = case
-    lies = build(shape, steps)
+    layout = build(shape, steps)
     rank = data.draw(st.integers(0, mesh.size - 1))
     axes = data.draw(st.sets(st.sampled_from(mesh.axes))) if mesh.axes else set()
     count = torch.zeros(shape, dtype=torch.long)
-    holders = lies.holders(mesh, axes, mesh.coord(rank))
+    holders = layout.holders(mesh, axes, mesh.coord(rank))
     for member in mesh.group(axes, rank):
         held = torch.zeros(shape, dtype=torch.bool)
-        for piece in lies.pieces(mesh.coord(member)):
+        for piece in layout.pieces(mesh.coord(member)):
             held[piece.whole.slices] = True
         for box, ranks in holders:
             assert held[box.slices].eq(member in ranks).all()
@@ -182,9 +187,9 @@ def test_holders_of_a_box_are_the_ranks_of_the_group_that_hold_it(case, data):
 @given(layouts())
 def test_the_table_holds_every_rank_that_holds_anything(case):
     shape, (mesh, steps) = case
-    lies = build(shape, steps)
+    layout = build(shape, steps)
     for coord in mesh.coords():
-        assert lies.table.get(tuple(coord[axis] for axis in lies.axes), ()) == lies.pieces(coord)
+        assert layout.table.get(tuple(coord[axis] for axis in layout.axes), ()) == layout.pieces(coord)
 
 
 def test_steps_that_may_change_places_give_equal_and_hashable_layouts():
@@ -198,59 +203,59 @@ def test_steps_that_may_change_places_give_equal_and_hashable_layouts():
 
 
 def test_a_dim_cut_over_two_axes_counts_in_the_whole_both_times():
-    lies = TensorLayout.whole((8,)).cut("row", 0, balanced_ranges(8, 2)).cut("col", 0, fused_ranges((4, 4), 2))
-    held = [lies.pieces(coord)[0].whole for coord in Mesh(row=2, col=2).coords()]
+    layout = TensorLayout.whole((8,)).cut("row", 0, balanced_ranges(8, 2)).cut("col", 0, fused_ranges((4, 4), 2))
+    held = [layout.pieces(coord)[0].whole for coord in Mesh(row=2, col=2).coords()]
     assert [(box.start[0], box.stop[0]) for box in held] == [(0, 2), (2, 4), (4, 6), (6, 8)]
 
 
 def test_a_later_cut_of_a_dim_stores_in_the_order_of_its_own_ranges():
-    lies = (
+    layout = (
         TensorLayout.whole((4,))
         .cut("tp", 0, (((0, 4),), ((2, 4), (0, 2))))
         .cut("dp", 0, (((0, 1), (1, 4)), ((2, 4), (0, 2))))
     )
-    assert [piece.whole.start[0] for piece in lies.pieces({"dp": 0, "tp": 1})] == [0, 2, 1]
-    assert [piece.whole.start[0] for piece in lies.pieces({"dp": 1, "tp": 1})] == [2, 0]
+    assert [piece.whole.start[0] for piece in layout.pieces({"dp": 0, "tp": 1})] == [0, 2, 1]
+    assert [piece.whole.start[0] for piece in layout.pieces({"dp": 1, "tp": 1})] == [2, 0]
 
 
-def test_a_flat_slice_of_columns_that_lie_apart_follows_the_local_rows():
-    lies = TensorLayout.whole((2, 6)).cut("tp", 1, fused_ranges((2, 2, 2), 2)).flat("dp", 3)
-    assert cut(numbered((2, 6)), lies.pieces({"dp": 1, "tp": 0}), (2,)).tolist() == [5, 7]
+def test_a_flat_slice_of_separate_columns_follows_the_local_rows():
+    layout = TensorLayout.whole((2, 6)).cut("tp", 1, fused_ranges((2, 2, 2), 2)).flat("dp", 3)
+    assert cut(numbered((2, 6)), layout.pieces({"dp": 1, "tp": 0}), (2,)).tolist() == [5, 7]
 
 
 def test_heads_held_by_several_ranks_are_owned_by_the_first():
     ranges = (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),))
-    lies, mesh = TensorLayout.whole((4, 3)).cut("tp", 0, ranges), Mesh(dp=2, tp=4)
-    owners = [rank for rank in range(8) if lies.owned(mesh.coord(rank), mesh)]
+    layout, mesh = TensorLayout.whole((4, 3)).cut("tp", 0, ranges), Mesh(dp=2, tp=4)
+    owners = [rank for rank in range(8) if layout.owned(mesh.coord(rank), mesh)]
     assert owners == [0, 2]
 
 
 def test_a_whole_flat_slice_has_at_most_2n_minus_1_pieces():
-    lies = TensorLayout.whole((5, 7, 3)).cut("tp", 0, balanced_ranges(5, 2)).flat("dp", 4)
-    assert max(len(pieces) for pieces in lies.table.values()) <= 5
-    assert lies.pieces({"dp": 1})[0].whole == flat_boxes((3, 7, 3), 16, 32)[0]
+    layout = TensorLayout.whole((5, 7, 3)).cut("tp", 0, balanced_ranges(5, 2)).flat("dp", 4)
+    assert max(len(pieces) for pieces in layout.table.values()) <= 5
+    assert layout.pieces({"dp": 1})[0].whole == flat_boxes((3, 7, 3), 16, 32)[0]
 
 
 def test_a_part_of_a_rank_with_nothing_keeps_the_dims_that_are_not_cut():
-    lies = TensorLayout.whole((1, 6)).cut("tp", 0, balanced_ranges(1, 2))
-    assert lies.local_shape({"tp": 1}) == (0, 6)
-    assert lies.flat("dp", 2).local_shape({"tp": 1}) == (0,)
+    layout = TensorLayout.whole((1, 6)).cut("tp", 0, balanced_ranges(1, 2))
+    assert layout.local_shape({"tp": 1}) == (0, 6)
+    assert layout.flat("dp", 2).local_shape({"tp": 1}) == (0,)
     assert TensorLayout.whole(()).only("pp", [0]).local_shape({"pp": 1}) == (0,)
 
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (lambda lies: lies.cut("tp", 2, balanced_ranges(4, 2)), "no dim 2"),
-        (lambda lies: lies.cut("tp", 0, balanced_ranges(5, 2)), "leaves a dim of 4"),
-        (lambda lies: lies.cut("tp", 0, balanced_ranges(3, 2)), "leave out a part"),
-        (lambda lies: lies.cut("tp", 0, (((0, 3), (2, 4)), ())), "overlap"),
-        (lambda lies: lies.cut("xp", 0, balanced_ranges(4, 2)), "no such axis"),
-        (lambda lies: lies.cut("tp", 0, balanced_ranges(4, 2)).flat("tp", 2), "cuts once"),
-        (lambda lies: lies.flat("dp", 2).cut("tp", 0, balanced_ranges(4, 2)), "cut first"),
-        (lambda lies: lies.only("pp", []), "held at no index"),
-        (lambda lies: lies.cut("tp", 0, balanced_ranges(4, 2)).owned({}, Mesh(tp=3)), "cut in 2, and tp=3"),
-        (lambda lies: lies.only("pp", [2]).holders(Mesh(pp=2), {"pp"}, {}), "pp=2"),
+        (lambda layout: layout.cut("tp", 2, balanced_ranges(4, 2)), "no dim 2"),
+        (lambda layout: layout.cut("tp", 0, balanced_ranges(5, 2)), "leaves a dim of 4"),
+        (lambda layout: layout.cut("tp", 0, balanced_ranges(3, 2)), "leave out a part"),
+        (lambda layout: layout.cut("tp", 0, (((0, 3), (2, 4)), ())), "overlap"),
+        (lambda layout: layout.cut("xp", 0, balanced_ranges(4, 2)), "no such axis"),
+        (lambda layout: layout.cut("tp", 0, balanced_ranges(4, 2)).flat("tp", 2), "cuts once"),
+        (lambda layout: layout.flat("dp", 2).cut("tp", 0, balanced_ranges(4, 2)), "cut first"),
+        (lambda layout: layout.only("pp", []), "held at no index"),
+        (lambda layout: layout.cut("tp", 0, balanced_ranges(4, 2)).owned({}, Mesh(tp=3)), "cut in 2, and tp=3"),
+        (lambda layout: layout.only("pp", [2]).holders(Mesh(pp=2), {"pp"}, {}), "pp=2"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(wrong, why):
@@ -260,7 +265,9 @@ def test_a_layout_that_cannot_be_is_refused(wrong, why):
 
 def test_ownership_of_one_rank_of_3072_takes_no_time():
     mesh = Mesh(pp=8, dp=48, tp=8)
-    lies = TensorLayout.whole((50_304, 12_288)).cut("tp", 0, balanced_ranges(50_304, 8)).flat("dp", 48).only("pp", [7])
+    layout = (
+        TensorLayout.whole((50_304, 12_288)).cut("tp", 0, balanced_ranges(50_304, 8)).flat("dp", 48).only("pp", [7])
+    )
     began = time.perf_counter()
-    assert sum(piece.whole.size for piece in lies.owned(mesh.coord(mesh.size - 1), mesh)) == 50_304 * 256 // 8
+    assert sum(piece.whole.size for piece in layout.owned(mesh.coord(mesh.size - 1), mesh)) == 50_304 * 256 // 8
     assert time.perf_counter() - began < 0.05

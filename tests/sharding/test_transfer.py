@@ -14,14 +14,15 @@ from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.sharding.transfer import execute_locally, plan_transfer
 
 
-def cut_for(whole, lies, mesh):
+def cut_for(whole, layout, mesh):
     return {
-        rank: cut(whole, lies.pieces(mesh.coord(rank)), lies.local_shape(mesh.coord(rank))) for rank in range(mesh.size)
+        rank: cut(whole, layout.pieces(mesh.coord(rank)), layout.local_shape(mesh.coord(rank)))
+        for rank in range(mesh.size)
     }
 
 
-def empty_for(whole, lies, mesh):
-    return {rank: torch.full_like(local, -7) for rank, local in cut_for(whole, lies, mesh).items()}
+def empty_for(whole, layout, mesh):
+    return {rank: torch.full_like(local, -7) for rank, local in cut_for(whole, layout, mesh).items()}
 
 
 def line(start, stop, offset=0):
@@ -42,7 +43,7 @@ def test_a_transfer_gives_every_destination_what_cutting_the_whole_gives(case):
 
 @thorough
 @given(layouts(num_layouts=2))
-def test_nothing_is_fetched_twice_and_nothing_that_is_here_already_travels(case):
+def test_nothing_is_fetched_twice_and_no_element_that_a_rank_holds_is_sent_to_it(case):
     shape, (mesh, steps), (new_mesh, new_steps) = case
     old, new = build(shape, steps).by_rank(mesh), build(shape, new_steps).by_rank(new_mesh)
     transfer = plan_transfer(old, new)

@@ -1,4 +1,4 @@
-"""Choosing strategies by the layout line: what an option is given must mean something to somebody."""
+"""Choosing strategies by the layout line: an option takes a value only where a strategy shows one."""
 
 from __future__ import annotations
 

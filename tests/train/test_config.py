@@ -1,4 +1,4 @@
-"""What a run may be asked for, in words and in TOML; all else is refused, with the way to mend it."""
+"""Options are read from text and TOML; invalid ones are refused with a fix."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def refused(kind, call, *args, **named):
         ("schedule", "sine"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_and_named(key, value):
+def test_an_invalid_value_is_refused_and_named(key, value):
     assert key in refused(PlanError, TrainConfig, **{key: value})
 
 
 @pytest.mark.parametrize("line", ["", " ", "dp0", "dp2 dp2", "xp2", "dp2,tp2"])
-def test_a_layout_line_that_cannot_be_is_refused(line):
+def test_an_invalid_layout_line_is_refused(line):
     refused(LayoutError, TrainConfig, layout=line)
 
 
@@ -52,17 +52,17 @@ def test_a_layout_line_that_cannot_be_is_refused(line):
         ("schedule = 'cosin'", "write schedule=cosine"),
         ("settings = 3", "write [settings] on a line of its own"),
         ("[settings.more]\n[extra]", "no setting 'extra'"),
-        ("steps = ", "mend that line"),
-        ("steps = 1\nsteps = 2", "mend that line"),
+        ("steps = ", "correct that line"),
+        ("steps = 1\nsteps = 2", "correct that line"),
     ],
 )
-def test_a_toml_file_that_cannot_be_is_refused_with_the_way_to_mend_it(tmp_path, text, words):
+def test_an_invalid_toml_file_is_refused_with_a_fix(tmp_path, text, words):
     path = tmp_path / "run.toml"
     path.write_text(text)
     assert words in refused(PlanError, read_toml, path)
 
 
-def test_a_file_that_is_no_text_and_one_that_is_not_there_are_refused(tmp_path):
+def test_a_file_that_is_not_text_and_a_missing_one_are_refused(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     assert "is not TOML" in refused(PlanError, read_toml, tmp_path / "bytes")
     assert "cannot read" in refused(PlanError, read_toml, tmp_path / "nowhere")
@@ -76,7 +76,7 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"options": 3}', '{"options": {"stepz": 3}}', "\x00"])
-def test_a_run_file_that_cannot_be_is_refused(tmp_path, text):
+def test_an_invalid_run_file_is_refused(tmp_path, text):
     (tmp_path / RUN_FILE).write_text(text)
     refused(CheckpointError, read_run, tmp_path)
 

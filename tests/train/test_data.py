@@ -53,7 +53,7 @@ def test_a_text_too_short_for_one_sample_is_refused(tmp_path, content):
         TextTokens(path, seq=4)
 
 
-def test_a_text_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_text_is_refused(tmp_path):
     with pytest.raises(PlanError, match="cannot read the text"):
         TextTokens(tmp_path / "none.txt", seq=4)
 
@@ -79,7 +79,7 @@ def test_missing_cifar_files_are_named(cifar, tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 3072, 3074])
-def test_a_cifar_file_that_is_no_whole_number_of_records_is_refused(cifar, size):
+def test_a_cifar_file_whose_size_is_not_a_multiple_of_a_record_is_refused(cifar, size):
     (cifar / "test_batch.bin").write_bytes(bytes(size))
     with pytest.raises(PlanError, match="a multiple of 3073 bytes"):
         Cifar10(cifar, split="eval")
@@ -92,7 +92,7 @@ def test_a_label_above_nine_is_refused(cifar):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_made_up_samples_are_the_same_each_time_and_differ_from_each_other(name):
+def test_synthetic_samples_are_the_same_each_time_and_differ_from_each_other(name):
     config = MODELS[name].config()
     data, again = Synthetic(config, seq=4), Synthetic(config, seq=4)
     assert torch.equal(data.sample(5)[0], again.sample(5)[0])
@@ -112,7 +112,7 @@ def test_every_sample_comes_once_per_epoch(num_samples, batch_size, seed, epoch)
     assert len(batches[-1]) >= 1
 
 
-def test_a_step_has_the_same_batch_whenever_and_by_whomever_it_is_asked():
+def test_the_batch_of_a_step_does_not_depend_on_the_order_of_calls():
     order = Order(100, 7, seed=3)
     forwards = [order.batch(step).tolist() for step in range(40)]
     epoch_order.cache_clear()
@@ -136,7 +136,7 @@ def test_a_caller_cannot_change_the_order_by_writing_to_a_batch():
     assert order.batch(0).tolist() == before
 
 
-def test_slices_of_a_batch_collated_apart_are_the_batch():
+def test_parts_of_a_batch_collated_separately_make_up_the_batch():
     data, indices = Synthetic(MLPConfig(), seq=1), Order(100, 8, seed=0).batch(3)
     whole = global_batch(data, indices)
     parts = [global_batch(data, indices[a:b]) for a, b in ((0, 3), (3, 3), (3, 8))]
@@ -152,8 +152,8 @@ def test_data_is_chosen_by_name_and_by_what_the_model_reads(cifar, tmp_path):
     assert isinstance(open_data(str(cifar), seq=8, model=ConvNetConfig()), Cifar10)
     assert isinstance(open_data("stdlib", seq=8, model=AttentionConfig()), Synthetic)
     assert isinstance(open_data("synthetic", seq=8, model=GPTConfig(vocabulary=7)), Synthetic)
-    assert isinstance(open_data("stdlib", seq=8, model="a model of one's own"), TextTokens)
-    assert isinstance(open_data(str(cifar), seq=8, model="a model of one's own"), Cifar10)
+    assert isinstance(open_data("stdlib", seq=8, model="a user model"), TextTokens)
+    assert isinstance(open_data(str(cifar), seq=8, model="a user model"), Cifar10)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_data_is_chosen_by_name_and_by_what_the_model_reads(cifar, tmp_path):
         (__file__, ConvNetConfig(), "bytes of text"),
         (".", GPTConfig(), "pictures of 10 classes"),
         (".", ConvNetConfig(image_size=64), "pictures of 10 classes"),
-        ("synthetic", "a model of one's own", "no synthetic samples"),
+        ("synthetic", "a user model", "no synthetic samples"),
         ("no/such/thing", GPTConfig(), "there is no data"),
     ],
 )

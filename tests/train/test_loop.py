@@ -20,6 +20,7 @@ from shardwright.checkpoint.manifest import steps_in
 from shardwright.comm.launch import launch
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
+from shardwright.parallelize.run import Run
 from shardwright.train import loop
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Order
@@ -56,7 +57,7 @@ def test_every_sample_is_trained_on_once_in_an_epoch(tmp_path, monkeypatch, line
 
     def noted(dataset, indices):
         rank = int(threading.current_thread().name.removeprefix("rank "))
-        if mesh.coord(rank).get("tp", 0) == 0:  # those beside it have the same samples
+        if mesh.coord(rank).get("tp", 0) == 0:  # the other tp ranks have the same samples
             seen.extend(int(index) for index in indices)
         return plain(dataset, indices)
 
@@ -110,38 +111,38 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, path):
     assert "give another --out" in refused(PlanError, config(), tmp_path / path)
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_is_told_apart(tmp_path):
+def test_a_resume_of_a_run_that_ended_before_its_first_checkpoint_is_refused(tmp_path):
     out = tmp_path / "run"
     train(config(), out, ranks="threads")
     shutil.rmtree(out / "checkpoints")
     assert "ended before its first checkpoint" in refused(CheckpointError, config(), out, resume=True)
-    with (out / ".lock").open() as file:  # as a run has it that has not come to a checkpoint yet
+    with (out / ".lock").open() as file:  # as a running run holds it before its first checkpoint
         fcntl.flock(file, fcntl.LOCK_EX)
         assert "is in use" in refused(PlanError, config(), out, resume=True)
     assert "fix:     give another --out, or remove it" in refused(PlanError, config(), out)
 
 
-def test_a_folder_in_which_another_run_is_going_on_is_refused_on_every_rank(tmp_path):
+def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(tmp_path):
     out = tmp_path / "run"
     train(config(), out, ranks="threads")
     before = read_metrics(out)
     with (out / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
 
-        def told(world):
+        def enter(world):
             try:
-                with loop._alone(world, out):
-                    return "let in"
+                with loop._locked_folder(world, out):
+                    return "entered"
             except PlanError as refusal:
                 return str(refusal)
 
-        (text,) = set(launch(told, 3, ranks="threads"))
+        (text,) = set(launch(enter, 3, ranks="threads"))
     assert "is in use" in text
     assert read_metrics(out) == before
     assert train(config(steps=3), out, resume=True, ranks="threads")["steps"] == 3
 
 
-def test_a_resumed_run_that_has_nothing_left_to_do_writes_no_checkpoint_anew(tmp_path):
+def test_a_resumed_run_with_no_steps_left_does_not_rewrite_its_checkpoint(tmp_path):
     out = tmp_path / "run"
     train(config(), out, ranks="threads")
     (step,) = steps_in(out / "checkpoints")
@@ -166,17 +167,17 @@ def test_rows_after_the_checkpoint_are_written_again_and_a_torn_last_row_is_left
 # ---- signals
 
 
-def test_signals_that_come_one_on_top_of_the_other_ask_once_and_the_old_handlers_come_back():
+def test_many_signals_request_one_stop_and_the_old_handlers_are_restored():
     stop, before = Stop(), signal.getsignal(signal.SIGINT)
     with stop.on_signals():
         for _ in range(200):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.asked
+    assert stop.requested
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_handler_that_interrupts_itself_does_not_wait_for_itself():
+def test_a_handler_that_interrupts_itself_does_not_deadlock():
     """Two signals may come so close that the second interrupts the handler of the first."""
     stop = Stop()
     depth = 0
@@ -186,17 +187,17 @@ def test_a_handler_that_interrupts_itself_does_not_wait_for_itself():
         depth += 1
         if depth < 50:
             os.kill(os.getpid(), signal.SIGINT)
-        stop.ask()
+        stop.request()
 
     with stop.on_signals():
         signal.signal(signal.SIGINT, nested)
         os.kill(os.getpid(), signal.SIGINT)
-    assert stop.asked
-    assert not hasattr(stop.asked, "acquire")
+    assert stop.requested
+    assert not hasattr(stop.requested, "acquire")
     assert not any(hasattr(value, "acquire") or hasattr(value, "wait") for value in vars(stop).values())
 
 
-def test_a_run_in_threads_hears_ctrl_c_saves_and_goes_on(tmp_path, monkeypatch):
+def test_a_run_in_threads_saves_on_ctrl_c_and_can_be_resumed(tmp_path, monkeypatch):
     plain = loop._Training._step
 
     def step(self):
@@ -245,7 +246,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_naming_the_step_and_is_not_saved
 
 
 def test_a_first_step_that_goes_wrong_leaves_no_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop.Run, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    monkeypatch.setattr(Run, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
     summary = train(config(layout="dp2"), tmp_path / "run", ranks="threads")
     assert (summary["diverged"], summary["checkpoint"]) == (1, None)
     assert not (tmp_path / "run" / "checkpoints").exists()

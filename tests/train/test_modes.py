@@ -1,4 +1,4 @@
-"""Tensor modes, pipelines and slices train to the curve of one device, and go on from what another layout has saved."""
+"""Tensor modes, pipelines and ZeRO train to the curve of one device and resume from checkpoints of other layouts."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_mixed_precision_follows_the_curve_within_its_roundings(line, curve, tmp
     ],
 )  # fmt: skip
 @pytest.mark.sampled(3)
-def test_what_one_mode_has_saved_another_goes_on_with(first, second, curve, tmp_path):
+def test_a_checkpoint_of_one_mode_resumes_under_another(first, second, curve, tmp_path):
     train(config(first, 4), tmp_path, ranks="threads")
     train(config(second, 8), tmp_path, resume=True, ranks="threads")
     assert losses(tmp_path) == pytest.approx(curve, rel=1e-4)

@@ -53,9 +53,9 @@ def test_metrics_have_a_row_for_each_step_and_evaluations_where_asked(tmp_path):
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 2
 
 
-def test_a_run_that_is_asked_to_stop_saves_and_can_go_on(tmp_path):
+def test_a_run_with_a_stop_request_saves_and_can_be_resumed(tmp_path):
     stop = Stop()
-    stop.ask()
+    stop.request()
     config = TrainConfig(layout="dp2", steps=5, **TINY)
     summary = train(config, tmp_path / "run", ranks="threads", stop=stop)
     assert summary["stopped"]
@@ -70,7 +70,7 @@ def test_a_resumed_run_cannot_change_what_its_samples_depend_on(tmp_path, key):
         run(tmp_path / "run", "single", 2, **{key: 7})
 
 
-def test_resuming_what_was_never_started_is_refused(tmp_path):
+def test_resuming_a_run_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint"):
         train(TrainConfig(steps=1, **TINY), tmp_path / "none", resume=True, ranks="threads")
 

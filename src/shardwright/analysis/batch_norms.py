@@ -1,4 +1,4 @@
-"""BatchNorm layers in a model: which there are, and how to run a model without their statistics."""
+"""Layers whose result or state depends on the whole batch, and how to run a model without batch statistics."""
 
 from __future__ import annotations
 
@@ -9,12 +9,46 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from shardwright.analysis.structure import BATCH_NORMS, kind_of
 
 
+def iterates(module: nn.Module) -> bool:
+    """Whether a module is a spectral norm, which takes one step of its power iteration in every training forward.
+
+    >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    >>> [path for path, module in layer.named_modules() if iterates(module)]
+    ['parametrizations.weight.0']
+    """
+    return isinstance(module, _SpectralNorm) or any(
+        isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
+    )
+
+
+def sees_batch(module: nn.Module) -> bool:
+    """Whether a module computes statistics over a batch's samples: BatchNorm, or InstanceNorm with running statistics.
+
+    >>> sees_batch(nn.BatchNorm1d(2)), sees_batch(nn.InstanceNorm1d(2))
+    (True, False)
+    """
+    return isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
+
+
+def keeps_state_between_calls(module: nn.Module) -> bool:
+    """Whether a training forward updates the module's buffers, so that number and order of calls matter.
+
+    >>> [keeps_state_between_calls(nn.BatchNorm1d(2, track_running_stats=tracks)) for tracks in (True, False)]
+    [True, False]
+    """
+    return iterates(module) or (sees_batch(module) and bool(module.track_running_stats))
+
+
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every BatchNorm that can be synchronised, by name.
+    """Yields the name and module of every BatchNorm that can be synchronised.
 
     >>> [path for path, _ in batch_norms(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))]
     ['1']
@@ -25,7 +59,7 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def uses_batch(module: nn.Module) -> bool:
-    """Whether a BatchNorm computes statistics of the batch, and not with those that it has kept.
+    """Whether a BatchNorm normalises by the batch's statistics rather than by its running statistics.
 
     >>> uses_batch(nn.BatchNorm1d(2)), uses_batch(nn.BatchNorm1d(2).eval())
     (True, False)
@@ -34,8 +68,9 @@ def uses_batch(module: nn.Module) -> bool:
 
 
 def ignore_batch_statistics(model: nn.Module) -> None:
-    """Lets a model that is only looked at, on the meta device, take shares of a batch that are too small for BatchNorm.
+    """Replaces BatchNorm forwards in a model on the meta device, so that it accepts batches too small for statistics.
 
+    >>> import torch
     >>> model = nn.BatchNorm1d(2, device="meta")
     >>> ignore_batch_statistics(model)
     >>> model(torch.ones(1, 2, device="meta")).shape
@@ -47,8 +82,9 @@ def ignore_batch_statistics(model: nn.Module) -> None:
 
 @contextmanager
 def ignoring_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """While it lasts, the model is as :func:`ignore_batch_statistics` leaves it.
+    """Returns a context in which :func:`ignore_batch_statistics` applies to a model; restores its forwards after.
 
+    >>> import torch
     >>> model = nn.BatchNorm1d(2, device="meta")
     >>> with ignoring_batch_statistics(model):
     ...     model(torch.ones(1, 2, device="meta")).shape

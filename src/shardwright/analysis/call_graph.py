@@ -1,9 +1,9 @@
-"""A model's code as a list of calls, cut into chunks; and the part of it that one chunk runs.
+"""A model's graph of calls cut into chunks for pipeline stages, and the runner of one chunk's part of it.
 
-A trace of the model gives its calls in order. Each call of a module belongs to a chunk; what lies between modules (an
-addition, a reshape) goes with the last of the values it takes. What depends on the model's inputs alone every chunk
-computes for itself, from the microbatch. All other values that a later chunk uses are sent to it, straight from the
-chunk that made them, so a skip connection crosses as many stages as it likes::
+Each call of a module is assigned to a chunk. An operator between modules (an addition, a reshape) joins the latest
+chunk among its inputs. An operator that depends only on the model's inputs is computed by every chunk that needs it,
+from the microbatch. Any other value used by a later chunk is sent to it directly by the chunk that made it, so a skip
+connection may cross any number of stages::
 
     tokens --> token --> + --> blocks.0 | blocks.1 --> blocks.2 | norm --> head
                     chunk 0             |        chunk 1        |   chunk 2
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,18 +27,18 @@ from shardwright.analysis.tracer import ATTRIBUTES, NO_GRADIENT, line_of
 from shardwright.errors import LayoutError
 
 Repeat = Callable[[str, int, int], None]
-"""Told of a module, how often earlier chunks have called it, and how often all chunks do."""
+"""A callback: a module's name, the number of calls that earlier chunks made of it, and the number that all make."""
 
 
 class CallSite(NamedTuple):
-    """One call of a module: its name, and the how-manieth call of it this is."""
+    """One call of a module: the module's name, and the index of the call among its calls."""
 
     module: str
     number: int = 0
 
 
 class Edge(NamedTuple):
-    """Values that one chunk makes and a later one uses, by their names in the code."""
+    """The values, by node name, that chunk ``source`` computes and the later chunk ``target`` uses."""
 
     source: int
     target: int
@@ -47,7 +47,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunked:
-    """A model's calls, each in a chunk.
+    """A model's graph with a chunk assigned to each call of a module; made by the pipeline's cut.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> chunk_of = {CallSite("0"): 0, CallSite("1"): 0, CallSite("2"): 1}
@@ -65,7 +65,7 @@ class Chunked:
 
     @cached_property
     def nodes(self) -> Mapping[fx.Node, int | None]:
-        """Every node's chunk; None where each chunk computes it for itself."""
+        """The chunk that runs each node of the graph; None if every chunk computes the node for itself."""
         found: dict[fx.Node, int | None] = {}
         for node, site in sites(self.graph):
             before = [found[each] for each in node.all_input_nodes]
@@ -76,7 +76,7 @@ class Chunked:
                 found[node] = max(self.chunk_of[site], latest or 0)
             else:
                 found[node] = latest
-        for node in reversed(self.graph.nodes):  # what reads a weight goes where the weight is used
+        for node in reversed(self.graph.nodes):  # backwards: a weight read depends on no input, but has a user
             users = [chunk for user in node.users if (chunk := found[user]) is not None]
             if node.op == "get_attr" and users:
                 found[node] = min(users)
@@ -84,19 +84,19 @@ class Chunked:
 
     @cached_property
     def arguments(self) -> tuple[tuple[str, str], ...]:
-        """The model's arguments in the order of its forward: what the code calls each, and its name."""
+        """The model's arguments in the order of its forward: node name and argument name."""
         return tuple((node.name, str(node.target)) for node in self.graph.nodes if node.op == "placeholder")
 
     @property
     def attributes(self) -> tuple[tuple[str, str], ...]:
-        """The modules' own values that the code reads, each by the module's path and its name."""
+        """The plain attributes of modules that the code reads: module path and attribute name."""
         (output,) = (node for node in self.graph.nodes if node.op == "output")
         found: tuple[tuple[str, str], ...] = output.meta.get(ATTRIBUTES, ())
         return found
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """What crosses from chunk to chunk, in order."""
+        """The values that pipeline chunks send to later chunks, ordered by source and target."""
         crossing: dict[tuple[int, int], dict[str, None]] = {}
         for node, chunk in self.nodes.items():
             for value in node.all_input_nodes:
@@ -107,7 +107,7 @@ class Chunked:
 
     @cached_property
     def learning(self) -> frozenset[str]:
-        """The values from which gradients may be asked: those that reach the output, as far as the code shows."""
+        """The names of graph nodes that may need a gradient: they reach the output outside of no_grad and detach."""
         found: set[fx.Node] = set()
         for node in reversed(self.graph.nodes):
             reached = node.op == "output" or node in found
@@ -116,66 +116,63 @@ class Chunked:
         return frozenset(node.name for node in found)
 
     def nodes_of(self, chunk: int) -> tuple[fx.Node, ...]:
-        """The calls of one chunk, in order, with what it computes for itself and the weights that it reads."""
+        """The graph nodes that one chunk runs, in order: its own, and weight reads and operators that these need."""
         needed: set[fx.Node] = set()
-        mine: list[fx.Node] = []
+        found: list[fx.Node] = []
         for node in reversed(self.graph.nodes):
             own = self.nodes[node] == chunk
             if own or (node in needed and (self.nodes[node] is None or node.op == "get_attr")):
-                mine.append(node)
+                found.append(node)
                 needed.update(node.all_input_nodes)
-        return tuple(reversed(mine))
+        return tuple(reversed(found))
 
     @cached_property
     def _numbers(self) -> Mapping[fx.Node, int]:
         return {node: site.number for node, site in sites(self.graph) if site is not None}
 
-    @cached_property
-    def _totals(self) -> Mapping[str, int]:
-        return {path: len(makers) for path, makers in self._made.items()}
-
     def before(self, repeat: Repeat) -> Callable[[fx.Node], None]:
-        """For one run of one chunk: tells ``repeat`` of the calls that chunks before it made of a module it calls."""
+        """Returns the ``before`` callback of one :func:`run`: calls ``repeat`` for calls of a module in earlier chunks.
+
+        So random numbers and buffers continue as if one device had made all the calls.
+        """
         called: Counter[str] = Counter()
 
-        def look(node: fx.Node) -> None:
+        def before_call(node: fx.Node) -> None:
             path, number = str(node.target), self._numbers[node]
             if number > called[path]:
-                repeat(path, number, self._totals[path])
+                repeat(path, number, len(self._chunks_by_call[path]))
                 called[path] = number
             called[path] += 1
 
-        return look
+        return before_call
 
     @cached_property
-    def _made(self) -> Mapping[str, Sequence[frozenset[int]]]:
-        """By module that the code calls, for each call the chunks that make it."""
-        makers: dict[fx.Node, set[int]] = {node: set() for node, site in sites(self.graph) if site is not None}
-        for chunk in range(self.num_chunks):
-            for node in makers.keys() & set(self.nodes_of(chunk)):
-                makers[node].add(chunk)
+    def _chunks_by_call(self) -> Mapping[str, Sequence[frozenset[int]]]:
+        """By module, the chunks that make each of its calls; a call that depends on inputs alone has several."""
+        ran = [set(self.nodes_of(chunk)) for chunk in range(self.num_chunks)]
         found: dict[str, list[frozenset[int]]] = {}
-        for node, chunks in makers.items():
-            found.setdefault(str(node.target), []).append(frozenset(chunks))
+        for node in self._numbers:
+            chunks = frozenset(chunk for chunk, nodes in enumerate(ran) if node in nodes)
+            found.setdefault(str(node.target), []).append(chunks)
         return found
 
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
-        """How many of ``chunks`` make each of the calls that the model makes of a module, or of one inside it.
+        """Returns, for each of ``num_calls`` calls of ``module``, how many of ``chunks`` make that call.
 
         >>> model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
         >>> chunked = Chunked(read_graph(model), {CallSite("0"): 0, CallSite("1"): 1}, 2)
         >>> chunked.times("0", 1, [0]), chunked.times("0", 1, [1])
         ((1,), (0,))
         """
-        caller = next((path for path in self._made if f"{module}.".startswith(f"{path}.")), None)
+        caller = next((path for path in self._chunks_by_call if f"{module}.".startswith(f"{path}.")), None)
         if caller is None:
             return (0,) * num_calls
-        makers = self._made[caller]
-        each = max(num_calls // len(makers), 1)  # calls of a module inside, for each call of the one around it
-        return tuple(len(makers[min(call // each, len(makers) - 1)] & set(chunks)) for call in range(num_calls))
+        by_call = self._chunks_by_call[caller]
+        inner_calls = max(num_calls // len(by_call), 1)  # calls of ``module`` in one call of the module in the graph
+        return tuple(len(by_call[min(n // inner_calls, len(by_call) - 1)] & set(chunks)) for n in range(num_calls))
 
     def calls_of(self, chunk: int) -> tuple[str, ...]:
-        """The modules that one chunk calls, each once."""
+        """The names of the modules that one chunk calls, each once."""
         return tuple(dict.fromkeys(str(n.target) for n in self.nodes_of(chunk) if n.op == "call_module"))
 
     def weights_of(self, chunk: int) -> tuple[str, ...]:
@@ -187,7 +184,7 @@ class Chunked:
 
 
 def sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, CallSite | None]]:
-    """Every node, with the call that it is, where it calls a module."""
+    """Yields every node of a graph with its call site (module and number of the call); None if it calls no module."""
     calls: Counter[str] = Counter()
     for node in graph.nodes:
         if node.op != "call_module":
@@ -199,55 +196,44 @@ def sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, CallSite | None]]:
 
 
 def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection[str] = ()) -> fx.Graph:
-    """The model's calls; weights that its code reads itself are ``get_attr`` nodes by their names.
+    """Returns the model's graph of calls, in which weights that its code reads are ``get_attr`` nodes.
 
-    Moves to devices are left out: a rank has one.
+    Moves between devices are removed, since a rank has one device. ``opened`` and ``given`` are those of ``trace``.
 
-    Raises: LayoutError: code that depends on values, so that a trace cannot show it.
+    Raises: LayoutError: the code depends on values, or writes into a weight.
 
     >>> [node.name for node in read_graph(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['input_1', '_0', '_1', 'output']
     """
-    told: list[Exception] = []
-    graph = trace(model, opened=opened, given=given, shows_weights=True, told=told)
+    failures: list[Exception] = []
+    graph = trace(model, opened=opened, given=given, shows_weights=True, failures=failures)
     if graph is None:
         raise LayoutError(
             f"the code of {type(model).__name__} cannot be followed, so it cannot be cut into stages",
             given="calls that depend on values, on random numbers or on attributes that the code sets itself, or "
-            "that are no calls of torch" + "".join(line_of(failure) for failure in told),
+            "that are no calls of torch" + "".join(line_of(failure) for failure in failures),
             allowed="a forward that makes the same calls for any values; loops over lists of modules are fine",
             fix="move what depends on values into a module of its own, or use nn.Sequential",
         )
     ignore_device_moves(graph)
     names = {id(each): name for name, each in _tensors(model)}
     for node in list(graph.nodes):
-        for tensor in _constants(node):
-            name = names.get(id(tensor))
-            if name is None:
-                continue
-            with graph.inserting_before(node):
-                read = graph.get_attr(name)
-            _replace(node, tensor, read)
+        _read_weights(node, names)
     follow_writes(graph, model)
     for node in graph.nodes:
-        _check_writes_no_weight(model, node)
+        written = written_by(node, model)
+        if written is not None and written.op == "get_attr":
+            raise LayoutError(
+                f"the code of {type(model).__name__} writes into '{written.target}', so it cannot be cut into stages",
+                given=f"a call of {name_of(node)} on '{written.target}', outside of the layers",
+                allowed="parameters and buffers that only a layer's own code writes into",
+                fix="move the call into a module of its own",
+            )
     return graph
 
 
-def _check_writes_no_weight(model: nn.Module, node: fx.Node) -> None:
-    written = written_by(node, model)
-    if written is None or written.op != "get_attr":
-        return
-    raise LayoutError(
-        f"the code of {type(model).__name__} writes into '{written.target}', so it cannot be cut into stages",
-        given=f"a call of {name_of(node)} on '{written.target}', outside of the layers",
-        allowed="parameters and buffers that only a layer's own code writes into",
-        fix="move the call into a module of its own",
-    )
-
-
 def weights_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """By module, the names of all parameters and buffers in it; a tied parameter has one name.
+    """Returns, by module, the names of all parameters and buffers in it; a tied parameter has one name.
 
     >>> weights_by_module(nn.Sequential(nn.Linear(1, 1, bias=False)))
     {'': ('0.weight',), '0': ('0.weight',)}
@@ -260,26 +246,26 @@ def weights_by_module(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from reversed(list(model.named_parameters(remove_duplicate=False)))  # the first of tied names counts
+    # reversed, so that in a dict by id the first of several tied names wins
+    yield from reversed(list(model.named_parameters(remove_duplicate=False)))
     yield from reversed(list(model.named_buffers(remove_duplicate=False)))
 
 
-def _constants(node: fx.Node) -> list[Tensor]:
-    found: list[Tensor] = []
-    fx.node.map_aggregate((node.args, node.kwargs), lambda a: found.append(a) if isinstance(a, Tensor) else None)
-    return found
+def _read_weights(node: fx.Node, names: Mapping[int, str]) -> None:
+    """Replaces the weights among a node's arguments by ``get_attr`` nodes."""
 
+    def read(argument: Any) -> Any:
+        if not isinstance(argument, Tensor) or id(argument) not in names:
+            return argument
+        with node.graph.inserting_before(node):
+            return node.graph.get_attr(names[id(argument)])
 
-def _replace(node: fx.Node, tensor: Tensor, by: fx.Node) -> None:
-    def swap(argument: Any) -> Any:
-        return by if argument is tensor else argument
-
-    node.args = fx.node.map_aggregate(node.args, swap)
-    node.kwargs = fx.node.map_aggregate(node.kwargs, swap)
+    node.args = fx.node.map_aggregate(node.args, read)
+    node.kwargs = fx.node.map_aggregate(node.kwargs, read)
 
 
 class Ready(NamedTuple):
-    """A node, ready to run: what it calls, its arguments, and the values that nobody needs after it."""
+    """A graph node resolved for running: the function it calls, and the values that can be freed after it."""
 
     node: fx.Node
     call: Callable[..., Any] | None
@@ -287,7 +273,7 @@ class Ready(NamedTuple):
 
 
 def prepare(model: nn.Module, chunked: Chunked, chunk: int) -> tuple[Ready, ...]:
-    """The nodes of one chunk with the modules that they call, to be run again and again by :func:`run`."""
+    """Returns one chunk's graph nodes with the functions they call, resolved once for any number of :func:`run`."""
     nodes = chunked.nodes_of(chunk)
     kept = {value for edge in chunked.edges if edge.source == chunk for value in edge.values}
     last_use: dict[str, fx.Node] = {}
@@ -305,30 +291,29 @@ def prepare(model: nn.Module, chunked: Chunked, chunk: int) -> tuple[Ready, ...]
 
 
 def _callee(model: nn.Module, node: fx.Node) -> Callable[..., Any] | None:
-    call = _plain_callee(model, node)
+    call: Callable[..., Any] | None = None
+    if node.op == "call_module":
+        call = model.get_submodule(str(node.target))
+    elif node.op == "call_function":
+        assert callable(node.target)
+        call = node.target
+    elif node.op == "get_attr":
+        path, _, own = str(node.target).rpartition(".")
+        call = partial(getattr, model.get_submodule(path), own)  # looked up in each run: the tensor may be another
+    elif node.op == "call_method":
+        call = partial(_call_method, str(node.target))
     return torch.no_grad()(call) if call is not None and node.meta.get(NO_GRADIENT, False) else call
 
 
-def _plain_callee(model: nn.Module, node: fx.Node) -> Callable[..., Any] | None:
-    if node.op == "call_module":
-        return model.get_submodule(str(node.target))
-    if node.op == "call_function":
-        assert callable(node.target)
-        return node.target
-    if node.op == "get_attr":
-        path, _, own = str(node.target).rpartition(".")
-        module = model.get_submodule(path)
-        return lambda: getattr(module, own)
-    if node.op == "call_method":
-        method = str(node.target)
-        return lambda self, *args, **named: getattr(self, method)(*args, **named)
-    return None
+def _call_method(method: str, self: Any, /, *args: Any, **named: Any) -> Any:
+    return getattr(self, method)(*args, **named)
 
 
 def run(ready: Sequence[Ready], values: dict[str, Any], before: Callable[[fx.Node], None] | None = None) -> Any:
-    """Runs a chunk's nodes on ``values``, which holds the model's inputs and what came in; new ones are added to it.
+    """Runs a chunk's nodes and returns the model's output if the chunk computes it, else None.
 
-    Returns the model's output where the chunk makes it. ``before`` is called ahead of each module.
+    ``values`` holds the model's inputs and the received values by node name; results are added to it, and dropped after
+    their last use unless they are sent. ``before`` is called ahead of each call of a module.
 
     >>> import torch
     >>> model = nn.Sequential(nn.ReLU(), nn.Flatten())
@@ -337,7 +322,7 @@ def run(ready: Sequence[Ready], values: dict[str, Any], before: Callable[[fx.Nod
     tensor([[1., 1.]])
     """
 
-    def look(argument: fx.Node) -> Any:
+    def value_of(argument: fx.Node) -> Any:
         return values[argument.name]
 
     result = None
@@ -345,20 +330,17 @@ def run(ready: Sequence[Ready], values: dict[str, Any], before: Callable[[fx.Nod
         if node.op == "placeholder":
             continue
         if node.op == "output":
-            result = fx.node.map_arg(node.args[0], look)
+            result = fx.node.map_arg(node.args[0], value_of)
         else:
             assert call is not None
             if before is not None and node.op == "call_module":
                 before(node)
             if len(node.args) == 1 and type(node.args[0]) is fx.Node and not node.kwargs:
-                values[node.name] = call(values[node.args[0].name])
+                values[node.name] = call(values[node.args[0].name])  # the usual case: map_arg is slow
             else:
-                values[node.name] = call(*fx.node.map_arg(node.args, look), **fx.node.map_arg(node.kwargs, look))
+                values[node.name] = call(
+                    *fx.node.map_arg(node.args, value_of), **fx.node.map_arg(node.kwargs, value_of)
+                )
         for name in done_with:
             values.pop(name, None)
     return result
-
-
-__all__ = [
-    "CallSite", "Chunked", "Edge", "Ready", "Repeat", "prepare", "read_graph", "run", "sites", "weights_by_module",
-]  # fmt: skip

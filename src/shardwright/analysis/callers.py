@@ -1,12 +1,13 @@
-"""Who may call a layer that is cut: the code that was followed when the cut was found to be right, and no other.
+"""Allowed callers of a sharded layer: only the code that was traced when the layer was found to be shardable.
 
-::
+A column-parallel layer returns a shard of the features. Its own module's code is known to expect that; other code is
+not, so a layer with a call from elsewhere stays whole::
 
-    class AE(nn.Module):                      # a pair, as its own forward has it ...
+    class AE(nn.Module):                      # up and down form a pair in AE's own forward ...
         def encode(self, x): return relu(self.up(x))
         def forward(self, x): return self.down(self.encode(x))
 
-    z = self.ae.encode(x)                     # ... and somebody who looks inside: a part of the features
+    z = self.ae.encode(x)                     # ... but this caller would get a shard of the features
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from shardwright.analysis.structure import CONTAINERS, LayerChain, trace
 
 
 class AllowedCallers(NamedTuple):
-    """Where calls of a layer come from: ``owner``'s forward was followed; in it the code of ``callers`` calls it."""
+    """The modules ``callers`` whose code may call a layer, while the forward of ``owner``, which was traced, runs."""
 
     owner: str
     callers: frozenset[str]
 
     @staticmethod
     def of(owner: str) -> AllowedCallers:
-        """A layer that its owner's own code calls."""
+        """Returns the allowed callers of a layer that only the module ``owner`` calls."""
         return AllowedCallers(owner, frozenset([owner]))
 
     def is_caller(self, running: Sequence[str], containers: Collection[str]) -> bool:
-        """Whether a call is from here, by the modules whose forwards are running, the outermost first.
+        """Whether a layer may be called now, given the modules whose forwards are ``running``, outermost first.
 
-        A container passes on the calls of whoever calls it.
+        A container has no code of its own: its caller counts instead.
 
         >>> allowed = AllowedCallers.of("mlp")
         >>> allowed.is_caller(["", "mlp", "mlp.layers"], {"mlp.layers"}), allowed.is_caller([""], ())
@@ -50,12 +51,12 @@ class AllowedCallers(NamedTuple):
 
 
 def chain_callers(model: nn.Module, chain: LayerChain) -> dict[str, AllowedCallers]:
-    """Where the calls of a chain's layers come from, and of the dropouts between them, which know of the cut.
+    """Returns the allowed callers of a chain's column- and row-parallel layers, and of dropouts between, by layer name.
 
     >>> from shardwright.analysis.structure import find_chains
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
     >>> chain_callers(model, *find_chains(model))["0"]
-    Home(owner='', callers=frozenset({''}))
+    AllowedCallers(owner='', callers=frozenset({''}))
     """
     if chain.owner is None:
         return {}
@@ -64,12 +65,14 @@ def chain_callers(model: nn.Module, chain: LayerChain) -> dict[str, AllowedCalle
 
 
 def plain_containers(model: nn.Module) -> frozenset[str]:
-    """The modules that only hold others."""
+    """Returns the names of the modules that only hold others, such as ``nn.Sequential``."""
     return frozenset(path for path, module in model.named_modules() if type(module) in CONTAINERS)
 
 
 def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCallers]) -> set[str]:
-    """The layers that some code, as far as it can be followed, calls from elsewhere than their home.
+    """Returns the layers that the model's code, where it can be traced, calls from outside their allowed callers.
+
+    Each module around an owner is traced with everything down to the callers entered.
 
     >>> layers = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> class Looking(nn.Module):
@@ -81,42 +84,37 @@ def called_elsewhere(model: nn.Module, allowed_callers: Mapping[str, AllowedCall
     >>> sorted(called_elsewhere(Looking(), {name: AllowedCallers.of("layers") for name in ("layers.0", "layers.2")}))
     ['layers.0']
     """
-    containers, found, unseen = plain_containers(model), set[str](), set[str]()
-    above = {path for home in allowed_callers.values() for path in _above(home.owner)} - containers
-    for path in sorted(above, key=lambda each: -len(list(_above(each)))):  # the innermost first
+    containers, found, untraceable = plain_containers(model), set[str](), set[str]()
+    around = {path for allowed in allowed_callers.values() for path in _ancestors(allowed.owner)} - containers
+    for path in sorted(around, key=lambda each: -len(list(_ancestors(each)))):  # innermost first
         prefix = f"{path}." if path else ""
+        # an untraceable module in between hides its calls from the modules around it
         inside = {
-            layer: home
-            for layer, home in allowed_callers.items()
-            if home.owner.startswith(prefix) and home.owner != path
-            if not unseen.intersection(each for each in _above(home.owner) if each.startswith(prefix))
+            layer: allowed
+            for layer, allowed in allowed_callers.items()
+            if allowed.owner.startswith(prefix) and allowed.owner != path
+            if not untraceable.intersection(each for each in _ancestors(allowed.owner) if each.startswith(prefix))
         }
         opened = {
             each.removeprefix(prefix)
-            for home in inside.values()
-            for caller in home.callers | {home.owner}
-            for each in (*_above(caller), caller)
+            for allowed in inside.values()
+            for caller in allowed.callers | {allowed.owner}
+            for each in (*_ancestors(caller), caller)
             if each.startswith(prefix) and each != path
         }
         graph = trace(model.get_submodule(path), opened=opened) if inside else None
         if graph is None:
-            unseen.add(path)
+            untraceable.add(path)
             continue
         for node in graph.nodes:
-            home = inside.get(f"{prefix}{node.target}") if node.op == "call_module" else None
-            if home is None:
-                continue
-            running = [path, *(f"{prefix}{each}" for each in node.meta["within"])]
-            if not home.is_caller(running, containers):
+            allowed = inside.get(f"{prefix}{node.target}") if node.op == "call_module" else None
+            running = [path, *(f"{prefix}{each}" for each in node.meta.get("within", ()))]
+            if allowed is not None and not allowed.is_caller(running, containers):
                 found.add(f"{prefix}{node.target}")
     return found
 
 
-def _above(path: str) -> Iterator[str]:
-    """The modules around one, the model first.
-
-    >>> list(_above("a.b.c"))
-    ['', 'a', 'a.b']
-    """
+def _ancestors(path: str) -> Iterator[str]:
+    """The names of the modules around one: of "a.b.c" these are "", "a" and "a.b"."""
     parts = path.split(".") if path else []
     return (".".join(parts[:number]) for number in range(len(parts)))

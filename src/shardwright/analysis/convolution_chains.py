@@ -1,11 +1,11 @@
-"""Which convolutions form chains whose channels can be cut: the first by out-channels, the last by in-channels.
+"""Finds chains of convolutions whose channels can be sharded: the first by out-channels, the last by in-channels.
 
 ::
 
     conv -> batch norm -> relu -> depthwise conv -> batch norm -> relu -> conv
     |first|   between     between      |middle|       between     between |last|
 
-A *unit* is the smallest run of channels that can be dealt: where a convolution has groups, these stay whole.
+A shard is a number of whole *units*: single channels, or the groups of a grouped convolution or GroupNorm.
 """
 
 from __future__ import annotations
@@ -36,20 +36,18 @@ CHANNELWISE_MODULES = (
     nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
     nn.Upsample,
 )  # fmt: skip
-CHANNELWISE_FUNCTIONS = frozenset(
-    (
-        functional.max_pool1d, functional.max_pool2d, functional.max_pool3d, functional.avg_pool1d,
-        functional.avg_pool2d, functional.avg_pool3d, functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d,
-        functional.adaptive_avg_pool3d, functional.interpolate,
-    )
-)  # fmt: skip
+CHANNELWISE_FUNCTIONS = frozenset((
+    functional.max_pool1d, functional.max_pool2d, functional.max_pool3d, functional.avg_pool1d, functional.avg_pool2d,
+    functional.avg_pool3d, functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d,
+    functional.adaptive_avg_pool3d, functional.interpolate,
+))  # fmt: skip
 
 
 class ConvolutionChain(NamedTuple):
-    """Layers between which channels may lie cut in ``units`` runs.
+    """Layers between which channels can be sharded, by module names; ``units`` is the most shards there can be.
 
-    ``last`` is a convolution, or a ``Linear`` after a flatten. ``between`` are the norms and the dropouts; what else
-    lies there need not know of the cut. ``channels`` are those that come out of each layer, of ``last`` that go in.
+    ``last`` is a convolution, or a ``Linear`` after a flatten. ``between`` lists norms and dropouts, which depend on
+    the sharding; other operators do not. ``channels`` are the out-channels of each layer, the in-channels of ``last``.
     """
 
     firsts: tuple[str, ...]
@@ -59,15 +57,14 @@ class ConvolutionChain(NamedTuple):
     units: int
     channels: dict[str, int]
     allowed_callers: dict[str, AllowedCallers]
-    """Where the calls of these layers come from."""
 
 
 def find_convolution_chains(
     model: nn.Module, taken: Collection[str] = (), parts: int = 2
 ) -> tuple[ConvolutionChain, ...]:
-    """Every chain of convolutions, by the layers' names; a layer is in one chain at most, and in none if ``taken``.
+    """Returns every chain of convolutions; a layer is in one chain at most, and in none if it is in ``taken``.
 
-    A GroupNorm is in one only if each of ``parts`` can have some of its groups whole.
+    A chain contains a GroupNorm only if each of ``parts`` shards can have a whole group.
 
     >>> block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 4, 1))
     >>> (chain,) = find_convolution_chains(block)
@@ -89,24 +86,22 @@ def find_convolution_chains(
         graph = trace(module, deep=True) if not _is_convolution(module) else None
         if graph is not None:
             traced.append(path)
-            found += _Search(model, module, path, graph, used).chains(parts)
-    elsewhere = called_elsewhere(
-        model, {layer: home for chain in found for layer, home in chain.allowed_callers.items()}
-    )
+            found += _Search(module, path, graph, used, parts).chains()
+    allowed_callers = {layer: allowed for chain in found for layer, allowed in chain.allowed_callers.items()}
+    elsewhere = called_elsewhere(model, allowed_callers)
     return tuple(chain for chain in found if not elsewhere.intersection(chain.allowed_callers))
 
 
 def _is_convolution(module: nn.Module | None) -> bool:
-    """Whether it is torch's own, as it is."""
     return any(is_exactly(module, kind) for kind in CONVOLUTIONS)
 
 
 class _NoChainError(Exception):
-    """What was found on the way back is no part of a chain."""
+    """A node on the way back from a last layer cannot be part of a chain."""
 
 
 class _Part(NamedTuple):
-    """What lies before a value, back to the first convolutions, and how its channels may be cut."""
+    """The part of a chain that leads to one node: all nodes back to the first convolutions."""
 
     firsts: tuple[fx.Node, ...]
     middles: tuple[fx.Node, ...]
@@ -114,21 +109,19 @@ class _Part(NamedTuple):
     channels: int
     units: int
 
-    def then(self, node: fx.Node) -> _Part:
-        """The same with a node more between."""
+    def with_between(self, node: fx.Node) -> _Part:
         return self._replace(between=(*self.between, node))
 
 
 class _Search:
-    """The chains of one traced module."""
+    """Searches the graph of one module for chains, backwards from each possible last layer."""
 
-    def __init__(self, model: nn.Module, root: nn.Module, path: str, graph: fx.Graph, used: set[str]) -> None:
-        self.model, self.root, self.path, self.graph, self.used = model, root, path, graph, used
+    def __init__(self, root: nn.Module, path: str, graph: fx.Graph, used: set[str], parts: int) -> None:
+        self.root, self.path, self.graph, self.used, self.parts = root, path, graph, used, parts
         self.calls = [node.target for node in graph.nodes if node.op == "call_module"]
 
-    def chains(self, parts: int) -> list[ConvolutionChain]:
-        """Ungrouped last layers first: a grouped convolution is rather in the middle of a chain than its end."""
-        self.parts = parts
+    def chains(self) -> list[ConvolutionChain]:
+        # ungrouped last layers first: a grouped convolution is better used in the middle of a longer chain
         ends = [node for node in self.graph.nodes if self._convolution(node) is not None]
         ends.sort(key=lambda node: cast(Any, self._convolution(node)).groups > 1)
         ends += [node for node in self.graph.nodes if is_exactly(module_of(node, self.root), nn.Linear)]
@@ -164,29 +157,29 @@ class _Search:
             part = self._part(last.all_input_nodes[0])
             part = part._replace(units=gcd(part.units, convolution.groups if convolution.groups > 1 else part.units))
         inside = {*part.firsts, *part.middles, *part.between, last}
-        for node in inside - {last}:
-            if not inside.issuperset(node.users):
-                raise _NoChainError  # somebody else looks at cut channels
+        if any(not inside.issuperset(node.users) for node in inside - {last}):
+            raise _NoChainError  # a user outside of the chain would get a shard of the channels
         if any(before in inside for node in part.firsts for before in node.all_input_nodes):
-            raise _NoChainError  # a first layer that takes another's cut output
+            raise _NoChainError  # a first layer needs all in-channels, and would get another layer's shard
         calls = (node for node in dict.fromkeys(part.between) if node.op == "call_module")
-        between = tuple(node for node in calls if self._is_changed_by_a_cut(node))
+        between = tuple(node for node in calls if self._depends_on_channels(node))
         for node in between:
             self._check_free(node)
         channels = {self._name(node): node.meta["channels"] for node in (*part.firsts, *part.middles, *between)}
         channels[self._name(last)] = part.channels
         names = [tuple(self._name(n) for n in dict.fromkeys(ns)) for ns in (part.firsts, part.middles, between)]
-        allowed_callers = dict(self._home(node) for node in (*part.firsts, *part.middles, *between, last))
+        layers = (*part.firsts, *part.middles, *between, last)
+        allowed_callers = {self._name(node): self._allowed_callers(node) for node in layers}
         return ConvolutionChain(names[0], names[1], names[2], self._name(last), part.units, channels, allowed_callers)
 
-    def _home(self, node: fx.Node) -> tuple[str, AllowedCallers]:
-        """Whose code calls a layer: of those running the innermost that is no mere container."""
+    def _allowed_callers(self, node: fx.Node) -> AllowedCallers:
+        """The innermost running module that is not a plain container calls the layer."""
         running = [path for path in node.meta["within"] if type(self.root.get_submodule(path)) not in CONTAINERS]
         caller = f"{self.path}.{running[-1]}".lstrip(".") if running else self.path
-        return self._name(node), AllowedCallers(self.path, frozenset([caller]))
+        return AllowedCallers(self.path, frozenset([caller]))
 
     def _part(self, node: fx.Node) -> _Part:
-        """What lies before ``node`` and with it, back to the first convolutions."""
+        """The part that leads to ``node`` and ends with it."""
         convolution = self._convolution(node)
         if convolution is not None:
             return self._part_to_convolution(node, convolution)
@@ -195,17 +188,19 @@ class _Search:
         parts = [self._part(before) for before in node.all_input_nodes]
         if not parts or len({part.channels for part in parts}) > 1:
             raise _NoChainError
+        module = module_of(node, self.root)
+        groups = (module.num_groups,) if isinstance(module, nn.GroupNorm) else ()
         node.meta["channels"] = parts[0].channels
         joined = _Part(
             tuple(n for part in parts for n in part.firsts),
             tuple(n for part in parts for n in part.middles),
             tuple(n for part in parts for n in part.between),
             parts[0].channels,
-            gcd(*(part.units for part in parts), *self._groups(node)),
+            gcd(*(part.units for part in parts), *groups),
         )
-        if self._groups(node) and joined.units < self.parts:
+        if groups and joined.units < self.parts:
             raise _NoChainError  # some rank would hold no whole group
-        return joined.then(node)
+        return joined.with_between(node)
 
     def _part_to_convolution(self, node: fx.Node, convolution: Any) -> _Part:
         self._check_free(node)
@@ -218,11 +213,11 @@ class _Search:
                 if units > 1:
                     return part._replace(middles=(*part.middles, node), channels=out, units=units)
             except _NoChainError:
-                pass  # then the chain begins here
+                pass  # no chain leads here, so this convolution is a first layer
         return _Part((node,), (), (), out, groups if groups > 1 else out)
 
     def _flat_part(self, node: fx.Node, in_features: int) -> _Part:
-        """The same, back through elementwise work to a flatten, which puts each channel's pixels side by side."""
+        """Like ``_part``, for a value behind a flatten, where each channel is a run of features."""
         if _is_flatten(node, self.root):
             part = self._part(node.all_input_nodes[0])
             if in_features % part.channels:
@@ -232,31 +227,24 @@ class _Search:
         else:
             raise _NoChainError
         node.meta["channels"] = in_features
-        return part.then(node)._replace(channels=in_features)
+        return part.with_between(node)._replace(channels=in_features)
 
-    def _groups(self, node: fx.Node) -> tuple[int, ...]:
-        """How many groups of channels a GroupNorm normalises, each by itself."""
-        module = module_of(node, self.root)
-        return (module.num_groups,) if isinstance(module, nn.GroupNorm) else ()
-
-    def _is_changed_by_a_cut(self, node: fx.Node) -> bool:
-        """Whether a module must know which channels it sees; any other may be called elsewhere on whole ones."""
+    def _depends_on_channels(self, node: fx.Node) -> bool:
+        """Whether a module must know which channels its shard holds."""
         module = module_of(node, self.root)
         assert module is not None
         return isinstance(module, nn.Dropout) or bool(module._parameters or module._buffers)
 
     def _is_channelwise(self, node: fx.Node) -> bool:
         module = module_of(node, self.root)
-        if any(is_exactly(module, kind) for kind in (*BATCH_NORMS, nn.GroupNorm)):
-            return len(node.all_input_nodes) == 1
-        pools = any(is_exactly(module, kind) for kind in CHANNELWISE_MODULES)
-        if pools or (node.op == "call_function" and node.target in CHANNELWISE_FUNCTIONS):
+        is_module = any(is_exactly(module, kind) for kind in (*BATCH_NORMS, nn.GroupNorm, *CHANNELWISE_MODULES))
+        if is_module or (node.op == "call_function" and node.target in CHANNELWISE_FUNCTIONS):
             return len(node.all_input_nodes) == 1
         return is_elementwise(node, self.root)
 
 
 def _is_flatten(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node joins all dims but the samples', in order."""
+    """Whether a node flattens all dims but the first."""
     module = module_of(node, root)
     if is_exactly(module, nn.Flatten):
         return (cast(nn.Flatten, module).start_dim, cast(nn.Flatten, module).end_dim) == (1, -1)

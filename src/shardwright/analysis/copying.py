@@ -1,4 +1,4 @@
-"""A copy of a model's structure, made many times while a plan is: as ``copy.deepcopy`` makes it, in half the time."""
+"""A deep copy of a model's structure in half the time of ``copy.deepcopy``; planning makes many."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def copied(model: M, memo: dict[int, Any]) -> M:
-    """A deep copy; ``memo`` gives, by the ids of the originals, what stands for them in the copy.
+    """Returns a deep copy of ``model``, faster than ``deepcopy``, whose ``memo`` (ids of objects to copies) it takes.
 
-    Most of a module are empty dictionaries for hooks, which need no deep copy.
+    Most of a module's attributes are empty dicts for hooks, which are copied here directly.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> other = copied(model, {id(p): p for p in model.parameters()})
@@ -30,17 +30,14 @@ def copied(model: M, memo: dict[int, Any]) -> M:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a deep copy is one of the attributes: nobody has written how else to copy it."""
-    written = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs_ex__")
+    """Whether a deep copy of the module is a deep copy of its attributes: its class customises no copying."""
+    protocol = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs_ex__")
     kind = type(module)
-    own = [name for name in written if getattr(kind, name, None) is not getattr(nn.Module, name, None)]
-    return not own and not hasattr(kind, "__slots__")
+    customised = any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in protocol)
+    return not customised and not hasattr(kind, "__slots__")
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if type(value) in (dict, OrderedDict) and not value:
         return type(value)()
     return copy.deepcopy(value, memo)
-
-
-__all__ = ["copied"]

@@ -1,7 +1,7 @@
-"""What a call costs: floating-point operations and bytes, counted while the model runs on the meta device.
+"""The cost of each call in a model's graph: work and bytes, by which pipeline stages are balanced.
 
-``work`` is what a call takes forward, in operations: those of matrix products and convolutions, and for every other
-operator as many as a device could do while it moves the elements.
+``work`` counts the forward's floating-point operations of matrix products and convolutions. Any other operator counts
+``WORK_PER_ELEMENT`` for each element that it makes, since memory traffic limits it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,20 @@ from shardwright.analysis.module_calls import call_model
 from shardwright.models.eval_mode import eval_mode
 
 WORK_PER_ELEMENT = 16
-"""Operations of a matrix product that a device does while it reads and writes one element.
+"""The operations of a matrix product that take as long as reading and writing one element: a guess between CPU and GPU.
 
-A guess, between what a core and what a GPU does, used to weigh one call against another and for nothing else. Where it
-matters, time the layers: :func:`time_layers`.
+It only weighs calls against each other. :func:`time_layers` measures instead.
 """
 FLOPS_PER_S = 50e9
-"""Operations a second, to write work as seconds. A guess of one core, and no promise.
+"""The operations per second by which work is shown in seconds: a guess for one CPU core.
 
-A cut, an ``auto`` schedule, a bubble and the shares of a drawing compare works with each other, and are the same for
-any number here. Seconds that are drawn are right only where layers were timed, whose seconds come out as they went in;
-and :meth:`Timeline.at_speed_of` scales a prediction to what a run took before the two stand side by side.
+Cuts, ``auto`` schedules and bubbles compare works with each other, so they do not depend on it. Seconds are right only
+where layers were timed; :meth:`Timeline.at_speed_of` scales a prediction to a run before the two are compared.
 """
 
 
 class Cost(NamedTuple):
-    """What one call takes forward, and how many bytes of parameters it holds and of activations it keeps."""
+    """The forward work of one call, the bytes of its parameters, and the bytes of the activations it makes."""
 
     work: float = 0.0
     parameter_bytes: int = 0
@@ -49,27 +47,27 @@ class Cost(NamedTuple):
 
 
 class _Counting(TorchDispatchMode):
-    """Adds up the work of every operator, and the bytes of what it makes."""
+    """Adds up the work of all operators inside of the mode, and the bytes of their results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.work, self.made_bytes = 0.0, 0
+        self.work, self.result_bytes = 0.0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.work += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-            self.made_bytes += sum(t.numel() * t.element_size() for t in made)
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        flops = flop_registry.get(func._overloadpacket)
+        if flops is not None:
+            self.work += flops(*args, **(kwargs or {}), out_val=out)
         elif not func.is_view:
-            self.work += WORK_PER_ELEMENT * sum(t.numel() for t in made)
-            self.made_bytes += sum(t.numel() * t.element_size() for t in made)
+            self.work += WORK_PER_ELEMENT * sum(t.numel() for t in results)
+        if flops is not None or not func.is_view:
+            self.result_bytes += sum(t.nbytes for t in results)
         return out
 
 
 def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite, Cost]:
-    """The cost of each call when the model, on the meta device, is run on ``inputs`` of that device.
+    """Returns the cost of each call by running the model, on the meta device, on ``inputs`` of that device.
 
     >>> from shardwright.analysis.call_graph import read_graph
     >>> model = nn.Sequential(nn.Linear(4, 8)).to("meta")
@@ -77,31 +75,26 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
     {CallSite(module='0', number=0): Cost(work=128.0, parameter_bytes=160, activation_bytes=64)}
     """
     found: dict[CallSite, Cost] = {}
-    counted = {node: site for node, site in sites(graph) if site is not None}
-    chunked = Chunked(graph, dict.fromkeys(counted.values(), 0), 1)
-    values = bind(chunked, inputs)
+    call_sites = {node: site for node, site in sites(graph) if site is not None}
+    chunked = Chunked(graph, dict.fromkeys(call_sites.values(), 0), 1)
 
-    def counting(node: fx.Node, call: Any) -> Any:
-        def counted_call(*args: Any, **named: Any) -> Any:
-            with _Counting() as counting:
-                out = call(*args, **named)
-            weights = _bytes(call)
-            found[counted[node]] = Cost(counting.work, weights, counting.made_bytes)
-            return out
-
-        return counted_call
+    def counted_call(site: CallSite, call: Any, *args: Any, **named: Any) -> Any:
+        with _Counting() as counting:
+            out = call(*args, **named)
+        found[site] = Cost(counting.work, _bytes(call), counting.result_bytes)
+        return out
 
     ready = [
-        each._replace(call=counting(each.node, each.call)) if each.node in counted else each
+        each._replace(call=partial(counted_call, call_sites[each.node], each.call)) if each.node in call_sites else each
         for each in prepare(model, chunked, 0)
     ]
     with torch.no_grad(), on_meta(model), ignoring_batch_statistics(model):
-        run(ready, values)
+        run(ready, bind(chunked, inputs))
     return found
 
 
 def by_weights(model: nn.Module, graph: fx.Graph, num_tokens: int) -> dict[CallSite, Cost]:
-    """A guess where no example is known: every entry of a matrix is used once for each token, a table's are not.
+    """Estimates each call's cost without an example: each weight entry, embeddings excepted, is used once per token.
 
     >>> from shardwright.analysis.call_graph import read_graph
     >>> model = nn.Sequential(nn.Linear(4, 8))
@@ -122,7 +115,7 @@ def by_weights(model: nn.Module, graph: fx.Graph, num_tokens: int) -> dict[CallS
 
 
 def counted(model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int) -> dict[CallSite, Cost]:
-    """The cost of each call: by the example, or by the weights where there is none or a layer looks at its values.
+    """Returns the cost of each call by running the example, or from weight sizes if there is none or it needs values.
 
     >>> from shardwright.analysis.call_graph import read_graph
     >>> model = nn.Sequential(nn.Linear(4, 8)).to("meta")
@@ -133,38 +126,38 @@ def counted(model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int) ->
         return by_weights(model, graph, num_tokens)
     try:
         return by_example(model, graph, example)
-    except RuntimeError as failure:  # an expert that asks which samples are its own: there are none on meta
+    except RuntimeError as failure:  # code that reads values, such as a router of experts, fails on meta
         if "meta" not in str(failure).lower():
             raise
         return by_weights(model, graph, num_tokens)
 
 
 def measured(costs: Mapping[CallSite, Cost], seconds: Mapping[str, float]) -> dict[CallSite, Cost]:
-    """The same costs with the seconds that were measured of single modules as their work, in operations.
+    """Returns the calls' costs with work taken from measured ``seconds`` of modules, times ``FLOPS_PER_S``.
 
-    A module's seconds are its own or the sum of those inside it; work of modules that were not measured is scaled
-    alike.
+    A module's seconds are its own entry or the sum of the entries inside it. Work that was not measured is scaled by
+    the same factor as the work that was.
 
     >>> costs = {CallSite("a"): Cost(10.0), CallSite("b"): Cost(20.0), CallSite("c"): Cost(30.0)}
     >>> found = measured(costs, {"a": 1.0, "b.x": 1.5, "b.y": 0.5})
     >>> [cost.work / FLOPS_PER_S for cost in found.values()]
     [1.0, 2.0, 3.0]
     """
-    taken: dict[CallSite, float] = {}
+    timed: dict[CallSite, float] = {}
     for site in costs:
         inside = [s for name, s in seconds.items() if name.startswith(f"{site.module}.")]
         if site.module in seconds or inside:
-            taken[site] = seconds.get(site.module, sum(inside)) * FLOPS_PER_S
-    known = sum(costs[site].work for site in taken)
-    scale = sum(taken.values()) / known if known else 1.0
-    return {site: cost._replace(work=taken.get(site, cost.work * scale)) for site, cost in costs.items()}
+            timed[site] = seconds.get(site.module, sum(inside)) * FLOPS_PER_S
+    counted_work = sum(costs[site].work for site in timed)
+    scale = sum(timed.values()) / counted_work if counted_work else 1.0
+    return {site: cost._replace(work=timed.get(site, cost.work * scale)) for site, cost in costs.items()}
 
 
 def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, float]:
-    """By module, the seconds that one forward spends in it, the median of some: for the ``seconds`` of ``parallelize``.
+    """Returns the median seconds that a forward spends in each module: the ``seconds`` of ``parallelize``.
 
-    ``model`` has values and runs here, on ``inputs`` as large as one microbatch; nothing in it is changed but what its
-    own forward changes in evaluation, which is nothing in torch's layers. Measure once and give every rank the same.
+    ``model`` must have values; it runs in this process in eval mode, on ``inputs`` as large as one microbatch, and is
+    not changed. Measure once and pass every rank the same numbers: the cut must be equal on all ranks.
 
     >>> sorted(time_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2)))
     ['0', '1']
@@ -183,7 +176,7 @@ def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, fl
     handles += [module.register_forward_hook(partial(after, path)) for path, module in named]
     try:
         with eval_mode(model), torch.no_grad():
-            for _ in range(repeats + 1):  # the first one warms up
+            for _ in range(repeats + 1):  # the first is a warm-up, dropped below
                 spent: dict[str, float] = {}
                 call_model(model, inputs)
                 for path, seconds in spent.items():
@@ -195,9 +188,8 @@ def time_layers(model: nn.Module, inputs: Any, repeats: int = 5) -> dict[str, fl
 
 
 def _now_s(inputs: Any) -> float:
-    """The time, when all that was asked of the inputs' device is done."""
-    devices = {leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
-    for device in devices:
+    """The time, once the inputs' devices have finished all queued work."""
+    for device in {leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -208,9 +200,5 @@ def _bytes(module: Any) -> int:
 
 
 def total(costs: Sequence[Cost]) -> Cost:
-    """The sum of costs."""
-    return Cost(
-        sum(cost.work for cost in costs),
-        sum(cost.parameter_bytes for cost in costs),
-        sum(cost.activation_bytes for cost in costs),
-    )
+    """Returns the total work, parameter bytes and activation bytes of ``costs``."""
+    return Cost(*map(sum, zip(*costs, strict=True)))

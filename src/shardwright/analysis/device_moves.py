@@ -1,4 +1,4 @@
-"""Code that moves activations to devices itself: where ranks are devices, they stay where they are."""
+"""Removes a model's own moves between devices: every rank has one device, so its tensors stay there."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 MOVES = {"cpu": Tensor.cpu, "cuda": Tensor.cuda, "to": Tensor.to}
-"""Methods of a tensor that move it; ``to`` may change its dtype as well, and then does that alone."""
+"""The tensor methods that move; a ``to`` that also changes the dtype still does that."""
 
 
 def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of ``Tensor.to`` but the device; None where nothing else was asked for.
+    """Returns the arguments of ``Tensor.to`` without the device; None if no others remain.
 
     >>> without_device(("cuda:1",), {}), without_device((torch.float16,), {})
     (None, ((torch.float16,), {}))
@@ -29,7 +29,7 @@ def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tup
 
 
 def ignore_device_moves(graph: fx.Graph) -> None:
-    """Takes all moves to devices that the code names out of a trace; to where another value is they stay."""
+    """Removes moves to a named device from an fx graph. ``x.to(other)`` stays, since it may change the dtype."""
     for node in list(graph.nodes):
         moved = node.args[0] if node.op == "call_method" and node.target in MOVES else None
         if not isinstance(moved, fx.Node):
@@ -43,9 +43,10 @@ def ignore_device_moves(graph: fx.Graph) -> None:
 
 
 class IgnoresDeviceMoves(TorchFunctionMode):
-    """While it is on, whatever is moved is moved to one device, and what lies elsewhere comes to what lies there.
+    """A torch mode in which every move goes to one device, and operators on mixed devices run on that device.
 
-    What code makes without naming a device lies on the CPU, and keeps its values until it meets the others.
+    A tensor that code makes without naming a device stays on the CPU, with its values, until an operator combines it
+    with a tensor on the device.
 
     >>> with IgnoresDeviceMoves(torch.device("cpu")):
     ...     torch.ones(1).to("meta").cuda().device
@@ -65,19 +66,16 @@ class IgnoresDeviceMoves(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         if func not in MOVES.values():
-            return self._together(func, args, named)
+            devices = {leaf.device.type for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)}
+            if len(devices) > 1 and self._device.type in devices:
+                args, named = tree_map_only(Tensor, self._on_device, (args, named))
+            return func(*args, **named)
         rest = without_device(tuple(args[1:]), named) if func is Tensor.to else None
-        here = args[0].to(self._device)
-        return here if rest is None else here.to(*rest[0], **rest[1])
+        moved = args[0].to(self._device)
+        return moved if rest is None else moved.to(*rest[0], **rest[1])
 
-    def _together(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        kinds = {leaf.device.type for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)}
-        if len(kinds) > 1 and self._device.type in kinds:
-            args, named = tree_map_only(Tensor, self._moved, (args, named))
-        return func(*args, **named)
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device; on meta one that is used again is one again, as it would be where it lies."""
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        # one meta tensor per tensor, or the ledger would count a copy at each use
         if self._device.type != "meta" or tensor.is_meta or tensor.requires_grad:
             return tensor.to(self._device)
         if tensor not in self._on_meta:

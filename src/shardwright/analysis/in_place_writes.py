@@ -1,8 +1,8 @@
-"""Code that writes into its activations: who reads what was written must run, or be sent it, after the write.
+"""In-place writes in a graph: a later reader of the tensor must depend on the write, also across pipeline stages.
 
-A trace shows ``y.add_(1)`` as a call whose result nobody uses. Here whoever reads ``y`` afterwards is told to read the
-call's result, so that a cut between the two sends what was written. The model's inputs are copied before a write: each
-chunk has them, and none may see another's.
+A graph shows ``y.add_(1)`` as a call whose result is unused. Here later readers of ``y`` are changed to read the call's
+result, so that a cut between the two sends the written tensor. The model's inputs are cloned before a write, because
+every chunk has them and none may see another chunk's writes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ VIEWS = frozenset((
     "permute", "reshape", "select", "split", "squeeze", "swapaxes", "t", "transpose", "unbind", "unflatten",
     "unsqueeze", "view", "view_as",
 ))  # fmt: skip
-"""What may give a tensor that shares its first argument's memory, by the names of functions and methods."""
+"""Functions and methods whose result may share their first argument's memory."""
 OPERATORS = frozenset(("iadd", "iand", "ifloordiv", "imatmul", "imod", "imul", "ior", "ipow", "isub", "itruediv"))
 
 
 def put(tensor: Tensor, place: Any, value: Any) -> Tensor:
-    """``tensor[place] = value``, as an expression.
+    """Does ``tensor[place] = value`` and returns the tensor, for graphs, where a write must be an expression.
 
     >>> import torch
     >>> put(torch.zeros(2), 1, 3.0)
@@ -35,14 +35,14 @@ def put(tensor: Tensor, place: Any, value: Any) -> Tensor:
 
 
 def name_of(node: fx.Node) -> str:
-    """The bare name of the function or method that a node calls."""
+    """Returns the bare name of the function or method that a node calls; empty for other nodes."""
     if node.op == "call_method":
         return str(node.target)
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
 def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """The value that a node writes into and returns, if it does."""
+    """Returns the node whose value ``node`` writes into, in place, and returns; None if it writes in no argument."""
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
@@ -55,7 +55,7 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
 
 
 def follow_writes(graph: fx.Graph, model: nn.Module) -> None:
-    """Whoever reads a value after it was written into reads the write's result."""
+    """Changes an fx graph so that a read of a value after an in-place write reads the result of the write."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is operator.setitem:
             node.target = put
@@ -71,17 +71,18 @@ def follow_writes(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def _read_instead(new: fx.Node, old: fx.Node, graph: fx.Graph) -> None:
-    """What comes after ``new`` reads it in place of ``old``."""
+    """Replaces ``old`` by ``new`` in all nodes after ``new``."""
     nodes = list(graph.nodes)
     later = set(nodes[nodes.index(new) + 1 :])
     old.replace_all_uses_with(new, delete_user_cb=lambda user: user in later)
 
 
 def check_writes(graph: fx.Graph, chunk_of: Any, model: nn.Module) -> None:
-    """Raises LayoutError where one chunk writes into memory that another reads under another name.
+    """Raises LayoutError if one chunk writes into a view's memory and another chunk reads it by another name.
 
-    ``chunk_of`` gives each node's chunk, None where every chunk computes it.
+    ``chunk_of`` maps each node to its chunk, or to None if every chunk computes it.
     """
+    # root: the node that allocated a node's memory, as far as names of functions show views
     root: dict[fx.Node, fx.Node] = {}
     writes: list[tuple[fx.Node, fx.Node]] = []
     for node in graph.nodes:
@@ -89,29 +90,25 @@ def check_writes(graph: fx.Graph, chunk_of: Any, model: nn.Module) -> None:
             for write, into in writes:
                 elsewhere = chunk_of[node] != chunk_of[write] or chunk_of[write] is None
                 if root[read] is root[into] and not _comes_from(read, write, root) and elsewhere:
-                    raise _refused(model, write, into)
+                    raise LayoutError(
+                        f"the code of {type(model).__name__} writes into a view of a value that other stages read",
+                        given=f"{name_of(write) or write.target} on '{into.name}'",
+                        allowed="writes into a value that is then read under its own name",
+                        fix="write the result into a new tensor: y = y.relu() in place of y.relu_()",
+                    )
         written = written_by(node, model)
-        same = name_of(node) in VIEWS or written is not None
+        shares = name_of(node) in VIEWS or written is not None
         first = node.all_input_nodes[0] if node.all_input_nodes else None
-        root[node] = root[first] if same and first is not None else node
+        root[node] = root[first] if shares and first is not None else node
         if written is not None:
             writes.append((node, written))
 
 
 def _comes_from(value: fx.Node, write: fx.Node, root: dict[fx.Node, fx.Node]) -> bool:
-    """Whether a value is what a write returned, or a view of that."""
+    """Whether a value is the result of ``write`` or a view of it."""
     while value is not write:
-        before = value.all_input_nodes
-        if not before or root[value] is value:
+        inputs = value.all_input_nodes
+        if not inputs or root[value] is value:
             return False
-        value = before[0]
+        value = inputs[0]
     return True
-
-
-def _refused(model: nn.Module, write: fx.Node, into: fx.Node) -> LayoutError:
-    return LayoutError(
-        f"the code of {type(model).__name__} writes into a view of a value that other stages read",
-        given=f"{name_of(write) or write.target} on '{into.name}'",
-        allowed="writes into a value that is then read under its own name",
-        fix="write the result into a new tensor: y = y.relu() in place of y.relu_()",
-    )

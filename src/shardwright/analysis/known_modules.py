@@ -1,4 +1,4 @@
-"""What is known of torch's own blocks, whose code has choices that a trace cannot see."""
+"""Facts about modules that :func:`trace` cannot follow: torch's transformer layers and attention, and the library's."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from shardwright.analysis.structure import (
-    ELEMENTWISE_FUNCTIONS,
-    LayerChain,
-    has_hooks,
-    is_elementwise_module,
-    is_exactly,
-    runs_as,
-)
+from shardwright.analysis.structure import ELEMENTWISE_FUNCTIONS, LayerChain, is_elementwise_module, is_exactly, runs_as
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.models.attention import Attention, Rotary
 from shardwright.rng import with_names
@@ -27,9 +20,9 @@ LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @contextmanager
 def without_branches(model: nn.Module) -> Iterator[None]:
-    """Lets torch's transformers run without values: they look whether a mask is causal, to be faster if it is.
+    """Returns a context in which torch's transformers run on meta: they do not read whether a mask is causal.
 
-    It is their own code that runs, and no loop in its place: what they make once for all layers counts once.
+    Unlike with ``KNOWN_LOOPS`` their own code runs, so what it allocates once for all layers is seen once.
 
     >>> import torch
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False).to("meta")
@@ -38,28 +31,28 @@ def without_branches(model: nn.Module) -> Iterator[None]:
     ...     model(x, mask).shape
     torch.Size([3, 1, 4])
     """
-    asking = [module for module in model.modules() if any(runs_as(module, kind) for kind in KNOWN_LOOPS)]
-    for module in asking:
+    transformers = [module for module in model.modules() if any(runs_as(module, kind) for kind in KNOWN_LOOPS)]
+    for module in transformers:
         forward = with_names(type(module).forward, _detect_is_causal_mask=_is_causal)
         module.forward = partial(forward, module)
     try:
         yield
     finally:
-        for module in asking:
+        for module in transformers:
             del module.forward
 
 
 def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Only what a person has said."""
+    """Replaces torch's function: a mask is causal only if the caller passes the hint."""
     return is_causal is True
 
 
 def known_chains(model: nn.Module) -> Iterator[tuple[LayerChain, bool]]:
-    """The pairs of layers inside torch's transformer layers, and whether the samples are in dim 0 there.
+    """Yields the feed-forward chain of each of torch's transformer layers, and whether samples are in dim 0 there.
 
     >>> layer = nn.TransformerDecoderLayer(8, 2, 16)
     >>> list(known_chains(layer))
-    [(Chain(columns=('linear1',), between=('dropout',), row='linear2', entry=None, owner=''), False)]
+    [(LayerChain(columns=('linear1',), between=('dropout',), row='linear2', entry=None, owner=''), False)]
     """
     for path, layer in model.named_modules():
         if not any(runs_as(layer, kind) for kind in LAYERS):
@@ -79,7 +72,7 @@ def known_chains(model: nn.Module) -> Iterator[tuple[LayerChain, bool]]:
 
 
 def is_known_attention(module: nn.Module) -> bool:
-    """Whether this is torch's attention and does what that does; learned or zero keys of its own are not known.
+    """Whether a module is an unchanged ``nn.MultiheadAttention`` without extra keys (add_bias_kv, add_zero_attn).
 
     >>> [is_known_attention(nn.MultiheadAttention(4, 2, add_bias_kv=more)) for more in (False, True)]
     [True, False]
@@ -94,7 +87,7 @@ def is_known_attention(module: nn.Module) -> bool:
 
 
 def attention_layers(attention: Attention) -> tuple[str, ...]:
-    """The names of the layers that make queries, keys, values and the output.
+    """Returns the names of an attention's layers that project queries, keys, values and the output.
 
     >>> attention_layers(Attention(8, 2))
     ('q', 'k', 'v', 'o')
@@ -103,7 +96,7 @@ def attention_layers(attention: Attention) -> tuple[str, ...]:
 
 
 def is_plain_attention(module: nn.Module) -> bool:
-    """Whether an attention of ours computes what its sizes say: no part is another's, replaced or listened to.
+    """Whether a module is the library's ``Attention`` with sizes and layers as built, nothing replaced and no hooks.
 
     >>> attention = Attention(8, 2)
     >>> plain = is_plain_attention(attention)
@@ -124,5 +117,4 @@ def is_plain_attention(module: nn.Module) -> bool:
     made = [children[name].out_features for name in attention_layers(module)[:-1]]
     as_built = [q_width + 2 * kv_width] if module.fused else [q_width, kv_width, kv_width]
     whole_heads = module.rotary is None or module.rotary.pairs == tuple(range(module.head_dim // 2))
-    listened = any(has_hooks(child) for child in children.values())
-    return made == as_built and module.o.in_features == q_width and whole_heads and not listened
+    return made == as_built and module.o.in_features == q_width and whole_heads

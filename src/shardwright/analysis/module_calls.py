@@ -1,23 +1,110 @@
-"""What a plain model's forward does, seen while it runs on the meta device: every call, and the shapes there."""
+"""Records the calls of every module in one forward of the plain model on the meta device, with their shapes."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
-from shardwright.analysis.attention_calls import AttentionCall, attention_call, leads_to
 from shardwright.analysis.meta_device import on_meta
+
+
+class AttentionCall(NamedTuple):
+    """The sizes of the tensors in one call of ``nn.MultiheadAttention``, in elements per sample.
+
+    ``inputs``: for each distinct input, its tokens, its features, and whether it needs a gradient. ``padding``: the
+    key padding mask. ``mask``: an attention mask per sample. ``shared_mask``: an attention mask for all samples, if it
+    needs a gradient. ``weights``: the returned attention weights. ``scores``: the scores of one head. Fields that end
+    in ``_learns`` or ``_learn`` tell whether that tensor needs a gradient.
+    """
+
+    num_samples: int
+    inputs: tuple[tuple[int, int, bool], ...]
+    padding: int = 0
+    padding_learns: bool = False
+    mask: int = 0
+    mask_learns: bool = False
+    shared_mask: int = 0
+    weights: int = 0
+    weights_learn: bool = False
+    scores: int = 0
+    scores_learn: bool = False
+
+    def shape(self, width: int) -> tuple[int, int, int]:
+        """Returns the shape of the queries and of the output: (samples, tokens, features)."""
+        return self.num_samples, self.inputs[0][0], width
+
+
+def attention_call(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> AttentionCall:
+    """Returns the tensor sizes of one call of an ``nn.MultiheadAttention`` with these arguments.
+
+    >>> attention, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.zeros(3, 5, 4)
+    >>> call = attention_call(attention, x, x, x)
+    >>> call.num_samples, call.inputs, call.weights, call.scores
+    (3, ((5, 4, False),), 25, 25)
+    """
+    batched = query.dim() == 3
+    tokens = int(module.batch_first and batched)
+    if is_causal and key_padding_mask is None and not need_weights:
+        attn_mask = None  # torch then ignores the mask in favour of the hint
+    inputs = {id(x): (x.shape[tokens], x.shape[-1], x.requires_grad) for x in (query, key, value)}
+    num_scores = query.shape[tokens] * key.shape[tokens]
+    by_sample = attn_mask is not None and attn_mask.dim() == 3
+    learns = attn_mask is not None and attn_mask.requires_grad
+    padding_learns = key_padding_mask is not None and key_padding_mask.requires_grad
+    heads = 1 if average_attn_weights else module.num_heads
+    return AttentionCall(
+        query.shape[1 - tokens] if batched else 1,
+        tuple(inputs.values()),
+        padding=key.shape[tokens] if key_padding_mask is not None else 0,
+        padding_learns=padding_learns,
+        mask=module.num_heads * num_scores if by_sample else 0,
+        mask_learns=learns,
+        shared_mask=num_scores if learns and not by_sample else 0,
+        weights=heads * num_scores if need_weights else 0,
+        scores=num_scores,
+        scores_learn=learns or padding_learns or query.requires_grad or key.requires_grad,
+    )
+
+
+def leads_to(value: Tensor, results: Any) -> bool:
+    """Whether the autograd graph of ``results`` contains the intermediate ``value``.
+
+    >>> one = torch.ones(1, requires_grad=True) * 2
+    >>> leads_to(one, {"sum": one + 1}), leads_to(one, one.detach())
+    (True, False)
+    """
+    to_visit = [each.grad_fn for each in tree_flatten(results)[0] if isinstance(each, Tensor)]
+    seen: set[Any] = set()
+    while to_visit:
+        function = to_visit.pop()
+        if function is not None and function not in seen:
+            seen.add(function)
+            to_visit += [before for before, _ in function.next_functions]
+    return value.grad_fn in seen
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module: the shapes of its first input and of its output, and whether gradients flow back.
+    """One call of a module: the shapes of its first input and its output, and whether the input needs a gradient.
 
-    ``num_forwards`` is 2 where the backward computes it again.
+    ``num_forwards`` is 2 if activation checkpointing recomputes the call in the backward.
     """
 
     x_shape: tuple[int, ...]
@@ -29,55 +116,54 @@ class ModuleCall:
 
 
 ModuleCalls = Mapping[str, tuple[ModuleCall, ...]]
-"""By module name, the calls of one forward."""
+"""The calls of each module in one forward, by module name."""
 
 
 def record_module_calls(model: nn.Module, inputs: Any) -> ModuleCalls:
-    """Every module's calls in one forward of the plain model; runs on the meta device, so nothing is computed.
+    """Runs one forward, without values if model and inputs are on the meta device, and returns every module's calls.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2)).to("meta")
     >>> module_calls = record_module_calls(model, torch.empty(5, 2, device="meta"))
     >>> module_calls["1"]
-    (Visit(x_shape=(5, 8), y_shape=(5, 2), element_bytes=4, needs_gradient=True),)
+    (ModuleCall(x_shape=(5, 8), y_shape=(5, 2), element_bytes=4, needs_gradient=True),)
     """
-    seen: dict[str, list[ModuleCall]] = {}
+    found: defaultdict[str, list[ModuleCall]] = defaultdict(list)
     weights: list[tuple[str, int, Tensor]] = []
 
-    def note(path: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            if isinstance(module, nn.MultiheadAttention):  # it gives a pair, and does not call its own layer
-                call = attention_call(module, *args, **named)
-                shape, learns = call.shape(module.embed_dim), output[0].requires_grad
-                if output[1] is not None:
-                    weights.append((path, len(seen.get(path, ())), output[1]))
-                seen.setdefault(path, []).append(ModuleCall(shape, shape, output[0].element_size(), learns, call))
-                inner = ModuleCall(shape, shape, output[0].element_size(), learns)
-                seen.setdefault(f"{path}.out_proj".lstrip("."), []).append(inner)
-                return
-            x = next((a for a in (*args, *named.values()) if isinstance(a, Tensor)), None)
-            y = output if isinstance(output, Tensor) else None
-            if x is not None and y is not None:
-                visit = ModuleCall(tuple(x.shape), tuple(y.shape), y.element_size(), x.requires_grad)
-                seen.setdefault(path, []).append(visit)
+    def record(path: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        if isinstance(module, nn.MultiheadAttention):  # returns a pair, and uses out_proj's weight without a call
+            call = attention_call(module, *args, **named)
+            shape, learns = call.shape(module.embed_dim), output[0].requires_grad
+            if output[1] is not None:
+                weights.append((path, len(found[path]), output[1]))
+            outer = ModuleCall(shape, shape, output[0].element_size(), learns, call)
+            found[path].append(outer)
+            found[f"{path}.out_proj".lstrip(".")].append(replace(outer, call=None))
+            return
+        x = next((a for a in (*args, *named.values()) if isinstance(a, Tensor)), None)
+        if x is not None and isinstance(output, Tensor):
+            y_shape = tuple(output.shape)
+            found[path].append(ModuleCall(tuple(x.shape), y_shape, output.element_size(), x.requires_grad))
 
-        return hook
-
-    handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in model.named_modules()]
+    handles = [
+        module.register_forward_hook(partial(record, path), with_kwargs=True) for path, module in model.named_modules()
+    ]
     try:
         with torch.enable_grad(), on_meta(model):
             result = call_model(model, inputs)
     finally:
         for handle in handles:
             handle.remove()
-    for path, number, each in weights:
-        visit, used = seen[path][number], leads_to(each, result)
-        assert visit.call is not None, "an attention was called"
-        seen[path][number] = replace(visit, call=visit.call._replace(weights_learn=used))
-    return {path: tuple(module_calls) for path, module_calls in seen.items()}
+    for path, number, tensor in weights:  # only the whole forward shows whether returned weights are used
+        attention = found[path][number]
+        assert attention.call is not None, "an attention was called"
+        call = attention.call._replace(weights_learn=leads_to(tensor, result))
+        found[path][number] = replace(attention, call=call)
+    return {path: tuple(module_calls) for path, module_calls in found.items()}
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Runs a model on a batch's inputs: one value, a tuple of arguments, or a dict of named ones.
+    """Runs a model on a batch's inputs: one value, a tuple or list of arguments, or a dict of named arguments.
 
     >>> call_model(nn.Identity(), (torch.ones(1),))
     tensor([1.])
@@ -87,7 +173,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch's inputs as a model is given them: in order, and by name.
+    """Splits a batch's inputs into positional and named arguments of the model.
 
     >>> given_to(1), given_to([1, 2]), given_to({"x": 3})
     (((1,), {}), ((1, 2), {}), ((), {'x': 3}))

@@ -1,11 +1,15 @@
-"""What a plain model is made of: who uses which parameter, which layers form chains, what flows where."""
+"""Reads a plain model: uses of parameters, traces of its code, pairs of linear layers to cut, the output head.
+
+:func:`trace` runs a module's forward on proxies and records its calls as an ``fx.Graph``. The other functions search
+such graphs. Strategies use what they find to decide which layers can be column- and row-parallel.
+"""
 
 from __future__ import annotations
 
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +19,7 @@ from torch.nn import functional
 
 from shardwright.analysis.copying import copied
 from shardwright.analysis.torch_loops import KNOWN_LOOPS, loop_of
-from shardwright.analysis.traced_names import NO_TENSOR, class_given, standing_in
+from shardwright.analysis.traced_names import NO_TENSOR, class_of_result, traceable_forward
 from shardwright.analysis.tracer import ATTRIBUTES, AttributeReads, ShowsReads, Tracer
 from shardwright.rng import RefusesRandomNumbers
 
@@ -24,24 +28,22 @@ ELEMENTWISE_MODULES = (
     nn.Mish, nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.Softsign, nn.Dropout, nn.Identity,
 )  # fmt: skip
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""The kinds that compute statistics over the samples in a way that is known; what is made from them may do anything."""
+"""The exact classes whose batch statistics are known; a subclass may compute anything."""
 
-ELEMENTWISE_FUNCTIONS = frozenset(
-    (
-        functional.gelu, functional.relu, functional.silu, functional.tanh, functional.sigmoid, functional.elu,
-        functional.leaky_relu, functional.softplus, functional.mish, functional.hardswish, functional.logsigmoid,
-        torch.relu, torch.tanh, torch.sigmoid, torch.mul, torch.square, operator.mul, operator.neg,
-    )
-)  # fmt: skip
+ELEMENTWISE_FUNCTIONS = frozenset((
+    functional.gelu, functional.relu, functional.silu, functional.tanh, functional.sigmoid, functional.elu,
+    functional.leaky_relu, functional.softplus, functional.mish, functional.hardswish, functional.logsigmoid,
+    torch.relu, torch.tanh, torch.sigmoid, torch.mul, torch.square, operator.mul, operator.neg,
+))  # fmt: skip
 ELEMENTWISE_METHODS = frozenset(["relu", "tanh", "sigmoid", "mul", "square", "contiguous", "clone"])
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""What has no code of its own worth a name: whoever calls it calls what is in it."""
+"""Modules that only hold others: a call of one counts as a call of its children by the same caller."""
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
-    """Every use of a parameter: the module's name, the module, its own name for it, and the one global name.
+    """Yields every use of a parameter: the module's name, the module, its attribute, and the parameter's global name.
 
-    A tied parameter is one parameter with several uses; its first name is the global one.
+    A tied parameter is one parameter with several uses; the first of its names is the global one.
 
     >>> tied = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
     >>> tied[1].weight = tied[0].weight
@@ -58,7 +60,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def has_hooks(module: nn.Module, *, inside: bool = False) -> bool:
-    """Whether somebody's code sees what goes into a module or comes out of it, or, ``inside``, of one in it.
+    """Whether a module has forward or backward hooks; with ``inside``, whether it or a module in it has.
 
     >>> layer = nn.Linear(2, 2)
     >>> handle = layer.register_forward_hook(print)
@@ -69,11 +71,11 @@ def has_hooks(module: nn.Module, *, inside: bool = False) -> bool:
 
 
 GUARDED = "guarded_kind"
-"""Where a class that is made for one module, to watch who reads its parameters, keeps the class that it had."""
+"""The attribute in which a class made to guard one module's parameters keeps the module's original class."""
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """A module's class, or the one that it had before it was guarded.
+    """Returns a module's class; for one whose parameters are guarded, the class that it had before.
 
     >>> kind_of(nn.ReLU()).__name__
     'ReLU'
@@ -83,12 +85,12 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 
 
 def runs_as(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Whether a module's own code is its kind's: no subclass, no parametrization, no other forward."""
+    """Whether a module runs the forward of class ``kind``: it is no subclass, and its forward is not replaced."""
     return type(module) is kind and "forward" not in vars(module)
 
 
 def is_exactly(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Whether a module does what its kind does and nothing else: its code is its kind's, and it has no hooks.
+    """Whether a module runs the forward of class ``kind`` and has no hooks.
 
     >>> is_exactly(nn.Linear(2, 2), nn.Linear), is_exactly(nn.Bilinear(2, 2, 2), nn.Linear)
     (True, False)
@@ -97,7 +99,7 @@ def is_exactly(module: nn.Module | None, kind: type[nn.Module]) -> bool:
 
 
 def is_elementwise_module(module: nn.Module | None) -> bool:
-    """Whether a module treats each element alone, as its exact type says; a subclass may do anything.
+    """Whether a module is known, by its exact class, to compute each element on its own.
 
     >>> class Mixing(nn.ReLU):
     ...     def forward(self, x):
@@ -109,7 +111,7 @@ def is_elementwise_module(module: nn.Module | None) -> bool:
 
 
 def registered_twice(model: nn.Module) -> set[int]:
-    """The ids of modules that two parents hold, or one parent twice: they may be called from anywhere.
+    """Returns the ids of modules that are registered in two places, so that more than one caller may use them.
 
     >>> layer = nn.Linear(2, 2)
     >>> registered_twice(nn.Sequential(layer, nn.ReLU(), layer)) == {id(layer)}
@@ -120,23 +122,22 @@ def registered_twice(model: nn.Module) -> set[int]:
 
 
 IS_NONE = " is None"
-"""After an argument's name: it is given, and has no value, which code may ask for."""
+"""The suffix, in ``given``, of an argument that is passed as None, so that ``if x is None`` can be traced."""
 IS_NO_TENSOR = " is no tensor"
-"""After an argument's name: it is given, and is something else, of which code may ask what it is."""
+"""The suffix, in ``given``, of an argument that is neither a tensor nor None, whose class is then unknown."""
 OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-"""The kinds of parameters that take any number of arguments."""
 
 
 class LayerChain(NamedTuple):
-    """``Linear -> elementwise -> Linear``: the first layers, all that lies between, and the last layer."""
+    """``Linear -> elementwise -> Linear``: the ``columns`` can be column-parallel, ``row`` then row-parallel."""
 
     columns: tuple[str, ...]
     between: tuple[str, ...]
     row: str
     entry: str | None
-    """The module whose only input the columns share, when there are several."""
+    """The module whose only input all ``columns`` share, if there are several."""
     owner: str | None = None
-    """The module in whose forward the chain was seen; none where a person answers for it."""
+    """The module whose forward was traced to find the chain; None if the user named the chain."""
 
 
 def trace(
@@ -146,82 +147,78 @@ def trace(
     opened: Collection[str] = (),
     given: Collection[str] = (),
     shows_weights: bool = False,
-    told: list[Exception] | None = None,
+    failures: list[Exception] | None = None,
 ) -> fx.Graph | None:
-    """The calls that one module makes, or None where its Python code depends on values.
+    """Returns the graph of the calls that a module's forward makes, or None if its Python code depends on values.
 
-    The children stay calls, but for plain sequences and those named in ``opened``, whose own children do; ``deep``
-    looks into all modules that are not torch's own. What has hooks stays a call, which will run them. Arguments that
-    may be left out are, but for those in ``given``, which tells of a None by :data:`IS_NONE` after the name, and so on.
-    ``node.meta["within"]`` says which of those looked into were running, the outermost first. Code that reads a layer's
-    weight from outside cannot be traced, unless ``shows_weights``. What the code raised, where it did, is added to
-    ``told``.
+    Children stay single calls. Entered instead are plain containers, modules named in ``opened``, and with ``deep`` all
+    modules that are not torch's own; never a module with hooks. ``node.meta["within"]`` lists the entered modules that
+    were running at a call, outermost first. Optional arguments are left out unless ``given`` names them, with
+    :data:`IS_NONE` or :data:`IS_NO_TENSOR` after the name. Code that reads a layer's weight from outside is traced only
+    with ``shows_weights``. An exception of the traced code is appended to ``failures``.
 
-    torch's own tracer replaces ``nn.Module.__call__`` for the whole process while it works; this one changes a copy of
-    the module and nothing else, so that other threads may run models meanwhile.
+    torch's own tracer replaces ``nn.Module.__call__`` in the whole process. This one changes only a copy of the module,
+    so other threads can run models meanwhile.
 
     >>> [node.op for node in trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
     """
     graph = fx.Graph()
     tracer = Tracer(graph)
-    apart = copied(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
+    # only the structure is copied: weights are shared, and ShowsReads recognises them by their ids
+    copy = copied(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
     running: list[str] = []
-    gives = partial(_class_given, module)
+
+    def result_class(path: str) -> type | None:
+        return class_of_result(module.get_submodule(path), partial(trace, shows_weights=True))
+
     patched = set[nn.Module]()
-    for path, child, opens in _inside(apart, deep=deep, opened=opened):
+    for path, child, is_entered in _submodules(copy, deep=deep, opened=opened):
         if child in patched:
-            continue  # its first name is its name
+            continue  # a module with several names is traced under its first
         patched.add(child)
-        if opens:
+        if is_entered:
             is_loop = shows_weights and type(child) in KNOWN_LOOPS
-            child.forward = partial(_enter, running, path, loop_of(child) if is_loop else standing_in(child, gives))
+            forward = loop_of(child) if is_loop else traceable_forward(child, result_class)
+            child.forward = partial(_enter, running, path, forward)
             continue
         child.forward = partial(_call, tracer, running, path)
         for name in HOOKS:
             setattr(child, name, {})
         for layer in child.modules():
             if not shows_weights and (deep or isinstance(layer, nn.Linear | nn.Embedding)):
-                layer._parameters = {}  # who looks at a weight from outside would not see it cut
+                layer._parameters = {}  # code outside that reads a weight fails here: it would not see it sharded
     try:
-        inputs = {name: _input(tracer, name, given) for name in _asked(apart.forward, given)}
+        inputs = {name: _input(tracer, name, given) for name in _argument_names(copy.forward, given)}
         weights = [*module.parameters(), *module.buffers()] if shows_weights else []
-        if shows_weights and type(apart) in KNOWN_LOOPS:
-            apart.forward = loop_of(apart)
-        reads = AttributeReads(apart) if shows_weights else None
-        with (
-            RefusesRandomNumbers(),
-            ShowsReads(tracer, weights),
-            torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
-        ):
-            output = graph.output(tracer.create_arg(_called_by_name(apart, standing_in(apart, gives, tracer), inputs)))
+        if shows_weights and type(copy) in KNOWN_LOOPS:
+            copy.forward = loop_of(copy)
+        reads = AttributeReads(copy) if shows_weights else None
+        forward = traceable_forward(copy, result_class, tracer)
+        bound = inspect.signature(copy.forward).bind_partial()
+        bound.arguments.update(inputs)
+        full_precision = torch.autocast("cpu", enabled=False)
+        with RefusesRandomNumbers(), ShowsReads(tracer, weights), torch.enable_grad(), full_precision:
+            output = graph.output(tracer.create_arg(forward(*bound.args, **bound.kwargs)))
         if reads is not None and reads.has_changed():
             return None  # the next step would read something else
         output.meta[ATTRIBUTES] = tuple(reads.found) if reads is not None else ()
-    except Exception as failure:  # any Python code may run here; what cannot be traced is simply not taken apart
-        if told is not None:
-            told.append(failure)
+    except Exception as failure:  # any Python code may run here; a module that cannot be traced stays one call
+        if failures is not None:
+            failures.append(failure)
         return None
     return graph
 
 
-def _asked(forward: Callable[..., Any], given: Collection[str]) -> Iterator[str]:
-    """The names of the arguments that must be given, and of those in ``given``."""
+def _argument_names(forward: Callable[..., Any], given: Collection[str]) -> Iterator[str]:
+    """The names of the required arguments and of those in ``given``."""
     for name, parameter in inspect.signature(forward).parameters.items():
-        is_given = any(name + said in given for said in ("", IS_NONE, IS_NO_TENSOR))
-        is_asked = parameter.default is inspect.Parameter.empty or is_given
-        if is_asked and parameter.kind not in OPEN_ENDED:
+        is_given = any(name + suffix in given for suffix in ("", IS_NONE, IS_NO_TENSOR))
+        if (is_given or parameter.default is inspect.Parameter.empty) and parameter.kind not in OPEN_ENDED:
             yield name
 
 
-def _class_given(module: nn.Module, path: str) -> type | None:
-    """The class of what a module inside gives, as far as its code tells."""
-    return class_given(module.get_submodule(path), partial(trace, shows_weights=True))
-
-
 def _input(tracer: Tracer, name: str, given: Collection[str]) -> fx.Proxy | None:
-    """What stands for an argument."""
     if name + IS_NONE in given:
         return None
     node = tracer.graph.placeholder(name)
@@ -242,50 +239,39 @@ def _enter(running: list[str], path: str, forward: Callable[..., Any], *args: An
     return result
 
 
-def _called_by_name(module: nn.Module, forward: Callable[..., Any], inputs: Mapping[str, fx.Proxy | None]) -> Any:
-    """A forward on these arguments; in the module's order those that have no other way in."""
-    bound = inspect.signature(module.forward).bind_partial()
-    bound.arguments.update(inputs)
-    return forward(*bound.args, **bound.kwargs)
-
-
-def _inside(
+def _submodules(
     module: nn.Module, prefix: str = "", *, deep: bool = False, opened: Collection[str] = ()
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The modules inside, by path, and whether they are looked into: plain containers, ``opened``, if ``deep`` more."""
+    """The submodules down to those that stay single calls: path, module, and whether a trace enters it."""
     for name, child in module.named_children():
-        opens = type(child) in CONTAINERS or f"{prefix}{name}" in opened
-        opens = opens or (deep and not type(child).__module__.startswith("torch.nn."))
-        opens = opens and not has_hooks(child)
-        yield f"{prefix}{name}", child, opens
-        if opens:
-            yield from _inside(child, f"{prefix}{name}.", deep=deep, opened=opened)
-
-
-def _leaves(module: nn.Module) -> Iterator[nn.Module]:
-    """The children, those of plain containers in their place."""
-    return (child for _, child, opens in _inside(module) if not opens)
+        is_entered = type(child) in CONTAINERS or f"{prefix}{name}" in opened
+        is_entered = is_entered or (deep and not type(child).__module__.startswith("torch.nn."))
+        is_entered = is_entered and not has_hooks(child)
+        yield f"{prefix}{name}", child, is_entered
+        if is_entered:
+            yield from _submodules(child, f"{prefix}{name}.", deep=deep, opened=opened)
 
 
 def find_chains(model: nn.Module) -> tuple[LayerChain, ...]:
-    """Every chain ``Linear -> elementwise -> Linear``, by the layers' names; a layer is in one chain at most.
+    """Returns every chain ``Linear -> elementwise -> Linear``; a layer is in one chain at most.
 
     >>> gelu = nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2))
     >>> find_chains(nn.Sequential(gelu, gelu))
-    (Chain(columns=('0.0',), between=('0.1',), row='0.2', entry=None, owner='0'),)
+    (LayerChain(columns=('0.0',), between=('0.1',), row='0.2', entry=None, owner='0'),)
     """
     found: list[LayerChain] = []
     taken: set[str] = set()
     shared, names = registered_twice(model), {path for path, _ in model.named_modules()}
     for path, module in model.named_modules():
-        if not any(is_exactly(child, nn.Linear) for child in _leaves(module)) or has_choices(module):
+        calls = (child for _, child, is_entered in _submodules(module) if not is_entered)
+        if not any(is_exactly(child, nn.Linear) for child in calls) or has_choices(module):
             continue
         graph = trace(module)
         for node in graph.nodes if graph is not None else ():
             chain = _chain_to(node, module, path)
             layers = (*chain.columns, *chain.between, chain.row) if chain is not None else ()
             if not names.issuperset(layers) or any(id(model.get_submodule(layer)) in shared for layer in layers):
-                continue  # somebody else may call it, on whole features
+                continue  # a second caller would pass uncut features
             if chain is not None and not taken.intersection((*chain.columns, chain.row)):
                 found.append(chain)
                 taken.update((*chain.columns, chain.row))
@@ -293,21 +279,21 @@ def find_chains(model: nn.Module) -> tuple[LayerChain, ...]:
 
 
 def has_choices(module: nn.Module) -> bool:
-    """Whether callers may leave arguments out: a trace shows what happens when they do, and no more."""
+    """Whether the forward has optional arguments: a trace shows only the path on which they are left out."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(parameter.default is not inspect.Parameter.empty for parameter in parameters)
 
 
 def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
-    """The module that a node of a trace calls, if it calls one."""
+    """Returns the module that a node of a trace calls; None for any other node."""
     return root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def is_elementwise(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node of a trace treats each element alone, with nothing that would have to be cut."""
+    """Whether a node of a trace computes each element on its own, without a tensor that would have to be sharded."""
     tensors = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Tensor)]
     if any(tensor.dim() or tensor.requires_grad for tensor in tensors):
-        return False  # one number per feature would have to be cut, and a trained one summed
+        return False  # one number per feature would have to be sharded, and a trained number's gradient summed
     if node.op == "call_module":
         return is_elementwise_module(module_of(node, root))
     if node.op == "call_function":
@@ -316,7 +302,7 @@ def is_elementwise(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _chain_to(row: fx.Node, root: nn.Module, path: str) -> LayerChain | None:
-    """The chain that ends in ``row``, if one does and nothing else looks inside it."""
+    """The chain that ends in ``row``, found backwards; None unless all features between its layers stay inside."""
     if not is_exactly(module_of(row, root), nn.Linear):
         return None
     columns: list[fx.Node] = []
@@ -340,13 +326,13 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> LayerChain | None:
     if any(calls.count(node.target) > 1 for node in inside if node.op == "call_module"):
         return None
     if any(before in inside for node in columns for before in node.all_input_nodes):
-        return None  # a column that takes another's cut output
+        return None  # a column-parallel layer needs whole input features, and this one's are another's sharded output
     widths = {layer.out_features for node in columns if isinstance(layer := module_of(node, root), nn.Linear)}
     if len(widths) > 1:
-        return None
+        return None  # broadcasting between shards would pair the wrong features
     inputs = {node.all_input_nodes[0] for node in columns}
     entry = next(node for node in row.graph.nodes if node.op == "placeholder")
-    # one sum for all columns, where the module's first argument goes to them and nowhere else
+    # only then can one all-reduce of the module's input gradient serve all columns
     shared = len(columns) > 1 and inputs == {entry} and set(entry.users) == set(columns) and not has_hooks(root)
     names = [
         tuple(f"{path}.{node.target}".lstrip(".") for node in nodes if node.op == "call_module")
@@ -356,7 +342,7 @@ def _chain_to(row: fx.Node, root: nn.Module, path: str) -> LayerChain | None:
 
 
 def find_head(model: nn.Module) -> str | None:
-    """The ``Linear`` whose output is the model's, and nobody else's, by name; None where there is none to be seen.
+    """Returns the name of the ``Linear`` whose output is the model's output and has no other use, or None.
 
     >>> find_head(nn.Sequential(nn.ReLU(), nn.Linear(2, 8)))
     '1'
@@ -377,6 +363,4 @@ def find_head(model: nn.Module) -> str | None:
 COMBINING = frozenset(
     (operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, torch.add, torch.sub, torch.mul)
 )
-
-
 COMBINING_METHODS = frozenset(("add", "sub", "mul", "add_", "mul_"))

@@ -1,9 +1,9 @@
-"""Modules of torch that call one layer after the other, without the questions that no trace can answer.
+"""Forwards of torch's encoder and decoder that can be traced: the loop over layers without branches on values.
 
-torch's own code looks at a mask's values to see whether it is causal. That answer is a hint, and only makes a layer
-faster: the same layers called with the mask and without the hint compute the same. In evaluation torch's encoder may
-leave padded places out of its layers and write zeros there (``enable_nested_tensor``); here, as in every layout that
-cuts layers, they are computed: the places that are no padding are equal.
+torch's own code reads a mask's values to see whether it is causal. That is a hint that makes a layer faster; with the
+mask and without the hint the layers compute the same. In eval mode torch's encoder may skip padded positions and write
+zeros there (``enable_nested_tensor``). Here, as in every layout that shards layers, they are computed; all other
+positions are equal.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ KNOWN_LOOPS: Mapping[type[nn.Module], Callable[..., Any]] = {
     nn.TransformerEncoder: _encoder,
     nn.TransformerDecoder: _decoder,
 }
-"""Modules of torch that call one layer after the other, and how."""
+"""The traceable forward of each of these classes."""
 
 
 def loop_of(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward; of a known loop one that asks nothing.
+    """Returns a module's forward, or for torch's encoder and decoder the replacement that can be traced.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0), 1, enable_nested_tensor=False)
     >>> import torch

@@ -1,12 +1,12 @@
-"""Names that mean something else while code is read: ``torch`` makes tensors of unknown sizes, ``isinstance`` is told.
+"""Replacements for the names ``torch`` and ``isinstance`` in code that is traced.
 
-Asked what it is, a value of a trace would say that it is one. So the code asks here, and what is not known is an error:
-one of two branches would be read, and the other might be what runs.
+``torch.ones(x.shape[0])`` must become a node, although no argument's class shows that a trace is under way. And
+``isinstance(x, Tensor)`` must not see that ``x`` is a proxy. The replacement infers the class of the value from the
+graph. If it cannot, it raises: the trace would follow one branch where the real run may take the other.
 """
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
@@ -19,117 +19,119 @@ from torch.utils._pytree import tree_flatten
 from shardwright.rng import with_names
 
 MAKERS = frozenset(("arange", "empty", "eye", "full", "linspace", "ones", "zeros"))
-"""What makes a tensor of numbers alone: nothing in a call says that a trace is under way."""
+"""Functions that make a tensor from plain numbers."""
 NUMBERS = frozenset(("dim", "ndimension", "numel", "nelement"))
 TUPLES = frozenset(("chunk", "split", "tensor_split", "unbind"))
 UNKNOWN = frozenset(("item", "tolist", "topk", "sort", "max", "min", "median", "mode", "kthvalue", "stride", "unique"))
-"""What gives a tensor or something else, as its arguments or values say."""
+"""Functions and methods whose results are of more than one class, by arguments or values."""
 TENSORS_OF_TENSORS = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
 NO_TENSOR = "no_tensor"
-"""In the ``meta`` of an argument's node: it is given something else than a tensor."""
+"""The key, in a placeholder's ``meta``, that tells whether the argument is something else than a tensor."""
 
-Gives = Callable[[str], type | None]
-"""The class of what a module gives, by its name; None where nobody knows."""
+ResultClass = Callable[[str], type | None]
+"""Returns the class of the result of a module, by the module's name; None if it is unknown."""
 
 
-class _Making:
-    """``torch``, but that tensors are made of sizes and devices that a trace does not know yet."""
+class _Torch:
+    """Stands for the module ``torch``: tensors can be made from sizes and devices that are proxies."""
 
-    def __init__(self, tracer: fx.proxy.TracerBase | None, gives: Gives) -> None:
-        self._tracer, self._gives = tracer, gives
+    def __init__(self, tracer: fx.proxy.TracerBase | None, result_class: ResultClass) -> None:
+        self._tracer, self._result_class = tracer, result_class
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(torch, name)
+        function = getattr(torch, name)
         if name == "is_tensor":
-            return lambda value: _isinstance(self._gives, value, Tensor)
+            return lambda value: _isinstance(self._result_class, value, Tensor)
         tracer = self._tracer
         if name not in MAKERS or tracer is None:
-            return found
+            return function
 
         def make(*args: Any, **named: Any) -> Any:
-            known = not any(isinstance(each, fx.Proxy) for each in tree_flatten((args, named))[0])
-            return found(*args, **named) if known else tracer.create_proxy("call_function", found, args, named)
+            if any(isinstance(each, fx.Proxy) for each in tree_flatten((args, named))[0]):
+                return tracer.create_proxy("call_function", function, args, named)
+            return function(*args, **named)
 
         return make
 
 
-def standing_in(module: nn.Module, gives: Gives, tracer: fx.proxy.TracerBase | None = None) -> Callable[..., Any]:
-    """The module's forward; where it names torch or isinstance, these are others that know of a trace.
+def traceable_forward(
+    module: nn.Module, result_class: ResultClass, tracer: fx.proxy.TracerBase | None = None
+) -> Callable[..., Any]:
+    """Returns a module's forward with the names ``torch`` and ``isinstance`` replaced, so that it can be traced.
 
-    With a ``tracer`` tensors may be made of what the trace does not know yet.
+    Only with a ``tracer`` can the code make tensors from proxies.
     """
     function = getattr(module.forward, "__func__", None)
     if not isinstance(function, FunctionType) or type(module).__module__.startswith("torch."):
         return module.forward
     names: dict[str, Any] = {}
     if "torch" in function.__code__.co_names and function.__globals__.get("torch") is torch:
-        names["torch"] = _Making(tracer, gives)
+        names["torch"] = _Torch(tracer, result_class)
     if "isinstance" in function.__code__.co_names and "isinstance" not in function.__globals__:
-        names["isinstance"] = partial(_isinstance, gives)
+        names["isinstance"] = partial(_isinstance, result_class)
     return MethodType(with_names(function, **names), module) if names else module.forward
 
 
-def _isinstance(gives: Gives, value: Any, kinds: Any) -> bool:
-    if not builtins.isinstance(value, fx.Proxy):
-        return builtins.isinstance(value, kinds)
-    kind = class_of(value.node, gives)
+def _isinstance(result_class: ResultClass, value: Any, kinds: Any) -> bool:
+    if not isinstance(value, fx.Proxy):
+        return isinstance(value, kinds)
+    kind = class_of(value.node, result_class)
     if kind is None:
-        raise TypeError(f"a trace does not know what '{value.node}' is")
+        raise TypeError(f"the trace does not show the class of '{value.node}'")
     return issubclass(kind, kinds)
 
 
-def class_of(node: fx.Node, gives: Gives) -> type | None:
-    """The class of a value of a trace; None where a trace does not show it.
+def class_of(node: fx.Node, result_class: ResultClass) -> type | None:
+    """Returns the class of the value that a traced node computes; None if the graph does not show it.
 
-    >>> tracer = fx.Tracer()
-    >>> graph = tracer.trace(nn.Sequential(nn.Flatten()))
-    >>> [class_of(node, gives=lambda path: Tensor).__name__ for node in graph.nodes if node.op != "output"]
+    >>> graph = fx.Tracer().trace(nn.Sequential(nn.Flatten()))
+    >>> [class_of(node, lambda path: Tensor).__name__ for node in graph.nodes if node.op != "output"]
     ['Tensor', 'Tensor']
     """
     if node.op == "placeholder":
         return None if node.meta.get(NO_TENSOR) else Tensor
     if node.op == "call_module":
-        return gives(str(node.target))
+        return result_class(str(node.target))
     if node.op == "get_attr":
         return Tensor
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    own = node.args[1] if len(node.args) > 1 else None
+    name = _function_name(node)
+    argument = node.args[1] if len(node.args) > 1 else None
     if name == "getattr":
-        found = Tensor if own in TENSORS_OF_TENSORS else torch.Size if own == "shape" else None
-        return int if own == "ndim" else found
+        found = Tensor if argument in TENSORS_OF_TENSORS else torch.Size if argument == "shape" else None
+        return int if argument == "ndim" else found
     if name in NUMBERS or name in TUPLES or name in UNKNOWN:
         return int if name in NUMBERS else tuple if name in TUPLES else None
     if name == "size":
-        return torch.Size if own is None and not node.kwargs else int
-    before = [class_of(each, gives) for each in node.all_input_nodes]
+        return torch.Size if argument is None and not node.kwargs else int
+    operands = [class_of(each, result_class) for each in node.all_input_nodes]
     if name == "getitem":
-        of_size = int if builtins.isinstance(own, int) else None
         base = node.args[0]
-        of_tuple = Tensor if builtins.isinstance(base, fx.Node) and _makes_tensors(base) else None
-        return {Tensor: Tensor, torch.Size: of_size, tuple: of_tuple}.get(before[0] or type(None))
-    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator" and Tensor not in before:
-        return int if set(before) == {int} and name not in ("truediv", "pow") else None
+        of_size = int if isinstance(argument, int) else None  # of a slice the class is unknown
+        is_tuple = isinstance(base, fx.Node) and base.op != "call_module" and _function_name(base) in TUPLES
+        of_tuple = Tensor if is_tuple else None
+        return {Tensor: Tensor, torch.Size: of_size, tuple: of_tuple}.get(operands[0] or type(None))
+    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator" and Tensor not in operands:
+        return int if set(operands) == {int} and name not in ("truediv", "pow") else None
     return Tensor
 
 
-def _makes_tensors(node: fx.Node) -> bool:
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return node.op != "call_module" and name in TUPLES
+def _function_name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 
-def class_given(module: nn.Module, read: Callable[[nn.Module], fx.Graph | None]) -> type | None:
-    """The class of what a module gives, from its kind or its code.
+def class_of_result(module: nn.Module, read: Callable[[nn.Module], fx.Graph | None]) -> type | None:
+    """Returns the class of a module's output, from the module's class or from its graph, which ``read`` makes.
 
-    >>> class_given(nn.Linear(1, 1), lambda _: None), class_given(nn.LSTM(1, 1), lambda _: None)
+    >>> class_of_result(nn.Linear(1, 1), lambda _: None), class_of_result(nn.LSTM(1, 1), lambda _: None)
     (<class 'torch.Tensor'>, <class 'tuple'>)
     """
     if type(module).__module__.startswith("torch.nn."):
-        return tuple if builtins.isinstance(module, nn.RNNBase | nn.LSTMCell | nn.MultiheadAttention) else Tensor
+        return tuple if isinstance(module, nn.RNNBase | nn.LSTMCell | nn.MultiheadAttention) else Tensor
     graph = read(module)
     if graph is None:
         return None
     (output,) = (node for node in graph.nodes if node.op == "output")
-    given = output.args[0]
-    if not builtins.isinstance(given, fx.Node):
-        return type(given)
-    return class_of(given, lambda path: class_given(module.get_submodule(path), read))
+    result = output.args[0]
+    if not isinstance(result, fx.Node):
+        return type(result)
+    return class_of(result, lambda path: class_of_result(module.get_submodule(path), read))

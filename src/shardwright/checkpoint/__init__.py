@@ -1,1 +1,1 @@
-"""One checkpoint: saved under any layout, loaded under any other, never half written."""
+"""One checkpoint format for all layouts: saved under any layout, loaded under any other, never half written."""

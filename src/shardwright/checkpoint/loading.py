@@ -1,4 +1,4 @@
-"""Reads a checkpoint under any layout: the transfer planner says which part of which file goes where."""
+"""Loads a checkpoint under any layout. Files are the sources of a transfer plan, so each rank reads only its part."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import Manifest, check_files_on_all, find
 from shardwright.checkpoint.manifest import read as read_manifest
-from shardwright.checkpoint.saving import LOSS_SCALE, buffer_lies, kept_buffers, named_in
+from shardwright.checkpoint.saving import LOSS_SCALE, buffer_layout, group_parameters, kept_buffers
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
-from shardwright.mesh import Coord
 from shardwright.parallelize.run import Run
 from shardwright.sharding.box import Piece, write
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -23,13 +22,13 @@ from shardwright.sharding.transfer import plan_transfer
 
 
 def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = None) -> Mapping[str, Any]:
-    """Fills ``run`` and ``optimizer`` from a checkpoint that any layout wrote; returns its ``extra``.
+    """Fills ``run`` and ``optimizer`` from a checkpoint of any layout; returns ``extra``, the user data saved with it.
 
-    ``path`` is a checkpoint or a folder of them, whose newest is taken. Each rank reads only the files that
-    hold some of its part, and checks their checksums.
+    ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Each rank reads and verifies only the
+    files that hold some of its part.
 
-    Raises: CheckpointError: missing, broken or foreign; another model's; or without the optimizer's state. Every
-        check that does not need the files comes first.
+    Raises: CheckpointError: the checkpoint is missing, broken or foreign, of another model, or without the optimizer's
+        state. Every check that does not need the files comes first.
     """
     folder = find(Path(path))
     manifest = read_manifest(folder)
@@ -39,14 +38,16 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
     wanted, states = _wanted(run, optimizer, manifest)
     needed = {
         stored.file
-        for name, lies, _ in wanted
+        for name, layout, _ in wanted
         for stored in manifest.tensors[name][2]
-        if any(stored.box.intersect(piece.whole) for piece in lies.pieces(run.coord)) or not lies.shape
+        if any(stored.box.intersect(piece.whole) for piece in layout.pieces(run.coord)) or not layout.shape
     }
     check_files_on_all(run.axes["world"].for_strategy("checkpoint"), folder, manifest, needed)
     with torch.no_grad():
-        for name, lies, local in wanted:
-            local.copy_(_read(folder, manifest, name, lies, run.coord, local))
+        for name, layout, local in wanted:
+            values = torch.empty(layout.local_shape(run.coord), dtype=local.dtype)
+            read_pieces(folder, manifest, name, layout.pieces(run.coord), values)
+            local.copy_(values)
     run.changed()
     if optimizer is not None:
         for parameter, key, value in states:
@@ -61,16 +62,30 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
 
 
 def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
-    """One whole tensor of a checkpoint."""
+    """Returns one unsharded tensor of a checkpoint, by its name."""
     dtype, shape, _ = manifest.tensors[name]
-    local = torch.empty(shape, dtype=getattr(torch, dtype))
-    return _read(folder, manifest, name, TensorLayout.whole(shape), {}, local)
+    whole = torch.empty(shape, dtype=getattr(torch, dtype))
+    read_pieces(folder, manifest, name, TensorLayout.whole(shape).pieces({}), whole)
+    return whole
+
+
+def read_pieces(folder: Path, manifest: Manifest, name: str, pieces: tuple[Piece, ...], local: Tensor) -> None:
+    """Reads one stored tensor into this rank's shard ``local``; only the boxes of its ``pieces`` are read from disk."""
+    stored = manifest.tensors[name][2]
+    sources = {i: (Piece(s.box, (0,) * len(s.box.start)),) for i, s in enumerate(stored)}
+    here = len(stored)  # the number that stands for this rank in the plan, after those of the files' entries
+    for message in plan_transfer(sources, {here: pieces}).messages_to(here):
+        origin = stored[message.source]
+        inside = message.box.shift(tuple(-a for a in origin.box.start))
+        with safe_open(str(folder / origin.file), framework="pt") as file:
+            values = file.get_slice(origin.key)[inside.slices] if inside.start else file.get_tensor(origin.key)
+        write(local, message.destination_piece, message.box, values.to(local.dtype))
 
 
 def _wanted(
     run: Run, optimizer: torch.optim.Optimizer | None, manifest: Manifest
 ) -> tuple[list[tuple[str, TensorLayout, Tensor]], list[tuple[Tensor, str, Tensor]]]:
-    """Every tensor that this rank fills: its global name, where it lies, and the tensor; whose state they are."""
+    """The tensors that this rank fills, with global names and layouts; and of state, the parameter and key of each."""
     found: list[tuple[str, TensorLayout, Tensor]] = []
     states: list[tuple[Tensor, str, Tensor]] = []
     keys: dict[str, list[str]] = {}
@@ -80,21 +95,21 @@ def _wanted(
             keys.setdefault(owner, []).append(key)
     for name, parameter in run.parameters.items():
         if name not in manifest.tensors:
-            continue  # it has no elements
+            continue  # a parameter without elements is not stored
         found.append((name, run.plan.state[name].parameter, parameter))
         for key in keys.get(name, []) if optimizer is not None else ():
             dtype = getattr(torch, manifest.tensors[f"optimizer/{name}/{key}"][0])
-            state = _home(run, parameter, key, dtype)
+            state = _new_state(run, parameter, key, dtype)
             states.append((parameter, key, state))
             found.append((f"optimizer/{name}/{key}", run.plan.state[name].optimizer, state))
     for name, buffer in kept_buffers(run.model).items():
-        lies = buffer_lies(run, name, buffer)
-        if name in manifest.tensors and lies.pieces(run.coord):  # or else another stage has it
-            found.append((name, lies, buffer))
+        layout = buffer_layout(run, name, buffer)
+        if name in manifest.tensors and layout.pieces(run.coord):  # else the buffer belongs to another stage
+            found.append((name, layout, buffer))
     return found, states
 
 
-def _home(run: Run, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
+def _new_state(run: Run, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
     if run.offload is not None:
         return run.offload.home(parameter, key, dtype)
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -102,11 +117,13 @@ def _home(run: Run, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Te
 
 def _check_names(folder: Path, manifest: Manifest, run: Run) -> None:
     held = {name for name in manifest.tensors if not name.startswith("optimizer/")}
-    wanted = {name: lies.shape for name, lies in run.plan.compute.items()}
-    buffers = {name: list(buffer_lies(run, name, b).shape) for name, b in kept_buffers(run.model).items()}
-    for theirs in gather_json(run.axes["world"].for_strategy("checkpoint"), buffers):  # other stages have others
-        wanted.update({name: tuple(shape) for name, shape in theirs.items()})
-    wanted = {name: shape for name, shape in wanted.items() if 0 not in shape}  # there is nothing to keep of others
+    wanted = {name: layout.shape for name, layout in run.plan.compute.items()}
+    buffers = {name: list(buffer_layout(run, name, b).shape) for name, b in kept_buffers(run.model).items()}
+    for buffers_there in gather_json(
+        run.axes["world"].for_strategy("checkpoint"), buffers
+    ):  # other stages have other buffers
+        wanted.update({name: tuple(shape) for name, shape in buffers_there.items()})
+    wanted = {name: shape for name, shape in wanted.items() if 0 not in shape}  # empty tensors are not stored
     wrong = sorted(held ^ wanted.keys())
     for name in sorted(held & wanted.keys()):
         if manifest.tensors[name][1] != tuple(wanted[name]):
@@ -120,53 +137,38 @@ def _check_names(folder: Path, manifest: Manifest, run: Run) -> None:
         )
 
 
-def _read(folder: Path, manifest: Manifest, name: str, lies: TensorLayout, coord: Coord, like: Tensor) -> Tensor:
-    stored = manifest.tensors[name][2]
-    sources = {i: (Piece(s.box, (0,) * len(s.box.start)),) for i, s in enumerate(stored)}
-    here = len(stored)
-    local = torch.empty(lies.local_shape(coord), dtype=like.dtype)
-    for message in plan_transfer(sources, {here: lies.pieces(coord)}).messages_to(here):
-        origin = stored[message.source]
-        inside = message.box.shift(tuple(-a for a in origin.box.start))
-        with safe_open(str(folder / origin.file), framework="pt") as file:
-            values = file.get_slice(origin.key)[inside.slices] if inside.start else file.get_tensor(origin.key)
-        write(local, message.destination_piece, message.box, values.to(like.dtype))
-    return local
-
-
 def _check_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
     if manifest.optimizer != type(optimizer).__name__:
         raise CheckpointError(
             "the checkpoint has the state of another optimizer",
-            given=f"{manifest.optimizer or 'none'}, asked for {type(optimizer).__name__}",
+            given=f"{manifest.optimizer or 'none'}, to be loaded into {type(optimizer).__name__}",
             allowed=manifest.optimizer or "loading without an optimizer",
             fix=f"use {manifest.optimizer}" if manifest.optimizer else "leave out the optimizer",
         )
 
 
 def _fill_optimizer(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
-    of_elements = {name.rpartition("/")[2] for name in manifest.tensors if name.startswith("optimizer/")}
+    elementwise = {name.rpartition("/")[2] for name in manifest.tensors if name.startswith("optimizer/")}
     for number, group in enumerate(optimizer.param_groups):
-        held = named_in(run, group)
+        held = group_parameters(run, group)
         for name, parameter in held.items():
             for key, (kind, value) in manifest.scalars.get(name, {}).items():
                 state = optimizer.state[parameter]
-                on_device = group.get("fused") or group.get("capturable")  # where torch itself keeps step counts
+                on_device = group.get("fused") or group.get("capturable")  # then torch keeps step counts there
                 device = parameter.device if on_device else torch.device("cpu")
                 state[key] = torch.tensor(value, dtype=getattr(torch, kind), device=device) if kind else value
-                if kind and key in of_elements:  # of a parameter without dims, which may rest in a slice now
-                    state[key] = _home(run, parameter, key, state[key].dtype).fill_(value)
+                if kind and key in elementwise:  # a parameter without dims, which this layout may store in a slice
+                    state[key] = _new_state(run, parameter, key, state[key].dtype).fill_(value)
             if optimizer.state.get(parameter) and 0 in run.plan.compute[name].shape:
-                optimizer.state[parameter].update((key, torch.empty_like(parameter)) for key in of_elements)
+                optimizer.state[parameter].update((key, torch.empty_like(parameter)) for key in elementwise)
         options = _options_of(manifest, number, held.keys(), len(optimizer.param_groups))
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
 
 
 def _options_of(manifest: Manifest, number: int, names: Set[str], num_groups: int) -> Mapping[str, Any]:
-    """What was saved for a group: the one that holds its parameters, or in its place where this stage has none."""
+    """The saved options of the param group that holds these parameters; of none, of the group of the same number."""
     if names:
         matching = [group for group in manifest.groups if names <= set(group["parameters"])]
     else:
         matching = list(manifest.groups[number : number + 1]) if len(manifest.groups) == num_groups else []
-    options: Mapping[str, Any] = matching[0]["options"] if matching else {}
-    return options
+    return matching[0]["options"] if matching else {}

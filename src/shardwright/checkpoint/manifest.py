@@ -1,16 +1,16 @@
-"""What a checkpoint folder holds, and how to tell a whole one from a broken or foreign one.
+"""The checkpoint format: the files of a checkpoint folder, its manifest, and the checks of both.
 
 ::
 
     run/ckpt/
         step-00000100/
-            manifest.json              every tensor's shape, and which box of it lies in which file
-            part-00000.safetensors     what one rank owned
+            manifest.json              every tensor's shape, and which box of it is stored in which file
+            part-00000.safetensors     the pieces that rank 0 owned
             part-00001.safetensors
         .tmp-.../                      being written, or left by a killed run: never read
 
-A checkpoint is complete exactly when its folder has its final name: that is given last, in one step. There is no
-pickle in it: opening a checkpoint runs no code.
+A checkpoint is complete exactly when its folder has its final name, which one rename gives it last. It contains no
+pickle, so opening a checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A box of a tensor, as one entry of one file."""
+class StoredBox:
+    """A box (range of every dim) of a tensor that is stored as one entry of one checkpoint file."""
 
     box: Box
     file: str
@@ -45,17 +45,17 @@ class Stored:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One logical checkpoint: tensors by global name, whatever layout wrote them.
+    """One logical checkpoint: tensors by global name, whatever layout wrote them. Made by saving or :func:`read`.
 
-    ``tensors`` maps a name to (dtype, shape, stored boxes); model tensors are named as in the plain model,
-    optimizer state ``optimizer/<parameter>/<key>``. ``scalars`` holds the state that is no tensor of the
-    parameter's shape, by parameter and key; ``groups`` the optimizer's groups.
+    ``tensors`` maps a name to (dtype, shape, stored boxes); model tensors are named as in the plain model, optimizer
+    state ``optimizer/<parameter>/<key>``. ``files`` maps a name to (bytes, SHA-256). ``scalars`` holds optimizer state
+    without the parameter's shape, by parameter and key; ``groups`` the optimizer's param groups.
     """
 
     step: int
     layout: str
     seed: int
-    tensors: Mapping[str, tuple[str, tuple[int, ...], tuple[Stored, ...]]]
+    tensors: Mapping[str, tuple[str, tuple[int, ...], tuple[StoredBox, ...]]]
     files: Mapping[str, tuple[int, str]]
     optimizer: str
     scalars: Mapping[str, Mapping[str, Any]]
@@ -63,7 +63,7 @@ class Manifest:
     extra: Mapping[str, Any]
 
     def to_json(self) -> str:
-        """The text of ``manifest.json``."""
+        """Returns the manifest as the text of ``manifest.json``."""
         tensors = {
             name: {
                 "dtype": dtype,
@@ -79,7 +79,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str, path: Path) -> Manifest:
-        """Reads ``manifest.json``. Raises CheckpointError for another format or a broken file."""
+        """Parses the text of ``manifest.json``. Raises CheckpointError for another format or a broken manifest."""
         try:
             found = json.loads(text)
             if found.get("format") != FORMAT:
@@ -95,41 +95,33 @@ class Manifest:
                 name: (
                     entry["dtype"],
                     tuple(entry["shape"]),
-                    tuple(Stored(Box(tuple(a), tuple(b)), file, key) for a, b, file, key in entry["pieces"]),
+                    tuple(StoredBox(Box(tuple(a), tuple(b)), file, key) for a, b, file, key in entry["pieces"]),
                 )
                 for name, entry in found["tensors"].items()
             }
             files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in found["files"].items()}
             for dtype, _, stored in tensors.values():
-                _ = getattr(torch, dtype), [files[each.file] for each in stored]  # all that it speaks of is there
+                _ = getattr(torch, dtype), [files[each.file] for each in stored]  # raises if one does not exist
             return Manifest(
                 found["step"], found["layout"], found["seed"], tensors, files,
                 found["optimizer"], found["scalars"], tuple(found["groups"]), found["extra"],
             )  # fmt: skip
+        except CheckpointError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
-            if isinstance(failure, CheckpointError):
-                raise
-            raise CheckpointError(
-                f"the manifest of '{path}' is broken",
-                given=f"{MANIFEST}: {failure}",
-                allowed="the file as it was written",
-                fix="remove it to go on from the step before it, or copy it again",
-            ) from failure
+            raise _broken(path, f"{MANIFEST}: {failure}") from failure
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first.
+    """Returns the complete checkpoints of a run, oldest first.
 
-    ``step-N.old`` is one too: it was there when step N was saved again, and stays until the new one has its name.
+    ``step-N.old`` is one too: the previous checkpoint of step N, kept until the new one has its final name.
     """
     return sorted(path.parent for path in folder.glob(f"step-*/{MANIFEST}"))
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the newest complete one in it.
-
-    Raises: CheckpointError: there is none.
-    """
+    """Returns ``path`` if it is a checkpoint, else the newest complete one in it. Raises CheckpointError: none."""
     if (path / MANIFEST).is_file():
         return path
     if found := steps_in(path):
@@ -145,7 +137,7 @@ def find(path: Path) -> Path:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError: missing, broken or foreign."""
+    """Returns the manifest of a checkpoint. Raises CheckpointError: missing, broken or foreign."""
     try:
         return Manifest.from_json((path / MANIFEST).read_text(), path)
     except (OSError, UnicodeDecodeError) as failure:
@@ -153,7 +145,7 @@ def read(path: Path) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest, names: set[str]) -> None:
-    """Raises CheckpointError unless these files are there, byte for byte as they were written."""
+    """Raises CheckpointError unless the checkpoint's files have the size and checksum that its manifest lists."""
     for name in sorted(names):
         size, digest = manifest.files[name]
         file = path / name
@@ -166,7 +158,7 @@ def check_files(path: Path, manifest: Manifest, names: set[str]) -> None:
 
 
 def check_files_on_all(everyone: Axis, path: Path, manifest: Manifest, names: set[str]) -> None:
-    """Raises CheckpointError on every rank if :func:`check_files` raises on any, so that no rank has begun to load."""
+    """Raises CheckpointError on every rank if :func:`check_files` raises on any, before any rank starts to load."""
     problem = ""
     try:
         check_files(path, manifest, names)
@@ -177,7 +169,7 @@ def check_files_on_all(everyone: Axis, path: Path, manifest: Manifest, names: se
 
 
 def checksum(file: Path) -> str:
-    """The SHA-256 of a file."""
+    """Returns the SHA-256 of a file as hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

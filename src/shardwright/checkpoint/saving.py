@@ -1,4 +1,4 @@
-"""Writes a checkpoint: every rank what it owns, beside the last one, renamed when all is there."""
+"""Saves a checkpoint: every rank writes the pieces that it owns into a temporary folder, which is renamed last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shardwright.checkpoint.manifest import MANIFEST, Manifest, Stored, checksum, steps_in
+from shardwright.checkpoint.manifest import MANIFEST, Manifest, StoredBox, checksum, steps_in
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
 from shardwright.errors import CheckpointError
@@ -27,17 +27,17 @@ from shardwright.sharding.box import read as read_box
 from shardwright.sharding.tensor_layout import TensorLayout
 
 LOSS_SCALE = "(loss scale)"
-"""The name under which a manifest's scalars keep it: no parameter has such a one."""
+"""The key of the loss scale among a manifest's scalars; no parameter can have this name."""
 
 MOST_BYTES = 2**28
-"""A file holds so much, or one tensor: so much lies in memory a second time while it is written."""
+"""The most bytes of a file, unless one tensor is larger; a file's tensors are copied in memory while it is written."""
 
-Entries = dict[str, tuple[str, tuple[int, ...], list[Stored]]]
+Entries = dict[str, tuple[str, tuple[int, ...], list[StoredBox]]]
 
 
 @dataclass
 class _Part:
-    """One file of a rank: by key, the tensors and which piece of each it holds."""
+    """One file of a rank: tensors and the piece of each that the file holds, by key."""
 
     file: str
     pieces: dict[str, tuple[Tensor, Piece]] = field(default_factory=dict)
@@ -52,22 +52,23 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int = 0,
 ) -> Path:
-    """Writes ``folder/step-N``, all ranks together; returns its path.
+    """Saves model and optimizer as the checkpoint ``folder/step-N`` and returns its path. Every rank calls it.
 
     Every element is written once, by the first rank that holds it. A kill at any moment leaves the last complete
-    checkpoint as it was. ``extra`` is kept as JSON, the same on every rank; ``keep`` > 0 removes all but that many of
-    the newest steps. Buffers that are not persistent are left out, as from ``state_dict``.
+    checkpoint as it was. ``extra`` is stored as JSON, the same on every rank; ``keep`` > 0 removes all but the newest
+    ``keep`` checkpoints. Buffers that are not persistent are left out, as in ``state_dict``.
 
-    Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; or the disk is full or
-        not writable. What was there before is untouched.
+    Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; or the disk is full or not
+        writable. Earlier checkpoints are untouched.
     """
     check_extra(extra)
     everyone = run.axes["world"].for_strategy("checkpoint")
     root = Path(folder)
     name = f"step-{run.num_steps:08d}"
-    told = gather_json(everyone, [uuid.uuid4().hex[:8], list(kept_buffers(run.model))])
-    token = told[0][0]
-    owners = {name: rank for rank, (_, names) in reversed(list(enumerate(told))) for name in names}
+    gathered = gather_json(everyone, [uuid.uuid4().hex[:8], list(kept_buffers(run.model))])
+    token = gathered[0][0]  # rank 0's: names the temporary folder of this save
+    # stages have different buffers; each is written by the first rank that has it
+    owners = {name: rank for rank, (_, names) in reversed(list(enumerate(gathered))) for name in names}
     partial = root / f".tmp-{name}-{token}"
     entries, parts = _owned(run, optimizer, owners)
     num_bytes = sum(part.num_bytes for part in parts)
@@ -89,23 +90,23 @@ def save(
             files[file.name] = file.stat().st_size, checksum(file)
             if run.offload is not None:
                 run.offload.put_away()
-        return packed(entries), files, _scalars(run, optimizer), _groups(run, optimizer)
+        return pack_entries(entries), files, _scalars(run, optimizer), _groups(run, optimizer)
 
     def finish() -> None:
-        manifest = _join(run, optimizer, everyone_wrote, extra or {})
+        manifest = _merged(run, optimizer, wrote, extra or {})
         publish(partial, root / name, manifest, token)
         for each in steps_in(root)[:-keep] if keep else ():
             _discard(each, token)
 
     first = run.world.rank == 0
-    together(everyone, prepare if first else _nothing, partial)
-    everyone_wrote = together(everyone, write, partial)
-    together(everyone, finish if first else _nothing, partial)
+    run_on_all(everyone, prepare if first else None, partial)
+    wrote = run_on_all(everyone, write, partial)
+    run_on_all(everyone, finish if first else None, partial)
     return root / name
 
 
 def check_extra(extra: Mapping[str, Any] | None) -> None:
-    """Raises CheckpointError unless it can be kept as JSON."""
+    """Raises CheckpointError unless ``extra``, the user's data, can be written as JSON."""
     try:
         json.dumps(extra)
     except (TypeError, ValueError, RecursionError) as failure:
@@ -118,12 +119,12 @@ def check_extra(extra: Mapping[str, Any] | None) -> None:
 
 
 def publish(partial: Path, final: Path, manifest: Manifest, token: str) -> None:
-    """Gives a checkpoint whose files are all there its manifest and its name."""
+    """Writes the manifest of a checkpoint whose files are complete, and renames its folder to the final name."""
     (partial / MANIFEST).write_text(manifest.to_json())
     flush(partial / MANIFEST)
     flush(partial)
     old = final.with_name(f"{final.name}.old")
-    if final.exists():  # the same step again: the old one still counts until the new one has its name
+    if final.exists():  # the step is saved again: the old checkpoint stays readable until the new one has its name
         _discard(old, token)
         final.rename(old)
     partial.rename(final)
@@ -132,66 +133,53 @@ def publish(partial: Path, final: Path, manifest: Manifest, token: str) -> None:
 
 
 def _discard(step: Path, token: str) -> None:
-    """Removes a checkpoint, if it is there; half removed, it no longer has the name of one."""
+    """Removes a checkpoint if it exists; it is renamed first, so that a half removed one is never read."""
     if step.exists():
         aside = step.with_name(f".tmp-{step.name}-{token}-old")
         step.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _nothing() -> None:
-    return None
-
-
 def _owned(run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int]) -> tuple[Entries, list[_Part]]:
-    """What this rank writes: entries of the manifest, and what its files hold; of each buffer, the owner's."""
+    """The manifest entries of what this rank writes, and its files; ``owners`` gives the rank that writes a buffer."""
     entries: Entries = {}
     parts: list[_Part] = []
     mine = [name for name, rank in owners.items() if rank == run.world.rank or name in run.plan.buffers]
-    for name, lies, local in (*_state(run, optimizer), *_buffers(run, mine)):
-        whole = name in mine and not lies.axes
-        pieces = _outermost(lies.pieces(run.coord) if whole else lies.owned(run.coord, run.plan.mesh))
+    for name, layout, local in (*_state(run, optimizer), *_buffers(run, mine)):
+        # the owner of an unsharded buffer writes it; of all other tensors, the first rank that holds a piece
+        whole = name in mine and not layout.axes
+        pieces = layout.pieces(run.coord) if whole else layout.owned(run.coord, run.plan.mesh)
         stored = []
-        for number, piece in enumerate(pieces):
+        for number, piece in enumerate(p for p in pieces if p.whole.size or p.whole == Box((), ())):
             key, size = f"{name}#{number}", piece.whole.size * local.element_size()
             if not parts or parts[-1].num_bytes + size > MOST_BYTES:
                 more = f".{len(parts)}" if parts else ""
                 parts.append(_Part(f"part-{run.world.rank:05d}{more}.safetensors"))
             parts[-1].pieces[key] = local.detach(), piece
             parts[-1].num_bytes += size
-            stored.append(Stored(piece.whole, parts[-1].file, key))
+            stored.append(StoredBox(piece.whole, parts[-1].file, key))
         if stored:
-            entries[name] = (str(local.dtype).removeprefix("torch."), lies.shape, stored)
+            entries[name] = (str(local.dtype).removeprefix("torch."), layout.shape, stored)
     return entries, parts
 
 
 def _copied(local: Tensor, piece: Piece) -> Tensor:
-    """The piece in memory of its own: a file refuses tensors that share some."""
+    """A copy of the piece in host memory: safetensors refuses tensors that share memory."""
     part = read_box(local, piece, piece.whole)
     return part.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _outermost(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    return tuple(piece for piece in pieces if piece.whole.size or piece.whole == Box((), ()))
-
-
 def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, TensorLayout, Tensor]]:
-    """Every tensor that is trained, and the optimizer's: its global name, where it lies, and this rank's part."""
+    """Every parameter, and the optimizer's state of its shape: the global name, the layout and the local tensor."""
     for name, parameter in run.parameters.items():
         yield name, run.plan.state[name].parameter, parameter
         for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
-            if is_cut_like(value, parameter):
+            if is_elementwise(value, parameter):
                 yield f"optimizer/{name}/{key}", run.plan.state[name].optimizer, value
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a checkpoint holds, by name: those that ``state_dict`` has, each once.
-
-    >>> model = nn.BatchNorm1d(2)
-    >>> model.register_buffer("table", torch.ones(3), persistent=False)
-    >>> list(kept_buffers(model))
-    ['running_mean', 'running_var', 'num_batches_tracked']
-    """
+    """Returns the model's persistent buffers by name, as ``state_dict`` does, but a tied buffer only once."""
     found = {
         f"{path}.{name}".lstrip("."): buffer
         for path, module in model.named_modules()
@@ -205,25 +193,25 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 def _buffers(run: Run, names: Iterable[str]) -> Iterator[tuple[str, TensorLayout, Tensor]]:
     for name in names:
         buffer = run.model.get_buffer(name)
-        yield name, buffer_lies(run, name, buffer), buffer
+        yield name, buffer_layout(run, name, buffer), buffer
 
 
-def buffer_lies(run: Run, name: str, buffer: Tensor) -> TensorLayout:
-    """Where a buffer lies: whole on every rank, but for those that the plan cuts."""
+def buffer_layout(run: Run, name: str, buffer: Tensor) -> TensorLayout:
+    """Returns how a buffer is sharded: a whole copy on every rank, unless the plan shards it."""
     return run.plan.buffers.get(name, TensorLayout.whole(tuple(buffer.shape)))
 
 
-def is_cut_like(value: Any, parameter: Tensor) -> bool:
-    """Whether a value of an optimizer's state has an entry for each of the parameter's elements."""
+def is_elementwise(value: Any, parameter: Tensor) -> bool:
+    """Whether a value of an optimizer's state has the parameter's shape, as Adam's moments have."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
 def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """What is equal on every rank: the optimizer's step counts and the like, and in fp16 the scale of the loss."""
+    """The state that is equal on every rank: the optimizer's step counts and other scalars, and the fp16 loss scale."""
     found: dict[str, dict[str, Any]] = {}
-    for name, parameter in run.parameters.items() if optimizer is not None else ():
-        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
-            if not is_cut_like(value, parameter) and value is not None:
+    for name, parameter in run.parameters.items():
+        for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
+            if not is_elementwise(value, parameter) and value is not None:
                 as_json = value.tolist() if isinstance(value, Tensor) else value
                 dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else ""
                 found.setdefault(name, {})[key] = [dtype, as_json]
@@ -232,61 +220,62 @@ def _scalars(run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, dic
     return found
 
 
-def packed(entries: Entries) -> dict[str, Any]:
-    """Entries as JSON takes them."""
+def pack_entries(entries: Entries) -> dict[str, Any]:
+    """Returns a rank's manifest entries (which box of a tensor is in which file) as lists, for sending as JSON."""
     return {
         name: [dtype, list(shape), [[s.box.start, s.box.stop, s.file, s.key] for s in stored]]
         for name, (dtype, shape, stored) in entries.items()
     }
 
 
-def joined_tensors(told: Iterable[dict[str, Any]]) -> dict[str, tuple[str, tuple[int, ...], tuple[Stored, ...]]]:
-    """The manifest's tensors, from what each rank says it wrote."""
+def merge_tensors(packed: Iterable[dict[str, Any]]) -> dict[str, tuple[str, tuple[int, ...], tuple[StoredBox, ...]]]:
+    """Returns the manifest's table of tensors, merged from the packed entries of every rank."""
     tensors: Entries = {}
-    for entries in told:
+    for entries in packed:
         for name, (dtype, shape, stored) in entries.items():
-            pieces = [Stored(Box(tuple(a), tuple(b)), file, key) for a, b, file, key in stored]
+            pieces = [StoredBox(Box(tuple(a), tuple(b)), file, key) for a, b, file, key in stored]
             tensors.setdefault(name, (dtype, tuple(shape), []))[2].extend(pieces)
     return {name: (dtype, shape, tuple(stored)) for name, (dtype, shape, stored) in sorted(tensors.items())}
 
 
-def _join(run: Run, optimizer: torch.optim.Optimizer | None, wrote: list[Any], extra: Mapping[str, Any]) -> Manifest:
+def _merged(run: Run, optimizer: torch.optim.Optimizer | None, wrote: list[Any], extra: Mapping[str, Any]) -> Manifest:
     files: dict[str, tuple[int, str]] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for _, some_files, some_scalars, _ in wrote:
-        files.update({name: (size, digest) for name, (size, digest) in some_files.items()})
-        scalars.update(some_scalars)
-    tensors = joined_tensors(entries for entries, *_ in wrote)
-    groups = joined_groups([some_groups for *_, some_groups in wrote])
+    for _, files_there, scalars_there, _ in wrote:
+        files.update({name: (size, digest) for name, (size, digest) in files_there.items()})
+        scalars.update(scalars_there)
+    tensors = merge_tensors(entries for entries, *_ in wrote)
+    groups = merge_groups([groups_there for *_, groups_there in wrote])
     return Manifest(
         run.num_steps, str(run.plan.layout), run.rng.seed, tensors, files,
         type(optimizer).__name__ if optimizer is not None else "", scalars, groups, extra,
     )  # fmt: skip
 
 
-def joined_groups(told: Iterable[Sequence[dict[str, Any]]]) -> tuple[dict[str, Any], ...]:
-    """The optimizer's groups, from what each rank says of its own: a stage has some of a group's parameters, or none.
+def merge_groups(by_rank: Iterable[Sequence[dict[str, Any]]]) -> tuple[dict[str, Any], ...]:
+    """Returns the optimizer's param groups, merged over ranks: a pipeline stage has a part of each group.
 
-    Where it has none its options say nothing; and where it left out such a group, its next one has another's number.
+    A group without parameters on a stage is ignored if others have parameters for it. A stage may also leave such a
+    group out, so that its later groups have lower numbers: groups of one number are merged only if their options agree.
 
     >>> first, last = {"parameters": ["a"], "options": {"lr": 1}}, {"parameters": ["b"], "options": {"lr": 2}}
     >>> none = {"parameters": [], "options": {"lr": 1}}
-    >>> joined_groups([[first, none], [none, last]]) == joined_groups([[first], [last]]) == (first, last)
+    >>> merge_groups([[first, none], [none, last]]) == merge_groups([[first], [last]]) == (first, last)
     True
     """
-    numbered = sorted(((n, group) for groups in told for n, group in enumerate(groups)), key=lambda pair: pair[0])
+    numbered = sorted(((n, group) for groups in by_rank for n, group in enumerate(groups)), key=lambda pair: pair[0])
     holding = {number for number, group in numbered if group["parameters"]}
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for number, group in numbered:
         if group["parameters"] or number not in holding:
             key = (number, json.dumps(group["options"], sort_keys=True) if number in holding else "")
-            known = found.setdefault(key, {**group, "parameters": []})["parameters"]
-            known += [name for name in group["parameters"] if name not in known]
+            names = found.setdefault(key, {**group, "parameters": []})["parameters"]
+            names += [name for name in group["parameters"] if name not in names]
     return tuple(found.values())
 
 
-def named_in(run: Run, group: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-    """A group's parameters by name; what a stage that trains nothing gave torch in their place has none."""
+def group_parameters(run: Run, group: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+    """Returns a param group's parameters by name, without the placeholder of a pipeline stage that has none."""
     names = {id(parameter): name for name, parameter in run.parameters.items()}
     return {names[id(p)]: p for p in group["params"] if id(p) in names}
 
@@ -296,7 +285,7 @@ def _groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str
         return ()
     return tuple(
         {
-            "parameters": list(named_in(run, group)),
+            "parameters": list(group_parameters(run, group)),
             "options": {
                 key: value.item() if isinstance(value, Tensor) else value
                 for key, value in group.items()
@@ -307,19 +296,19 @@ def _groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str
     )
 
 
-# ---- all ranks together
+def run_on_all(everyone: Axis, do: Callable[[], Any] | None, partial: Path) -> list[Any]:
+    """Runs ``do``, if given, on each rank; all-gathers and returns all ranks' results. Every rank calls it.
 
-
-def together(everyone: Axis, do: Callable[[], Any], partial: Path) -> list[Any]:
-    """Every rank does its part; if one fails, all raise, and what was begun is removed."""
-    mine: Any = None
+    Raises: CheckpointError, on every rank, if ``do`` failed on any; ``partial`` is then removed.
+    """
+    result: Any = None
     problem = ""
     try:
-        mine = do()
+        result = do() if do is not None else None
     except (OSError, SafetensorError) as failure:
         problem = str(failure) or repr(failure)
-    answers = gather_json(everyone, [problem, mine])
-    failed = [(rank, text) for rank, (text, _) in enumerate(answers) if text]
+    results = gather_json(everyone, [problem, result])
+    failed = [(rank, text) for rank, (text, _) in enumerate(results) if text]
     if failed:
         if everyone.index == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -330,11 +319,11 @@ def together(everyone: Axis, do: Callable[[], Any], partial: Path) -> list[Any]:
             allowed="a folder that can be written, with room for the whole state",
             fix=f"free space at '{partial.parent}', or save to another folder",
         )
-    return [value for _, value in answers]
+    return [value for _, value in results]
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or the entries of a folder, are on the disk."""
     if path.is_dir() and os.name != "posix":
         return  # folders cannot be opened there
     handle = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Global tensors in a checkpoint: written as they lie, read into whatever lies otherwise."""
+"""Saves and loads global tensors in the checkpoint format, from any layout into any other."""
 
 from __future__ import annotations
 
@@ -8,34 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwright.checkpoint.manifest import Manifest, Stored, check_files_on_all, checksum, find
+from shardwright.checkpoint.loading import read_pieces
+from shardwright.checkpoint.manifest import Manifest, StoredBox, check_files_on_all, checksum, find
 from shardwright.checkpoint.manifest import read as read_manifest
-from shardwright.checkpoint.saving import Entries, check_extra, flush, joined_tensors, packed, publish, together
+from shardwright.checkpoint.saving import Entries, check_extra, flush, merge_tensors, pack_entries, publish, run_on_all
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.current_world import everyone_here, here
 from shardwright.errors import CheckpointError
 from shardwright.global_tensor import GlobalTensor
-from shardwright.global_tensor.agreement import check_everywhere
 from shardwright.global_tensor.geometry import boxes, terms, whole_piece
-from shardwright.global_tensor.tensor import global_layout_of, moved, without_sums
-from shardwright.global_tensor.view_tracking import check_fresh, is_apart, note_writes
-from shardwright.sharding.box import Piece, write
-from shardwright.sharding.transfer import plan_transfer
+from shardwright.global_tensor.same_arguments import check_everywhere
+from shardwright.global_tensor.tensor import global_layout_of, redistributed_local, without_sums
+from shardwright.global_tensor.view_tracking import check_fresh, count_writes, is_gathered_view
 
 
 def save_tensors(
     tensors: Mapping[str, GlobalTensor], folder: str | Path, *, step: int = 0, extra: Mapping[str, Any] | None = None
 ) -> Path:
-    """Writes ``folder/step-N`` with these tensors, all ranks of the world together; returns its path.
-
-    Every element is written once, by the first rank that holds it; of a sum in parts, the sum is.
-
-    Raises: CheckpointError, on every rank, as :func:`~shardwright.checkpoint.save`.
-    """
+    """Implements :func:`shardwright.global_tensor.save`: writes the tensors as ``folder/step-N``; returns its path."""
     check_extra(extra)
     everyone, root, name = everyone_here(), Path(folder), f"step-{step:08d}"
     token = gather_json(everyone, uuid.uuid4().hex[:8])[0]
@@ -48,22 +41,22 @@ def save_tensors(
         if parts:
             save_file(parts, str(file))
             flush(file)
-        return packed(entries), {file.name: (file.stat().st_size, checksum(file))} if parts else {}
+        return pack_entries(entries), {file.name: (file.stat().st_size, checksum(file))} if parts else {}
 
     def finish() -> None:
-        files = {name: tuple(each) for _, some in wrote for name, each in some.items()}
-        every = joined_tensors(each for each, _ in wrote)
-        publish(partial, root / name, Manifest(step, "", 0, every, files, "", {}, (), extra or {}), token)
+        files = {name: tuple(each) for _, files_there in wrote for name, each in files_there.items()}
+        merged = merge_tensors(each for each, _ in wrote)
+        publish(partial, root / name, Manifest(step, "", 0, merged, files, "", {}, (), extra or {}), token)
 
     first = here().rank == 0
-    together(everyone, lambda: partial.mkdir(parents=True) if first else None, partial)
-    wrote = together(everyone, write_part, partial)
-    together(everyone, finish if first else lambda: None, partial)
+    run_on_all(everyone, lambda: partial.mkdir(parents=True) if first else None, partial)
+    wrote = run_on_all(everyone, write_part, partial)
+    run_on_all(everyone, finish if first else None, partial)
     return root / name
 
 
 def _check_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
-    """Raises CheckpointError for what is not global; PlanError for stale views; LayoutError for different names."""
+    """Raises CheckpointError for plain tensors, LayoutError if ranks give different ones, PlanError for stale views."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, GlobalTensor):
             raise CheckpointError(
@@ -72,36 +65,35 @@ def _check_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
                 allowed="global tensors by name",
                 fix=f"write to_global({name}, placement, sbp) for it",
             )
-    said = [(name, tuple(x.shape), x.dtype, global_layout_of(x)) for name, x in tensors.items()]
-    check_everywhere("the tensors of a checkpoint", said)
+    kinds = [(name, tuple(x.shape), x.dtype, global_layout_of(x)) for name, x in tensors.items()]
+    check_everywhere("the tensors of a checkpoint", kinds)
     check_fresh("save or load", tensors.values())
 
 
 def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dict[str, Tensor]]:
+    """The manifest entries of what this rank writes, and the tensors of its file by key."""
     entries: Entries = {}
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        given = global_layout_of(tensor)
-        where = given._replace(sbp=without_sums(given.sbp))
-        local, rank = moved(tensor, where), here().rank
-        held, seen = boxes(tuple(tensor.shape), where), set()
-        if 0 in tensor.shape and rank == where.placement.ranks[0]:  # it is known, and no file has any of it
-            entries[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), [])
-        for other, box in held.items():
-            if other == rank and box not in seen and (box.size or not box.start):
-                key = f"{name}#0"
-                parts[key] = local.detach().contiguous().cpu().clone()
-                stored = [Stored(box, file, key)]
-                entries[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), stored)
-            seen.add(box)
+        given, rank, shape = global_layout_of(tensor), here().rank, tuple(tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        layout = given._replace(sbp=without_sums(given.sbp))
+        local = redistributed_local(tensor, layout)  # a message of every rank: also where this rank writes nothing
+        if 0 in shape and rank == layout.placement.ranks[0]:  # the manifest lists it, though no file has elements of it
+            entries[name] = (dtype, shape, [])
+        held = boxes(shape, layout)
+        box = held.get(rank)
+        if box is None or not (box.size or not box.start):
+            continue
+        if rank == next(other for other, copy in held.items() if copy == box):
+            key = f"{name}#0"
+            parts[key] = local.detach().contiguous().cpu().clone()
+            entries[name] = (dtype, shape, [StoredBox(box, file, key)])
     return entries, parts
 
 
 def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Any]:
-    """Fills these tensors, wherever they lie, from a checkpoint that any layout wrote; returns its ``extra``.
-
-    Raises: CheckpointError, on every rank: missing, broken or foreign; or without one of the tensors.
-    """
+    """Implements :func:`shardwright.global_tensor.load`: fills the tensors, returns the checkpoint's ``extra``."""
     _check_tensors(tensors)
     folder = find(Path(path))
     manifest = read_manifest(folder)
@@ -117,16 +109,16 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
         stored = getattr(torch, manifest.tensors[name][0])
         if stored != tensor.dtype and not (stored.is_floating_point and tensor.dtype.is_floating_point):
             raise CheckpointError(
-                f"'{name}' was saved as another kind of number",
+                f"'{name}' was saved with another kind of dtype",
                 given=f"{tensor.dtype}, saved as {stored}",
                 allowed=f"{stored}; floating-point numbers are rounded to each other",
                 fix=f"give a tensor of {stored}",
             )
-    for name in (name for name, tensor in tensors.items() if is_apart(tensor)):
+    for name in (name for name, tensor in tensors.items() if is_gathered_view(tensor)):
         raise CheckpointError(
             f"'{name}' is a view that was gathered: its base would not see what is loaded",
             given=f"a view of shape {list(tensors[name].shape)}",
-            allowed="tensors of their own",
+            allowed="tensors that are no views",
             fix="give the tensor that it is a view of, or a .clone()",
         )
     files = {stored.file for name in tensors for stored in manifest.tensors[name][2]}
@@ -134,23 +126,16 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
     with torch.no_grad():
         for name, tensor in tensors.items():
             _fill(folder, manifest, name, tensor)
-    note_writes(tensors.values())
+    count_writes(tensors.values())
     return manifest.extra
 
 
 def _fill(folder: Path, manifest: Manifest, name: str, tensor: GlobalTensor) -> None:
-    where, local = global_layout_of(tensor), tensor._local_tensor
-    box = boxes(tuple(tensor.shape), where).get(here().rank)
+    layout, local = global_layout_of(tensor), tensor._local_tensor
+    box = boxes(tuple(tensor.shape), layout).get(here().rank)
     if box is None or 0 in box.shape:
         return
-    if terms(where)[here().rank]:
-        local.zero_()  # the first term is the whole
-        return
-    stored = manifest.tensors[name][2]
-    sources = {i: (Piece(each.box, (0,) * len(each.box.start)),) for i, each in enumerate(stored)}
-    for message in plan_transfer(sources, {len(stored): (whole_piece(box),)}).messages_to(len(stored)):
-        origin = stored[message.source]
-        inside = message.box.shift(tuple(-a for a in origin.box.start))
-        with safe_open(str(folder / origin.file), framework="pt") as opened:
-            values = opened.get_slice(origin.key)[inside.slices] if inside.start else opened.get_tensor(origin.key)
-        write(local, message.destination_piece, message.box, values.to(local.dtype))
+    if terms(layout)[here().rank]:
+        local.zero_()  # the first term of a partial sum gets all of the value
+    else:
+        read_pieces(folder, manifest, name, (whole_piece(box),), local)

@@ -1,4 +1,4 @@
-"""The ``shardwright`` command."""
+"""The ``shardwright`` command line: train, verify, show, sample, doctor, inspect, export."""
 
 from shardwright.cli.main import main
 

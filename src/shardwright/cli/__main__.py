@@ -1,4 +1,4 @@
-"""``python -m shardwright.cli``."""
+"""Runs the ``shardwright`` command as ``python -m shardwright.cli``."""
 
 from shardwright.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Every verb of the command, each a thin layer over a function of the library."""
+"""The commands of ``shardwright``: each reads its options, calls one function of the library and prints its result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import typer
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-# Only what `import shardwright` loads anyway stands here. A verb imports train and report when it runs:
-# they load rich and psutil, which --help and checkpoint do not need.
+# Only modules that `import shardwright` loads anyway stand here. A command imports train and report when it runs,
+# because they load rich and psutil, which --help and checkpoint do not need.
 import shardwright
 from shardwright.checkpoint.loading import read_whole
 from shardwright.checkpoint.manifest import check_files, find, read, steps_in
 from shardwright.cli import options as opt
-from shardwright.cli.options import emit, exits_well, given, roles_of, say, settings_of, takes
+from shardwright.cli.options import emit, given, parse_pairs, report_errors, warn, with_shared
 from shardwright.errors import PlanError, explain
 from shardwright.formatting import format_bytes, format_count
 from shardwright.layout import Layout
@@ -49,21 +49,23 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def _config(shared: opt.Shared, base: dict[str, Any] | None = None, **flags: Any) -> Any:
-    """Defaults, then an earlier run, then a TOML file, then flags."""
+    """Returns the TrainConfig from, in rising precedence: the defaults, ``base``, the TOML file, the flags."""
     from shardwright.train.config import TrainConfig, read_options, read_toml
 
     flags |= shared
-    config, settings = flags.pop("config", None), settings_of(flags.pop("set_", None))
-    roles = roles_of(flags.pop("role", None))
+    config = flags.pop("config", None)
+    tables = {
+        "settings": parse_pairs("--set", "key", "value", flags.pop("set_", None)),
+        "roles": parse_pairs("--role", "PATTERN", "ROLE", flags.pop("role", None)),
+    }
     values = {**(base or {}), **(read_toml(config) if config is not None else {})}
     values.update(read_options(given(**flags), given_in="the command"))
-    tables = {"settings": settings, "roles": roles}
     return TrainConfig(**{**values, **{name: {**values.get(name, {}), **more} for name, more in tables.items()}})
 
 
 @app.command()
-@exits_well
-@takes("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "seed", "config")
+@report_errors
+@with_shared("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "seed", "config")
 def train(
     shared: opt.Shared,
     steps: Annotated[int | None, typer.Option(help="Total number of steps.", show_default="100")] = None,
@@ -99,28 +101,28 @@ def train(
     from shardwright.train.loop import CHECKPOINTS
     from shardwright.train.loop import train as run_training
 
-    where = opt.ranks_of(ranks)
-    whole = _config(
+    backend = opt.ranks_of(ranks)
+    config = _config(
         shared, read_run(out) if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
         tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
         bind_cores=bind_cores, offload_folder=offload_folder,
     )  # fmt: skip
     try:
-        summary = run_training(whole, out, resume=resume, ranks=where)
+        summary = run_training(config, out, resume=resume, ranks=backend)
     except KeyboardInterrupt as stop:
         saved = steps_in(out / CHECKPOINTS)
         why = f"{stop}\n" if str(stop) else ""
         if _is_first_rank():
             done = f"; {saved[-1]} is complete, continue with --resume" if saved else " before the first checkpoint"
-            say(f"{why}stopped{done}")
+            warn(f"{why}stopped{done}")
         raise typer.Exit(opt.INTERRUPTED) from None
     if _is_first_rank():
-        _tell(summary, out, whole, as_json=as_json)
+        _print_summary(summary, out, config, as_json=as_json)
 
 
-def _tell(summary: dict[str, Any], out: Path, config: Any, *, as_json: bool) -> None:
-    """Prints the summary of a run, and exits with its code."""
+def _print_summary(summary: dict[str, Any], out: Path, config: Any, *, as_json: bool) -> None:
+    """Writes the report page, prints the summary of a run, and exits with its code if the run ended early."""
     summary["report"] = str(_report(out, config, summary))
     emit(summary, _summary_text(summary, out), as_json=as_json)
     if summary["diverged"] is not None:
@@ -131,18 +133,20 @@ def _tell(summary: dict[str, Any], out: Path, config: Any, *, as_json: bool) -> 
             allowed="finite values: AdamW does not recover from others",
             fix=f"{after}, with a lower --lr or --clip, or a longer --warmup",
         )
-        say(f"error: {wrong}")
+        warn(f"error: {wrong}")
         raise typer.Exit(opt.FAILURE)
     if summary["stopped"]:
-        say(f"stopped at step {summary['steps']}; continue with --resume")
+        warn(f"stopped at step {summary['steps']}; continue with --resume")
         raise typer.Exit(opt.INTERRUPTED)
 
 
 def _is_first_rank() -> bool:
+    """Returns whether this process prints: under torchrun every rank runs the command."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _summary_text(summary: dict[str, Any], out: Path) -> str:
+    """Returns the lines that ``train`` prints at its end."""
     loss = "no steps" if summary["first_loss"] is None else f"{summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
     speed = ""
     if summary["step_ms_median"] is not None:
@@ -158,7 +162,7 @@ def _summary_text(summary: dict[str, Any], out: Path) -> str:
 
 
 def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
-    """The page of a run, with its pictures."""
+    """Writes the report page of a run with its pictures, and returns the path of the page."""
     from shardwright.report.description import describe
     from shardwright.report.page import write_page
     from shardwright.report.pictures import draw_layout, draw_loss
@@ -173,23 +177,15 @@ def _report(out: Path, config: Any, summary: dict[str, Any]) -> Path:
     job = job_for(model, loss, layout, inputs_of(data, config.batch), config.num_tokens, config.roles)
     description = describe(job._replace(seconds=kept["seconds"]), layout)
     rows = read_metrics(out)
-    pictures = {"loss": out / "loss.png", "layout": out / "layout.png"}
-    draw_loss(rows, pictures["loss"])
-    draw_layout(description, pictures["layout"])
+    pictures = {"Loss": draw_loss(rows, out / "loss.png"), "Layout": draw_layout(description, out / "layout.png")}
     run = {**kept["options"], **{k: kept[k] for k in ("world_size", "started", "versions")}, "steps": summary["steps"]}
-    return write_page(
-        out,
-        title=f"{config.model} under {config.layout}",
-        run=run,
-        rows=rows,
-        description=description,
-        pictures=pictures,
-    )
+    title = f"{config.model} under {config.layout}"
+    return write_page(out, title=title, run=run, rows=rows, description=description, pictures=pictures)
 
 
 @app.command()
-@exits_well
-@takes("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "seed", "config")
+@report_errors
+@with_shared("layout", "model", "set_", "role", "measured_costs", "data", "batch", "seq", "seed", "config")
 def verify(
     shared: opt.Shared,
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 2,
@@ -201,36 +197,36 @@ def verify(
     from shardwright.train.data import Order, global_batch, open_data
     from shardwright.train.measuring import layer_seconds
 
-    where = opt.ranks_of(ranks)
+    backend = opt.ranks_of(ranks)
     if dtype not in ("float64", "float32"):
         raise PlanError(
             "verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="--dtype float64"
         )
-    whole = _config(shared, {"seq": 64}, steps=steps)
-    opt.check_alone(whole)
+    config = _config(shared, {"seq": 64}, steps=steps)
+    opt.check_one_process(config)
     with without_values():
-        plain, loss, model_config = whole.build()
+        plain, loss, model_config = config.build()
     dropped = False
     for module in plain.modules():
         if isinstance(module, torch.nn.Dropout) and module.p == 0:
-            module.p, dropped = 0.1, True  # masks must not depend on ranks, so there are some
-    samples = open_data(whole.data, seq=whole.seq, model=model_config)
-    order = Order(len(samples), whole.batch, whole.seed)
-    batches = [global_batch(samples, order.batch(step)) for step in range(whole.steps)]
+            module.p, dropped = 0.1, True  # so that the comparison covers dropout masks, which must not depend on ranks
+    samples = open_data(config.data, seq=config.seq, model=model_config)
+    order = Order(len(samples), config.batch, config.seed)
+    batches = [global_batch(samples, order.batch(step)) for step in range(config.steps)]
     verdict = compare(
-        plain, whole.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=whole.seed, ranks=where,
-        roles=whole.roles, seconds=layer_seconds(whole),
+        plain, config.layout, batches, loss=loss, dtype=getattr(torch, dtype), seed=config.seed, ranks=backend,
+        roles=config.roles, seconds=layer_seconds(config),
     )  # fmt: skip
     note = ", with dropout 0.1" if dropped else ""
     if _is_first_rank() or not verdict.equal:
-        emit(verdict.to_dict(), f"{whole.layout}{note}: {verdict}", as_json=as_json)
+        emit(verdict.to_dict(), f"{config.layout}{note}: {verdict}", as_json=as_json)
     if not verdict.equal:
         raise typer.Exit(opt.FAILURE)
 
 
 @app.command()
-@exits_well
-@takes("layout", "model", "set_", "role", "measured_costs", "batch", "seq", "config")
+@report_errors
+@with_shared("layout", "model", "set_", "role", "measured_costs", "batch", "seq", "config")
 def show(
     shared: opt.Shared,
     png: Annotated[Path | None, typer.Option(help="Draw the layout into this file as well.")] = None,
@@ -253,7 +249,7 @@ def show(
     ranks: Annotated[str, opt.RANKS] = "processes",
     as_json: Json = False,
 ) -> None:
-    """Draws a layout: what each rank holds and sends, how each layer is parallelized and why, a pipeline's schedule.
+    """Shows a layout: what each rank holds and sends, how each layer is parallelized and why, a pipeline's schedule.
 
     With more than 4,096 ranks it lists one of each set of identical ranks, and the size of the set.
     """
@@ -264,36 +260,37 @@ def show(
     from shardwright.report.timelines import write_timelines
     from shardwright.train.measuring import layer_seconds, measure
 
-    where = opt.ranks_of(ranks)
-    whole = _config(shared)
-    opt.check_alone(whole)
+    backend = opt.ranks_of(ranks)
+    config = _config(shared)
+    opt.check_one_process(config)
     with without_values():
-        plain, loss, model_config = whole.build()
-    inputs = whole.example(model_config)
-    layout = Layout.parse(whole.layout)
-    job = job_for(plain, loss, layout, inputs, whole.num_tokens, whole.roles)._replace(seconds=layer_seconds(whole))
+        plain, loss, model_config = config.build()
+    inputs = config.example(model_config)
+    layout = Layout.parse(config.layout)
+    job = job_for(plain, loss, layout, inputs, config.num_tokens, config.roles)._replace(seconds=layer_seconds(config))
     description = describe(job, layout, inputs=inputs)
     if png is not None:
         draw_layout(description, png)
     drawn = [each for each in (timeline_of(description),) if each is not None]
-    accounting = memory or memory_png is not None
-    opt.check_pipeline(drawn, layout, wanted=timeline is not None or (measured and not accounting))
+    with_memory = memory or memory_png is not None
+    if not drawn and (timeline is not None or (measured and not with_memory)):
+        raise PlanError("there is no pipeline to draw", given=layout, allowed="a layout with pp", fix="write pp2 mb4")
     width = shutil.get_terminal_size((100, 40)).columns
     text = show_text(description, width)
-    if accounting:
-        from shardwright.cli.memory import ledger_of
+    if with_memory:
+        from shardwright.cli.rehearsal import ledger_of
 
-        found, ledger = ledger_of(whole, job, model_config, where, memory_png, width, measured=measured)
+        found, ledger = ledger_of(config, job, model_config, backend, memory_png, width, measured=measured)
         description, text = {**description, "memory": found}, f"{text}\n{ledger}"
     if measured and drawn:
-        seen = measure(whole, where, job.seconds)
+        seen = measure(config, backend, job.seconds)
         drawn = [drawn[0].at_speed_of(seen), seen]
         text += "\n\n" + timeline_text(drawn, width)
         description = {**description, "measured": timeline_data(seen)}
     if timeline is not None:
-        write_timelines(timeline, drawn, title=whole.layout)
+        write_timelines(timeline, drawn, title=config.layout)
     if explain is not None:
-        from shardwright.cli.explain import explanation_of
+        from shardwright.cli.rehearsal import explanation_of
 
         module, text = explanation_of(job, layout, inputs, explain)
         description = {**description, "explain": module}
@@ -301,8 +298,8 @@ def show(
 
 
 @app.command()
-@exits_well
-@takes("layout", "seed")
+@report_errors
+@with_shared("layout", "seed")
 def sample(
     shared: opt.Shared,
     run: Annotated[Path, typer.Option("--from", help="The --out folder of a run.")] = Path("runs/train"),
@@ -316,25 +313,26 @@ def sample(
     from shardwright.train.config import TrainConfig, read_run
     from shardwright.train.sampling import sample as draw
 
-    where = opt.ranks_of(ranks)
     layout, trained = Layout.parse(shared.get("layout", "single")), TrainConfig(**read_run(run))
-    seed = shared.get("seed", 0)
-    text = draw(trained, run, layout, prompt=prompt, num=num, temperature=temperature, seed=seed, ranks=where)
+    text = draw(
+        trained, run, layout, prompt=prompt, num=num, temperature=temperature, seed=shared.get("seed", 0),
+        ranks=opt.ranks_of(ranks),
+    )  # fmt: skip
     emit({"text": text, "layout": str(layout)}, text, as_json=as_json)
 
 
 @app.command()
-@exits_well
+@report_errors
 def doctor(as_json: Json = False) -> None:
     """Shows what this machine has, and how fast it computes and communicates."""
-    from shardwright.report.machine import examine, machine_text
+    from shardwright.report.machine import machine_text, measure_machine
 
-    found = examine()
+    found = measure_machine()
     emit(found, machine_text(found), as_json=as_json)
 
 
 @checkpoints.command()
-@exits_well
+@report_errors
 def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")], as_json: Json = False
 ) -> None:
@@ -358,14 +356,13 @@ def inspect(
 
 
 @checkpoints.command()
-@exits_well
+@report_errors
 def export(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")],
     to: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     as_json: Json = False,
 ) -> None:
     """Writes the model alone into one safetensors file, under the plain model's names."""
-
     folder = find(_inside(path))
     manifest = read(folder)
     names = [name for name in manifest.tensors if not name.startswith("optimizer/")]
@@ -377,16 +374,15 @@ def export(
         raise PlanError(
             f"cannot write '{to}'", given=failure, allowed="a file that can be written", fix="give another path"
         ) from failure
-    emit(
-        {"file": str(to), "tensors": len(names)}, f"{to}: {len(names)} tensors of step {manifest.step}", as_json=as_json
-    )
+    text = f"{to}: {len(names)} tensors of step {manifest.step}"
+    emit({"file": str(to), "tensors": len(names)}, text, as_json=as_json)
 
 
 def _inside(path: Path) -> Path:
-    """The folder of checkpoints, where ``path`` is the folder of a run; else ``path``."""
+    """Returns the checkpoint folder of a run if ``path`` is the folder of one, else ``path``."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def main() -> None:
-    """The console script."""
+    """Runs the command; the entry point of the console script."""
     app()

@@ -1,4 +1,4 @@
-"""What the verbs share: how options are read, and how results and errors are printed."""
+"""What all commands share: reading of command-line options, and printing of results and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
 
 Shared = Mapping[str, Any]
-"""The options of several verbs that were given, by name."""
+"""The shared options that were given on the command line, by name."""
 
 _text, _whole = str | None, int | None
 SHARED: Mapping[str, Any] = {
@@ -49,27 +49,18 @@ SHARED: Mapping[str, Any] = {
     "seed": Annotated[_whole, typer.Option(help="Fixes initial values, data order and dropout.", show_default="0")],
     "config": Annotated[Path | None, typer.Option(help="A TOML file of these options; flags win over it.")],
 }
-"""The options that several verbs take."""
+"""The options that more than one command has; :func:`with_shared` adds them."""
 
 JSON = typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
 RANKS = typer.Option(help="Where ranks run: threads of this process, or processes.")
 
 
-def settings_of(pairs: list[str] | None) -> dict[str, str]:
-    """The settings that ``--set key=value`` gives."""
-    return _pairs("--set", "key", "value", pairs)
+def parse_pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dict[str, str]:
+    """Parses a repeated flag such as ``--set key=value`` into a dictionary. Raises PlanError: no such pair.
 
-
-def roles_of(pairs: list[str] | None) -> dict[str, str]:
-    """The roles that ``--role PATTERN=ROLE`` gives.
-
-    >>> roles_of(["layers.*.up=column", "head=copied"])
+    >>> parse_pairs("--role", "PATTERN", "ROLE", ["layers.*.up=column", "head=copied"])
     {'layers.*.up': 'column', 'head': 'copied'}
     """
-    return _pairs("--role", "PATTERN", "ROLE", pairs)
-
-
-def _pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dict[str, str]:
     found = {}
     for pair in pairs or []:
         name, equals, given = pair.partition("=")
@@ -85,7 +76,7 @@ def _pairs(flag: str, key: str, value: str, pairs: list[str] | None) -> dict[str
 
 
 def ranks_of(given: str) -> Ranks:
-    """Where ranks run. Raises PlanError for a place where they cannot."""
+    """Returns the checked value of ``--ranks``. Raises PlanError unless it is threads or processes."""
     if given in ("threads", "processes"):
         return cast("Ranks", given)
     raise PlanError(
@@ -93,48 +84,43 @@ def ranks_of(given: str) -> Ranks:
     )
 
 
-def check_alone(config: Any) -> None:
-    """Raises PlanError where each of several processes would time the layers and cut the model elsewhere."""
+def check_one_process(config: Any) -> None:
+    """Raises PlanError if several processes would each time the layers, and so cut the model at different places."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.measured_costs and size > 1:
         raise PlanError(
-            "layers are timed in one process: several processes would each measure other times",
+            "layers are timed in one process: several processes would each measure different times",
             given=f"--measured-costs in a world of {size} processes",
             allowed="one process, or train, whose first rank measures for all",
             fix="start it without torchrun, or leave out --measured-costs",
         )
 
 
-def check_pipeline(drawn: object, layout: object, *, wanted: bool) -> None:
-    """Raises PlanError where a timeline is wanted and there is none."""
-    if wanted and not drawn:
-        raise PlanError("there is no pipeline to draw", given=layout, allowed="a layout with pp", fix="write pp2 mb4")
-
-
 def given(**options: Any) -> dict[str, Any]:
-    """The options that were given: flags left out are None."""
+    """Returns the options given on the command line: those that are not None."""
     return {key: value for key, value in options.items() if value is not None}
 
 
-def takes(*names: str) -> Callable[[F], F]:
-    """Adds options of ``SHARED`` to a verb; its first argument maps the name of each that was given to its value."""
+def with_shared(*names: str) -> Callable[[F], F]:
+    """Decorates a command with shared options such as ``--layout``; it gets those given as a dict, first argument."""
 
-    def give(verb: F) -> F:
-        own = [*inspect.signature(verb, eval_str=True).parameters.values()][1:]
+    def decorate(command: F) -> F:
+        own = [*inspect.signature(command, eval_str=True).parameters.values()][1:]
         kind = inspect.Parameter.KEYWORD_ONLY
         more = [inspect.Parameter(name, kind, default=None, annotation=SHARED[name]) for name in names]
 
-        @wraps(verb)
+        @wraps(command)
         def run(**options: Any) -> Any:
             shared = given(**{name: options.pop(name, None) for name in names})
-            return verb(shared, **options)
+            return command(shared, **options)
 
+        # typer reads both the signature and the annotations to build the command's options
         every = [*more, *(parameter.replace(kind=kind) for parameter in own)]
         run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
         return cast(F, run)
 
-    return give
+    return decorate
 
 
 def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
@@ -142,26 +128,24 @@ def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
     print(json_text(value) if as_json else text)  # noqa: T201
 
 
-def say(text: str) -> None:
-    """Prints on standard error, where it does not mix with the result."""
+def warn(text: str) -> None:
+    """Prints a message on standard error, so that it does not mix with the result on standard output."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def exits_well(verb: F) -> F:
-    """Errors become a message on standard error and an exit code: 2 for bad input, 1 for a failure."""
+def report_errors(command: F) -> F:
+    """Decorates a command: its errors become a message on standard error and exit code 2 (bad input) or 1 (failure)."""
 
-    @wraps(verb)
+    @wraps(command)
     def run(*args: Any, **named: Any) -> Any:
         try:
-            return verb(*args, **named)
-        except (LayoutError, PlanError, CheckpointError) as failure:
-            say(f"error: {failure}")
-            raise typer.Exit(BAD_INPUT) from None
-        except (RankFailedError, CommunicationError) as failure:
-            say(f"error: {failure}")
-            raise typer.Exit(FAILURE) from None
+            return command(*args, **named)
+        except (LayoutError, PlanError, CheckpointError, RankFailedError, CommunicationError) as failure:
+            warn(f"error: {failure}")
+            code = FAILURE if isinstance(failure, RankFailedError | CommunicationError) else BAD_INPUT
+            raise typer.Exit(code) from None
         except KeyboardInterrupt:
-            say("stopped")
+            warn("stopped")
             raise typer.Exit(INTERRUPTED) from None
 
     return cast(F, run)

@@ -1,1 +1,5 @@
-"""Axes, collectives, messages and who runs them: the only folder that names ``torch.distributed``."""
+"""Axes, collectives, p2p messages and the launcher of ranks: the only folder that sends messages."""
+
+from shardwright.comm.backends.message_blocks import Link
+
+__all__ = ["Link"]  # for ``launch(..., link=Link(...))``

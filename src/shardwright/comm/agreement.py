@@ -1,8 +1,8 @@
-"""Do all ranks hold the same? Every question of this kind in the library is asked with the functions of this file.
+"""Collective checks that all ranks hold the same texts, values or code: an all-reduce of digests, before they compute.
 
 A rank that builds another model, reads other code or calls in another order than its peers computes wrong numbers, or
-waits for messages that never come. So ranks compare *lines* of text that say what each has: a digest of the lines is
-all-reduced, and only where digests differ are the lines themselves gathered, to name the first that differs::
+waits for messages that never come. So ranks compare *lines* of text that describe what each has. A digest of the lines
+is all-reduced, and only where digests differ are the lines gathered, to name the first difference::
 
     lines of each rank --digest--> all-reduce of two numbers --equal--> done
                                                              --differ--> gather_json of all lines --> Difference
@@ -24,14 +24,14 @@ from shardwright.comm.axis import Axis
 _LEAST = torch.iinfo(torch.int64).min
 _TOO_LONG = b"long"
 _NUM_COLUMNS, _NUM_ROWS = 512, 64
-"""The matrix that ``tensor_digest`` sums: so many numbers in a row, and so many rows at once, which fit in a cache."""
+"""The matrix that ``tensor_digest`` sums: numbers in a row, and rows at once, which fit in the cache."""
 
 
 def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
-    """Returns every member's ``value``, passed through JSON, in the order of the members.
+    """All-gathers ``value`` as JSON text and returns every rank's value, in the order of the ranks on the axis.
 
-    Traffic: two all-gathers, of the lengths and of the texts. With ``room``, one all-gather of so many bytes from each
-    member, and the two only where the text of any member does not fit.
+    Traffic: two all-gathers, of the lengths and of the texts. With ``room``, one all-gather of ``room`` bytes from each
+        member, and the two only where the text of a member does not fit.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> run_on_threads(Mesh(dp=2), lambda axes: gather_json(axes["dp"], {"rank": axes["dp"].index}))[0]
@@ -48,26 +48,26 @@ def gather_json(axis: Axis, value: Any, room: int = 0) -> list[Any]:
 
 
 def _gather_bytes(axis: Axis, text: bytes, sizes: Sequence[int]) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(axis.device)
-    return [bytes(part.tolist()) for part in axis.all_gather(mine, sizes=sizes).cpu().split(list(sizes))]
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(axis.device)
+    return [bytes(part.tolist()) for part in axis.all_gather(own, sizes=sizes).cpu().split(list(sizes))]
 
 
 def first_problem(axis: Axis, problem: str) -> tuple[int, str] | None:
-    """Returns the first rank that reports a problem, and its text; None if every member reports ``""``.
+    """All-gathers each rank's error text; returns the first rank that has one, and the text; None if all are ``""``.
 
-    An error that one rank alone raises leaves its peers waiting, so each rank catches its own, reports it here, and all
-    raise together. Traffic: as :func:`gather_json`.
+    An error that one rank alone raises leaves its peers waiting, so each rank catches its own and reports it here, and
+    all raise together. Traffic: as :func:`gather_json`.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> run_on_threads(Mesh(dp=2), lambda axes: first_problem(axes["dp"], "disk full" if axes["dp"].index else ""))
     [(1, 'disk full'), (1, 'disk full')]
     """
-    told = zip(axis.ranks, gather_json(axis, problem), strict=True)
-    return next(((rank, text) for rank, text in told if text), None)
+    problems = zip(axis.ranks, gather_json(axis, problem), strict=True)
+    return next(((rank, text) for rank, text in problems if text), None)
 
 
 def text_digest(text: str) -> int:
-    """Returns a number that stands for a text; 56 bits, so that its negative fits an int64 too.
+    """Returns a 56-bit hash of a text; both it and its negative fit the int64 of an all-reduce.
 
     >>> text_digest("split(0)") == text_digest("split(0)") != text_digest("split(1)")
     True
@@ -76,30 +76,30 @@ def text_digest(text: str) -> int:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Returns a short text that stands for the bits of a tensor and their places; reads 1 GB in a tenth of a second.
+    """Returns a hash of a tensor's bits and their places; reads 1 GB in a tenth of a second.
 
-    The bits are laid out as a matrix of int64, of which the sums of the columns are hashed, and the sums of the rows
-    are digested in turn until none are left. A number that changes, or moves, changes a sum.
+    The bits form a matrix of int64. The sums of its columns are hashed; the sums of its rows are digested in turn until
+    none are left. A number that changes or moves changes a sum.
 
     >>> a, b = torch.arange(2000.0), torch.arange(2000.0)
     >>> b[[0, 1999]] = b[[1999, 0]]
     >>> tensor_digest(a) == tensor_digest(torch.arange(2000.0)) != tensor_digest(b)
     True
     """
-    found = hashlib.blake2b(digest_size=6)
+    digest = hashlib.blake2b(digest_size=6)
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
     while True:
         num_whole = len(flat) - len(flat) % (8 * _NUM_COLUMNS)
-        found.update(bytes(flat[num_whole:].tolist()))
+        digest.update(bytes(flat[num_whole:].tolist()))
         if not num_whole:
-            return found.hexdigest()
+            return digest.hexdigest()
         columns, rows = _sums(flat[:num_whole])
-        found.update(bytes(columns.tolist()))
+        digest.update(bytes(columns.tolist()))
         flat = rows
 
 
 def _sums(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes of the sums of each column and of each row, while a part of the matrix is in the processor's cache."""
+    """The bytes of the sums of each column and of each row, computed while a part of the matrix is in the cache."""
     columns = torch.zeros(_NUM_COLUMNS, dtype=torch.int64, device=flat.device)
     rows = []
     for part in flat.split(8 * _NUM_COLUMNS * _NUM_ROWS):
@@ -111,7 +111,7 @@ def _sums(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Difference(NamedTuple):
-    """The first line, counted from 1, in which two ranks differ, and what each has there."""
+    """The first line of text, counted from 1, in which two ranks differ, and the line of each."""
 
     line: int
     rank: int
@@ -126,11 +126,13 @@ class Difference(NamedTuple):
 def first_difference_async(
     axis: Axis, lines: Sequence[str], groups: Sequence[Sequence[int]] = ()
 ) -> Callable[[], Difference | None]:
-    """Starts to compare lines; the function it returns waits, and gives where they differ first, or None if nowhere.
+    """Starts to compare the ranks' ``lines`` of text by all-reduce; the returned function waits for the result.
 
-    All members call both. With ``groups``, lists of ranks, lines need to be equal only within each group, and all
-    members hear of a difference in any. On the meta device, which has no values, nothing differs.
-    Traffic: one all-reduce of two numbers for each group; where lines differ, all lines are gathered too.
+    The result is the first difference, None if all are equal.
+
+    All members call both. With ``groups``, lists of ranks, lines must be equal only within each group, and every member
+    gets a difference in any group. On the meta device, which has no values, nothing differs. Traffic: one all-reduce of
+    two numbers for each group; where lines differ, all lines are gathered too.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> def compare(axes):
@@ -140,6 +142,7 @@ def first_difference_async(
     """
     if axis.size == 1 or axis.device.type == "meta":
         return lambda: None
+    # a maximum over (digest, -digest) gives the largest and the smallest digest of a group in one all-reduce
     groups = groups or [axis.ranks]
     mine, number = list(lines), text_digest("\n".join(lines))
     place = next(place for place, ranks in enumerate(groups) if axis.ranks[axis.index] in ranks)
@@ -148,7 +151,7 @@ def first_difference_async(
     pending = axis.all_reduce_async(pairs, "max")
 
     def finish() -> Difference | None:
-        if all(most == -least for most, least in pending.wait().view(-1, 2).tolist()):  # the greatest is the smallest
+        if all(most == -least for most, least in pending.wait().view(-1, 2).tolist()):
             return None
         texts = dict(zip(axis.ranks, gather_json(axis, mine), strict=True))
         rank, other = next((ranks[0], rank) for ranks in groups for rank in ranks if texts[rank] != texts[ranks[0]])
@@ -160,7 +163,7 @@ def first_difference_async(
 
 
 def check_agreement(axis: Axis, lines: Sequence[str], error: Callable[[Difference], Exception]) -> None:
-    """Raises ``error(difference)`` on every member unless all have the same lines.
+    """Raises ``error(difference)`` on every rank of the axis unless all ranks pass the same lines of text.
 
     Traffic: one all-reduce of two numbers; where lines differ, all lines are gathered too.
 
@@ -174,7 +177,10 @@ def check_agreement(axis: Axis, lines: Sequence[str], error: Callable[[Differenc
 def check_agreement_async(
     axis: Axis, lines: Sequence[str], error: Callable[[Difference], Exception], groups: Sequence[Sequence[int]] = ()
 ) -> Callable[[], None]:
-    """Starts :func:`check_agreement`, within ``groups`` where given; the function it returns waits, and may raise."""
+    """Starts :func:`check_agreement` (equal text on all ranks); the returned function waits, and raises as it does.
+
+    With ``groups``, lists of ranks, texts must be equal only within each group.
+    """
     wait = first_difference_async(axis, lines, groups)
 
     def finish() -> None:

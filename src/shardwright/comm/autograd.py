@@ -1,8 +1,8 @@
-"""Changes of how a tensor lies along one axis, each with the change that its gradient makes.
+"""Changes of a tensor's layout along one axis as autograd functions: Megatron's ``f`` and ``g``, and their relatives.
 
-A tensor lies *whole* (equal on every member), *partial* (the whole is the sum) or *cut* along a dim. The
-gradient of a whole tensor is whole where all members go on to do the same work with it, and partial where each
-does its own share.
+A tensor is *whole* (equal on every member), *partial* (the whole is the sum over members) or *cut* along a dim. The
+gradient of a whole tensor is whole where all members go on to do the same work with it, and partial where each does a
+share of the work.
 
 | function | forward | backward |
 |---|---|---|
@@ -11,10 +11,8 @@ does its own share.
 | :func:`whole_to_cut` | slice | all-gather |
 | :func:`cut_to_whole` | all-gather | slice |
 | :func:`cut_to_shared` | all-gather | reduce-scatter |
-| :func:`partial_to_cut` | reduce-scatter | all-gather |
-| :func:`cut_to_cut` | all-to-all | all-to-all |
 
-Each message is the size that the name says: the whole tensor for all-reduce, all-gather and reduce-scatter.
+The payload of each message is the whole tensor.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ R = TypeVar("R")
 
 
 def once(backward: Callable[P, R]) -> Callable[P, R]:
-    """A backward that sends or keeps what autograd does not see, and so cannot be differentiated: it says so."""
+    """Decorates a backward that communicates: differentiating it again (``create_graph=True``) raises PlanError."""
 
     @wraps(backward)
     def checked(*args: P.args, **named: P.kwargs) -> R:
         if torch.is_grad_enabled():  # in a backward: create_graph
             raise PlanError(
-                "a gradient's own gradient does not go through layers that ranks share",
+                "a gradient of a gradient does not go through layers that ranks share",
                 given="a backward with create_graph=True",
                 allowed="gradients of the first order",
-                fix="leave out create_graph, or leave whole what it goes through: dp4, or roles={'name': 'copied'}",
+                fix="leave out create_graph, or do not shard the layers: dp4, or roles={'name': 'copied'}",
             )
         return backward(*args, **named)
 
@@ -77,7 +75,7 @@ class _SumGradient(Function):
     @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         if not ctx.overwrite:
-            dy = dy.clone()  # autograd may hand the same tensor to others
+            dy = dy.clone()  # autograd may pass the same tensor to other backwards
         axis: Axis = ctx.axis
         return axis.all_reduce(dy), None, None
 
@@ -108,44 +106,8 @@ class _CutToWhole(Function):
         return dy.split(list(ctx.sizes), ctx.dim)[ctx.axis.index], None, None, None, None
 
 
-class _PartialToCut(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        return axis.reduce_scatter(x, dim, sizes).detach()
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.axis.all_gather(dy, ctx.dim, ctx.sizes), None, None, None
-
-
-class _CutToCut(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: Axis, give: tuple[int, ...], take: tuple[int, ...], a: int, b: int
-    ) -> Tensor:
-        ctx.axis, ctx.give, ctx.take, ctx.a, ctx.b = axis, give, take, a, b
-        return _exchange(x, axis, give, take, a, b)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return _exchange(dy, ctx.axis, ctx.take, ctx.give, ctx.b, ctx.a), None, None, None, None, None
-
-
-def _exchange(x: Tensor, axis: Axis, give: tuple[int, ...], take: tuple[int, ...], a: int, b: int) -> Tensor:
-    parts = x.split(list(give), b)
-    shapes = []
-    for size in take:
-        shape = list(parts[axis.index].shape)
-        shape[a] = size
-        shapes.append(shape)
-    return torch.cat(axis.all_to_all(parts, shapes), dim=a)
-
-
 def partial_to_whole(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis of each member's term, on every member. Overwrites ``x``.
+    """All-reduces the partial sums ``x`` in place; the backward passes the gradient on unchanged (Megatron's ``g``).
 
     Traffic: forward, one all-reduce of ``x``; backward, none.
 
@@ -158,10 +120,10 @@ def partial_to_whole(x: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_gradient(x: Tensor, axis: Axis, *, overwrite: bool = False) -> Tensor:
-    """``x`` itself, for members that each go on with their own share of the work: its gradient is their sum.
+    """Returns ``x`` unchanged and all-reduces its gradient in the backward (Megatron's ``f``).
 
-    ``overwrite`` sums in place: for an ``x`` that goes into matrix products alone, whose gradients are nobody
-    else's.
+    ``overwrite``: sum the gradient in place. Only for an ``x`` used in matrix products alone, whose gradients no other
+    operation reads.
 
     Traffic: forward, none; backward, one all-reduce of ``x``.
     """
@@ -169,12 +131,12 @@ def sum_gradient(x: Tensor, axis: Axis, *, overwrite: bool = False) -> Tensor:
 
 
 def whole_to_cut(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This member's part of ``dim``. Traffic: forward, none; backward, one all-gather of ``x``."""
+    """Slices a replicated ``x`` along ``dim``. Traffic: forward, none; backward, one all-gather of ``x``."""
     return _run(_WholeToCut, x, axis, dim, tuple(sizes)) if axis.size > 1 else x
 
 
 def cut_to_whole(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The parts joined along ``dim``, for members that all go on with the same work.
+    """All-gathers the ranks' slices along ``dim``, for ranks that all do the same work with the result.
 
     Traffic: forward, one all-gather of the whole; backward, none.
     """
@@ -182,28 +144,8 @@ def cut_to_whole(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tenso
 
 
 def cut_to_shared(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The parts joined along ``dim``, for members that each go on with their own share of the work.
+    """All-gathers the ranks' slices along ``dim``, for ranks that each do a share of the work with the result.
 
     Traffic: forward, one all-gather of the whole; backward, one reduce-scatter of it.
     """
     return _run(_CutToWhole, x, axis, dim, tuple(sizes), True) if axis.size > 1 else x
-
-
-def partial_to_cut(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The sum of the members' terms, each member keeping its part of ``dim``.
-
-    Traffic: forward, one reduce-scatter of the whole; backward, one all-gather of it.
-    """
-    return _run(_PartialToCut, x, axis, dim, tuple(sizes)) if axis.size > 1 else x
-
-
-def cut_to_cut(
-    x: Tensor, axis: Axis, *, from_dim: int, from_sizes: Sequence[int], to_dim: int, to_sizes: Sequence[int]
-) -> Tensor:
-    """The same whole, cut along ``to_dim`` instead of ``from_dim``.
-
-    Traffic: forward and backward, one all-to-all of this member's part.
-    """
-    if axis.size == 1:
-        return x
-    return _run(_CutToCut, x, axis, tuple(to_sizes), tuple(from_sizes), from_dim, to_dim)

@@ -1,14 +1,14 @@
-"""``Axis``: all that a strategy sees of the world, one rank's handle on one direction of the mesh.
+"""``Axis``: a rank's handle on one direction of the mesh. It is all that a strategy sees of the other ranks.
 
-Sizes in bytes on record are each call's *payload*: the whole tensor that the call is about, before any ring
+Each call is recorded with its *payload* in bytes: the size of the whole tensor that the call is about, before any ring
 factor (:func:`~shardwright.comm.recorder.ring_factor`).
 
 | call | payload |
 |---|---|
 | ``all_reduce``, ``broadcast`` | the tensor |
-| ``all_gather`` | the gathered whole |
-| ``reduce_scatter`` | the whole that is summed |
-| ``all_to_all`` | what this rank gives away and keeps |
+| ``all_gather`` | the gathered tensor |
+| ``reduce_scatter`` | the tensor that is summed |
+| ``all_to_all`` | all parts of this rank, the one it keeps included |
 | ``send``, ``receive`` | the message |
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class CollectiveCall(NamedTuple):
-    """One call as every member of the group must make it; ``source`` and ``details`` are for messages."""
+    """One collective, as all ranks of its group must make it; ``source`` and ``details`` serve error texts."""
 
     kind: str
     axis: str
@@ -37,7 +37,7 @@ class CollectiveCall(NamedTuple):
     details: str = ""
 
     def agrees(self, other: CollectiveCall) -> bool:
-        """Whether two ranks that make these calls mean the same one."""
+        """Whether the two calls of two ranks are the same collective."""
         return (self.kind, self.axis, self.shape, self.dtype, self.details) == (
             (other.kind, other.axis, other.shape, other.dtype, other.details)
         )
@@ -47,15 +47,25 @@ class CollectiveCall(NamedTuple):
         return f"{what} {self.details} over axis '{self.axis}' for {self.source}".replace("  ", " ")
 
 
+SAME_CALLS = "let every rank of an axis make the same calls in the same order"
+
+
+def disagreement(axis: str, rank: int, call: object, other: int, others_call: object) -> str:
+    """Returns the error text for two ranks that make different collective calls over one axis."""
+    (a, first), (b, second) = sorted([(rank, str(call)), (other, str(others_call))])
+    what = f"ranks {a} and {b} disagree on a call over axis '{axis}'"
+    return f"{what}\n  rank {a}: {first}\n  rank {b}: {second}\n  fix:    {SAME_CALLS}"
+
+
 class Pending(Generic[Result]):
-    """A call that is under way. ``wait`` returns its result; until then leave its tensors alone."""
+    """A collective or message under way: ``wait`` returns its result; until then its tensors must not be touched."""
 
     def __init__(self, finish: Callable[[], Result]) -> None:
         self._finish: Callable[[], Result] | None = finish
         self._result: Result
 
     def wait(self) -> Result:
-        """Blocks until the call is done; calling it again returns the same result."""
+        """Blocks until the collective or message is done and returns its result; calling it again returns the same."""
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
@@ -63,62 +73,66 @@ class Pending(Generic[Result]):
 
 
 def done(result: Result) -> Pending[Result]:
-    """A call that had nothing to do."""
+    """Returns a :class:`Pending` for a collective that need not send anything: ``wait`` gives ``result`` at once."""
     return Pending(lambda: result)
 
 
 class Channel(Protocol):
-    """How one backend moves the tensors of one group, seen from one member. All calls are asynchronous.
+    """One process group on one backend, as one of its ranks sees it: collectives and p2p, all asynchronous.
 
-    A channel records what it moves and reports ranks that disagree; ``Axis`` has already checked the arguments.
-    Tensors are contiguous and detached.
+    A channel records what it sends and reports ranks that disagree. ``Axis`` has checked the arguments; tensors are
+    contiguous and detached.
     """
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
-        """Overwrites each of ``tensors``, of one dtype, with the sum or maximum over the group: one message."""
-        ...
+        """All-reduces ``tensors``, of one dtype, in place and in one message: the sum or maximum over the group."""
 
     def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
-        """Fills ``parts[i]`` with member i's; ``parts[index]`` holds this member's."""
-        ...
+        """All-gathers: fills ``parts[i]`` with the part of member i; ``parts[index]`` holds this member's own."""
 
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
-        """Fills ``out``, of one dim, with the sum over members of part ``index`` of their ``tensors``, end to end.
-
-        Part i has ``sizes[i]`` elements, wherever tensors begin and end.
-        """
-        ...
+        """Reduce-scatters ``tensors``, joined end to end; member i's flat ``out`` gets ``sizes[i]`` elements."""
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """Fills ``outs[i]`` with what member i holds in ``parts[index]``."""
-        ...
+        """All-to-all: sends ``parts[i]`` to member i, and fills ``outs[i]`` with what member i sends here."""
 
     def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Overwrites ``tensor`` with member ``source``'s."""
-        ...
+        """Broadcasts: overwrites ``tensor`` with that of member ``source``."""
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """Gives ``tensor`` to member ``to``; never waits for the receiver to ask."""
-        ...
+        """Sends ``tensor`` to member ``to`` without waiting for the receiver."""
 
     def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
         """Fills ``tensor`` with the next message from member ``source``."""
-        ...
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
-        """A channel for some of the members; all of those must ask for it, in the same order."""
-        ...
+        """Returns a channel over some of the group's members; only these call it, all in the same order."""
+
+
+def _in_place(tensor: Tensor, start: Callable[[Tensor], Pending[Any]]) -> Pending[Tensor]:
+    """Starts a call on ``tensor``, or on a contiguous copy that ``wait`` copies back."""
+    whole = tensor.detach()
+    message = whole.contiguous()
+    pending = start(message)
+
+    def finish() -> Tensor:
+        pending.wait()
+        if message is not whole:
+            whole.copy_(message)
+        return tensor
+
+    return Pending(finish)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A rank's handle on one direction of the mesh: ``size``, ``index``, collectives, messages.
+    """A rank's process group along one direction of the mesh: ``size``, ``index``, collectives and p2p messages.
 
-    Every collective exists twice: ``all_reduce`` returns the result, ``all_reduce_async`` returns a
-    :class:`Pending` whose ``wait`` does. Members are counted 0 to ``size - 1`` along the axis; sizes along the
-    cut dim may differ. An axis of one member sends nothing and records nothing, nor does a call about no elements.
+    Every collective exists twice: ``all_reduce`` returns the result, ``all_reduce_async`` a :class:`Pending`. Members
+    are numbered 0 to ``size - 1`` along the axis; sizes along the cut dim may differ. An axis of size 1 sends and
+    records nothing, nor does a call on tensors without elements.
 
     >>> from shardwright.comm.launch import run_on_threads
     >>> from shardwright.mesh import Mesh
@@ -135,95 +149,80 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """How many ranks the axis joins."""
+        """The number of ranks on the axis."""
         return len(self.ranks)
 
     def for_strategy(self, name: str) -> Axis:
-        """The same axis, its calls recorded as ``name``'s."""
+        """Returns the same axis with its calls recorded under the name of a strategy."""
         return replace(self, source=name)
 
     def subset(self, indices: Sequence[int]) -> Axis:
-        """The axis over some of its members, renumbered in the order given; this rank must be one of them."""
+        """Returns the axis over some of its ranks, renumbered in the order given; only these ranks call it."""
         indices = tuple(indices)
         if self.index not in indices or len(set(indices)) != len(indices):
             raise CommunicationError(
                 f"cannot take a subset of axis '{self.name}'",
-                given=f"members {list(indices)}, asked for by member {self.index}",
+                given=f"members {list(indices)}, on member {self.index}",
                 allowed=f"different members, from 0 to {self.size - 1}, with {self.index} among them",
-                fix="let only the members of the subset ask for it",
+                fix="call subset on its members only",
             )
         if indices == tuple(range(self.size)):
             return self
         ranks = tuple(self.ranks[i] for i in indices)
         return replace(self, ranks=ranks, index=indices.index(self.index), channel=self.channel.subset(indices))
 
-    # --- collectives ---------------------------------------------------------------------------------------
-
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Overwrites ``tensor`` with the sum (or ``"max"``) over the axis, and returns it."""
+        """All-reduces ``tensor`` in place, by sum or with ``"max"`` by maximum, and returns it."""
         return self.all_reduce_async(tensor, op).wait()
 
     def all_reduce_async(self, tensor: Tensor, op: str = "sum") -> Pending[Tensor]:
-        """Starts :meth:`all_reduce`."""
+        """Starts :meth:`all_reduce`; ``wait`` of the returned :class:`Pending` gives the tensor."""
         if self.size == 1 or tensor.numel() == 0:
             return done(tensor)
         if op not in ("sum", "max"):
             raise CommunicationError("no such reduction", given=op, allowed="sum, max", fix="use sum")
-        whole = tensor.detach()
-        message = whole.contiguous()
-        pending = self.channel.all_reduce(self._call("all_reduce", whole, op), [message], op)
-
-        def finish() -> Tensor:
-            pending.wait()
-            if message is not whole:
-                whole.copy_(message)
-            return tensor
-
-        return Pending(finish)
+        call = self._call("all_reduce", tensor.shape, tensor.dtype, op)
+        return _in_place(tensor, lambda message: self.channel.all_reduce(call, [message], op))
 
     def all_reduce_together_async(self, tensors: Sequence[Tensor]) -> Pending[None]:
-        """Starts the sum of several contiguous tensors of one dtype, each overwritten, as one message."""
+        """Starts one all-reduce (sum) of several contiguous tensors of one dtype, each in place, as one message."""
         given = [tensor.detach() for tensor in tensors if tensor.numel()]
         assert all(tensor.is_contiguous() for tensor in given), "a tensor with gaps cannot be overwritten in place"
         if self.size == 1 or not given:
             return done(None)
         shape = (sum(tensor.numel() for tensor in given),)
-        call = CollectiveCall("all_reduce", self.name, self.source, shape, given[0].dtype, "sum")
-        return self.channel.all_reduce(call, given, "sum")
+        return self.channel.all_reduce(self._call("all_reduce", shape, given[0].dtype, "sum"), given, "sum")
 
     def all_gather(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-        """Joins the members' tensors along ``dim``; ``sizes`` gives each member's size there when they differ."""
+        """All-gathers the members' tensors along ``dim``; ``sizes`` are the members' sizes there, where they differ."""
         return self.all_gather_async(tensor, dim, sizes).wait()
 
     def all_gather_async(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
-        """Starts :meth:`all_gather`."""
+        """Starts :meth:`all_gather`; ``wait`` of the returned :class:`Pending` gives the joined tensor."""
         if self.size == 1:
             return done(tensor)
         mine = tensor.detach().movedim(dim, 0).contiguous()
         sizes = self._sizes("all_gather", sizes, mine.shape[0])
         whole = mine.new_empty((sum(sizes), *mine.shape[1:]))
-        if whole.numel() == 0:
-            return done(whole.movedim(0, dim))
-        parts = list(whole.split(list(sizes)))
-        parts[self.index].copy_(mine)
-        call = self._call("all_gather", whole, f"in parts {list(sizes)}")
-        pending = self.channel.all_gather(call, parts, self.index)
-        return Pending(lambda: (pending.wait(), whole.movedim(0, dim))[1])
+        whole.split(list(sizes))[self.index].copy_(mine)
+        pending = self.all_gather_into_async(whole, sizes)
+        return Pending(lambda: pending.wait().movedim(0, dim))
 
     def all_gather_into_async(self, whole: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Starts an all-gather in place: ``whole`` has one dim, and this member's part of it is filled already."""
+        """Starts an in-place all-gather along dim 0 of the contiguous ``whole``, which holds this member's part."""
         self._sizes("all_gather", sizes, sizes[self.index])
         if self.size == 1 or whole.numel() == 0:
             return done(whole)
         parts = list(whole.detach().split(list(sizes)))
-        call = self._call("all_gather", whole, f"in parts {list(sizes)}")
+        call = self._call("all_gather", whole.shape, whole.dtype, f"in parts {list(sizes)}")
         pending = self.channel.all_gather(call, parts, self.index)
         return Pending(lambda: (pending.wait(), whole)[1])
 
     def gather_parts_async(self, mine: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[list[Tensor], Pending[None]]:
-        """Starts an all-gather that leaves the members' tensors apart: nothing is copied to join them.
+        """Starts an all-gather that returns the members' tensors separately, without copying them into one.
 
-        ``shapes[i]`` is member i's. Returns the parts, and what to wait for before any but the own one is read.
+        ``shapes[i]`` is member i's. Returns the parts, and the :class:`Pending` to wait for before another member's
+        part is read.
         """
         whole = mine.detach().contiguous()
         if self.size == 1:
@@ -231,19 +230,20 @@ class Axis:
         parts = [whole if i == self.index else whole.new_empty(tuple(shape)) for i, shape in enumerate(shapes)]
         if not any(part.numel() for part in parts):
             return parts, done(None)
-        call = self._call_about("all_gather", [part.numel() for part in parts], whole.dtype)
+        sizes = [part.numel() for part in parts]
+        call = self._call("all_gather", (sum(sizes),), whole.dtype, f"in parts {sizes}")
         return parts, self.channel.all_gather(call, [part.view(-1) for part in parts], self.index)
 
     def reduce_scatter_parts_async(self, parts: Sequence[Tensor]) -> Pending[Tensor]:
-        """Starts the sum over members of their ``parts[index]``, which lie apart: nothing is copied to cut them."""
+        """Starts a reduce-scatter of separate tensors, without a joined copy: member i gets the sum of ``parts[i]``."""
         shape = parts[self.index].shape
         pending = self.reduce_scatter_together_async(parts, [part.numel() for part in parts])
         return Pending(lambda: pending.wait().view(shape))
 
     def reduce_scatter_together_async(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Pending[Tensor]:
-        """Starts the sum of several tensors of one dtype, flat and end to end, of which member i gets ``sizes[i]``.
+        """Starts a reduce-scatter of several tensors of one dtype, joined flat: member i gets ``sizes[i]`` elements.
 
-        Nothing is copied to join them, where members share memory; and there they may be let go of at once.
+        Where members share memory, nothing is copied to join the tensors, and they may be freed at once.
         """
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
         if self.size == 1:
@@ -251,15 +251,15 @@ class Axis:
         out = flat[0].new_empty(sizes[self.index])
         if not sum(sizes):
             return done(out)
-        call = self._call_about("reduce_scatter", sizes, out.dtype)
+        call = self._call("reduce_scatter", (sum(sizes),), out.dtype, f"in parts {list(sizes)}")
         return self.channel.reduce_scatter(call, out, flat, sizes)
 
     def reduce_scatter(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-        """Sums over the axis and leaves each member its part of ``dim``: ``sizes``, or equal parts."""
+        """Reduce-scatters: returns this rank's slice of the sum, ``dim`` cut into ``sizes`` or into equal parts."""
         return self.reduce_scatter_async(tensor, dim, sizes).wait()
 
     def reduce_scatter_async(self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
-        """Starts :meth:`reduce_scatter`."""
+        """Starts :meth:`reduce_scatter`; ``wait`` of the returned :class:`Pending` gives this rank's slice."""
         if self.size == 1:
             return done(tensor)
         whole = tensor.detach().movedim(dim, 0).contiguous()
@@ -274,17 +274,17 @@ class Axis:
         out = whole.new_empty((sizes[self.index], *whole.shape[1:]))
         if whole.numel() == 0:
             return done(out.movedim(0, dim))
-        call = self._call("reduce_scatter", whole, f"in parts {list(sizes)}")
+        call = self._call("reduce_scatter", whole.shape, whole.dtype, f"in parts {list(sizes)}")
         row = whole[0].numel()
         pending = self.channel.reduce_scatter(call, out.view(-1), [whole.view(-1)], [size * row for size in sizes])
         return Pending(lambda: (pending.wait(), out.movedim(0, dim))[1])
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Gives ``parts[i]`` to member i and returns what each gave; ``shapes[i]`` is what member i sends here."""
+        """All-to-all: sends ``parts[i]`` to member i; returns what each member sent, ``shapes[i]`` from member i."""
         return self.all_to_all_async(parts, shapes).wait()
 
     def all_to_all_async(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending[list[Tensor]]:
-        """Starts :meth:`all_to_all`."""
+        """Starts :meth:`all_to_all`; ``wait`` of the returned :class:`Pending` gives the received tensors."""
         given = [part.detach().contiguous() for part in parts]
         if self.size == 1:
             return done(given)
@@ -296,66 +296,52 @@ class Axis:
                 fix="pass an empty tensor for a member that gets nothing",
             )
         outs = [given[0].new_empty(tuple(shape)) for shape in shapes]
-        call = CollectiveCall("all_to_all", self.name, self.source, (), given[0].dtype)
-        return self.channel.all_to_all(call, outs, given)
+        return self.channel.all_to_all(self._call("all_to_all", (), given[0].dtype), outs, given)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrites ``tensor`` with member ``source``'s, and returns it."""
+        """Broadcasts: overwrites ``tensor`` with that of member ``source``, and returns it."""
         return self.broadcast_async(tensor, source).wait()
 
     def broadcast_async(self, tensor: Tensor, source: int = 0) -> Pending[Tensor]:
-        """Starts :meth:`broadcast`."""
+        """Starts :meth:`broadcast`; ``wait`` of the returned :class:`Pending` gives the tensor."""
         if self.size == 1 or tensor.numel() == 0:
             return done(tensor)
-        whole = tensor.detach()
-        call = self._call("broadcast", whole, f"from member {source}")
-        pending = self.channel.broadcast(call, whole.contiguous(), source)
-        if whole.is_contiguous():
-            return Pending(lambda: (pending.wait(), tensor)[1])
-        return Pending(lambda: (whole.copy_(pending.wait()), tensor)[1])
+        call = self._call("broadcast", tensor.shape, tensor.dtype, f"from member {source}")
+        return _in_place(tensor, lambda message: self.channel.broadcast(call, message, source))
 
     def barrier(self) -> None:
-        """Returns once every member has called it."""
+        """Blocks until every rank of the axis has called it."""
         if self.size > 1:
-            call = CollectiveCall("barrier", self.name, self.source, (1,), torch.uint8)
+            call = self._call("barrier", (1,), torch.uint8)
             self.channel.all_reduce(call, [torch.zeros(1, dtype=torch.uint8, device=self.device)], "max").wait()
 
-    # --- messages ------------------------------------------------------------------------------------------
-
     def send(self, tensor: Tensor, to: int) -> None:
-        """Sends ``tensor`` to member ``to``."""
+        """Sends ``tensor`` to rank number ``to`` of the axis, point to point."""
         self.send_async(tensor, to).wait()
 
     def send_async(self, tensor: Tensor, to: int) -> Pending[None]:
-        """Starts :meth:`send`; it does not wait for the receiver."""
+        """Starts :meth:`send` and returns a :class:`Pending`; it does not wait for the receiver."""
         whole = tensor.detach().contiguous()
         if whole.numel() == 0:
             return done(None)
-        return self.channel.send(self._call("send", whole, f"to member {to}"), whole, to)
+        return self.channel.send(self._call("send", whole.shape, whole.dtype, f"to member {to}"), whole, to)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-        """Receives the next tensor from member ``source``."""
+        """Returns the next tensor that rank number ``source`` of the axis sends here, point to point."""
         return self.receive_async(shape, dtype, source).wait()
 
     def receive_async(
         self, shape: Sequence[int], dtype: torch.dtype, source: int, into: Tensor | None = None
     ) -> Pending[Tensor]:
-        """Starts :meth:`receive`: posted early, the message lands while the rank computes.
-
-        ``into``, contiguous and of that shape, is filled in place of fresh memory.
-        """
+        """Starts :meth:`receive` (posted early, it overlaps with compute). ``into``: a contiguous tensor to fill."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device) if into is None else into
         if tensor.numel() == 0:
             return done(tensor)
-        return self.channel.receive(self._call("receive", tensor, f"from member {source}"), tensor, source)
+        call = self._call("receive", tensor.shape, tensor.dtype, f"from member {source}")
+        return self.channel.receive(call, tensor, source)
 
-    # --- inside --------------------------------------------------------------------------------------------
-
-    def _call_about(self, kind: str, sizes: Sequence[int], dtype: torch.dtype) -> CollectiveCall:
-        return CollectiveCall(kind, self.name, self.source, (sum(sizes),), dtype, f"in parts {list(sizes)}")
-
-    def _call(self, kind: str, tensor: Tensor, details: str) -> CollectiveCall:
-        return CollectiveCall(kind, self.name, self.source, tuple(tensor.shape), tensor.dtype, details)
+    def _call(self, kind: str, shape: Sequence[int], dtype: torch.dtype, details: str = "") -> CollectiveCall:
+        return CollectiveCall(kind, self.name, self.source, tuple(shape), dtype, details)
 
     def _sizes(self, kind: str, sizes: Sequence[int] | None, mine: int) -> Sequence[int]:
         sizes = sizes or [mine] * self.size

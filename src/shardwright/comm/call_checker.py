@@ -1,7 +1,7 @@
-"""The witness of a debug run: every rank tells each call before it makes it, and none makes one alone.
+"""Checks, in a debug run, that all ranks of a group make the same call before any of them makes it.
 
-It costs some messages through the store for each call, so it watches ``verify``, tests and ``--debug`` only. The store
-stays small: a rank takes back what it wrote for a call once all members have come to a later one.
+It costs some messages through torch's store for each call, so it serves ``verify``, tests and ``--debug`` only. The
+store stays small: a rank deletes its entry for a call once all members have reached a later one.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import time
 
 import torch.distributed as dist
 
-from shardwright.comm.axis import CollectiveCall
+from shardwright.comm.axis import SAME_CALLS, CollectiveCall, disagreement
 from shardwright.errors import CommunicationError
 
-_LOOK_AGAIN_S = 0.5
+_RECHECK_S = 0.5
 
 
 class CallChecker:
-    """One rank's side: it writes down its own call and reads what the other members of the group wrote."""
+    """One rank's side of the check: writes its calls into torch's store, and reads those of the group's other ranks."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
@@ -26,13 +26,13 @@ class CallChecker:
         self._written: dict[tuple[int, ...], str] = {}
 
     def check(self, call: CollectiveCall, ranks: tuple[int, ...], number: str) -> None:
-        """Returns once every member is about to make the same call.
+        """Returns once every rank of the group is about to make the same collective call.
 
-        Raises: CommunicationError: two ranks make different calls, wait for each other in different groups, or
-            one has returned; both are named.
+        Raises: CommunicationError: two ranks make different calls, wait for each other in different groups, or one has
+            returned; both are named.
         """
         self._num_calls += 1
-        mine, waited = _text(call), False
+        mine, waited = str(call._replace(source="")).removesuffix(" for "), False
         key = f"call/{'-'.join(map(str, ranks))}/{call.axis}/{number}"
         self.store.set(f"{key}/{self.rank}", mine)
         for other in ranks:
@@ -43,65 +43,49 @@ class CallChecker:
                 self._wait_for(f"{key}/{other}", other, call)
             theirs = self.store.get(f"{key}/{other}").decode()
             if theirs != mine:
-                (a, first), (b, second) = sorted([(self.rank, mine), (other, theirs)])
-                raise CommunicationError(
-                    f"ranks {a} and {b} disagree on a call over axis '{call.axis}'\n"
-                    f"  rank {a}: {first}\n  rank {b}: {second}\n"
-                    "  fix:    let every rank of an axis make the same calls in the same order"
-                )
+                raise CommunicationError(disagreement(call.axis, self.rank, mine, other, theirs))
         if waited:
             self.store.set(f"at/{self.rank}", "")
-        if ranks in self._written:  # all members are here, so all have read what was written for the call before
+        if ranks in self._written:  # all are here, so all have read the entry for the call before
             self.store.delete_key(self._written[ranks])
         self._written[ranks] = f"{key}/{self.rank}"
 
     def leave(self) -> None:
-        """Tells the others that this rank makes no more calls."""
+        """Records in torch's store that this rank makes no more calls, so that no rank waits for it."""
         self.store.set(f"at/{self.rank}", "returned")
 
     def _wait_for(self, key: str, other: int, call: CollectiveCall) -> None:
         start = time.monotonic()
-        look_at, pause_s = start + _LOOK_AGAIN_S, 2e-4
-        before: list[tuple[int, str]] = []
+        look_at, pause_s = start + _RECHECK_S, 2e-4
+        last_chain: list[tuple[int, str]] = []
         self.store.set(f"at/{self.rank}", f"{self._num_calls}|{other}|{call}")
         while not self.store.check([key]):
             now = time.monotonic()
             if now > start + self.timeout_s:
-                raise CommunicationError(f"rank {other} did not come to {call} within {self.timeout_s:.0f} s")
+                raise CommunicationError(f"rank {other} did not reach {call} within {self.timeout_s:.0f} s")
             if now > look_at:
                 chain = self._chain(other)
-                if chain and chain == before and not self.store.check([key]):  # nobody in it has moved
-                    raise CommunicationError(_two_waits(self.rank, call, other, chain[0][1]))
-                before, look_at = chain, now + _LOOK_AGAIN_S
+                if chain and chain == last_chain and not self.store.check([key]):  # no rank in it has moved
+                    at = chain[0][1]
+                    where = "has returned already" if at == "returned" else f"waits in {at.split('|', 2)[2]}"
+                    raise CommunicationError(
+                        f"ranks {self.rank} and {other} wait for each other\n"
+                        f"  rank {self.rank}: waits in {call}\n  rank {other}: {where}\n  fix:    {SAME_CALLS}"
+                    )
+                last_chain, look_at = chain, now + _RECHECK_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
 
     def _chain(self, other: int) -> list[tuple[int, str]]:
-        """Who waits for whom, from ``other`` on, if that leads back here or to a rank that has returned; else nothing.
-
-        A rank that is only late is waited for: it will come.
-        """
+        """The ranks that ``other`` waits for in turn, if that ends here or at a rank that has returned; else empty."""
         chain: list[tuple[int, str]] = []
         rank = other
         while rank != self.rank:
             at = self.store.get(f"at/{rank}").decode() if self.store.check([f"at/{rank}"]) else ""
-            if not at or rank in (seen for seen, _ in chain):
+            if not at or rank in (each for each, _ in chain):
                 return []
             chain.append((rank, at))
             if at == "returned":
                 break
             rank = int(at.split("|")[1])
         return chain
-
-
-def _two_waits(rank: int, call: CollectiveCall, other: int, at: str) -> str:
-    where = "has returned already" if at == "returned" else f"waits in {at.split('|', 2)[2]}"
-    return (
-        f"ranks {rank} and {other} wait for each other\n"
-        f"  rank {rank}: waits in {call}\n  rank {other}: {where}\n"
-        "  fix:    let every rank of an axis make the same calls in the same order"
-    )
-
-
-def _text(call: CollectiveCall) -> str:
-    return str(call._replace(source="")).removesuffix(" for ")

@@ -1,7 +1,7 @@
-"""Which cores of a machine each of its ranks runs on: its own, so that ranks do not push each other about.
+"""Binds the ranks of one machine to disjoint CPU cores.
 
-The system moves a busy process between cores, and its memory stays behind. What works on state in host memory or in
-files, as an update under ``offload`` does, waits for memory most of its time, and feels it first.
+The system moves a busy process between cores, away from its memory. An optimizer update on state in host memory or
+files (``offload``) waits for memory most of its time, so it gains most from binding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardwright.mesh import balanced_part
 
 
 def cores_of(index: int, num_ranks: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """The cores of one of a machine's ranks: a run of them, or one in turn where there are fewer than ranks.
+    """Returns the CPU cores to bind one rank to: a contiguous run, or one core in turn if ranks outnumber cores.
 
     >>> [cores_of(index, 2, range(5)) for index in range(2)], cores_of(2, 3, [4, 6])
     ([(0, 1, 2), (3, 4)], (4,))
@@ -25,9 +25,9 @@ def cores_of(index: int, num_ranks: int, cores: Sequence[int]) -> tuple[int, ...
 
 
 def bind(index: int, num_ranks: int) -> tuple[int, ...]:
-    """Binds this process, and the threads it starts from now on, to its cores, and returns them.
+    """Binds this process, and threads it starts later, to its share of the allowed CPU cores; returns these cores.
 
-    They are among those that it may use already. Raises: PlanError: a system that binds no processes.
+    Raises: PlanError: the system cannot bind processes.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise PlanError(

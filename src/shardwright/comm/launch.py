@@ -1,4 +1,4 @@
-"""``launch``: one function, any number of ranks."""
+"""``launch`` runs one function on any number of ranks, as threads or as processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from shardwright.comm.axis import Axis
-from shardwright.comm.backends.threads import Hub, StoppedError, ThreadTransport
+from shardwright.comm.backends.threads import StoppedError, ThreadTransport, ThreadWorld
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.world import World
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
@@ -23,12 +23,11 @@ Ranks = Literal["threads", "processes"]
 
 
 class HasRanks(Protocol):
-    """Anything that says how many ranks it wants: a layout, a mesh."""
+    """Anything with a number of ranks: a layout, a mesh."""
 
     @property
     def num_ranks(self) -> int:
-        """How many."""
-        ...
+        """The number of ranks to start."""
 
 
 def launch(
@@ -38,14 +37,14 @@ def launch(
     ranks: Ranks = "processes",
     **options: Any,
 ) -> list[T]:
-    """Runs ``work(world, *args)`` once per rank and returns what the ranks return, in rank order.
+    """Runs ``work(world, *args)`` once per rank and returns the ranks' results, in rank order.
 
-    ``ranks="threads"`` runs them in this process; ``"processes"`` starts them on this machine through torch's
-    elastic launcher, or joins the world when this process is already one rank of it (``torchrun``), and then
-    returns this rank's result alone. ``options`` go to
-    :func:`~shardwright.comm.backends.processes.run_processes`: ``debug``, ``timeout_s``, ``device``,
-    ``bind_cores`` for cores of each rank's own, and ``link``, a :class:`~shardwright.comm.backends.message_blocks.Link`
-    whose latency and bandwidth are emulated: to see on one machine what overlap gains. Threads have none of these.
+    ``ranks="threads"`` runs the ranks in this process. ``"processes"`` starts them on this machine through torch's
+    elastic launcher; in a process that is already a rank (``torchrun``) it joins that world and returns this rank's
+    result alone. ``options`` go to :func:`~shardwright.comm.backends.processes.run_processes`: ``debug``,
+    ``timeout_s``, ``device``, ``bind_cores`` for cores of each rank's own, and ``link``, a
+    :class:`~shardwright.comm.backends.message_blocks.Link` whose latency and bandwidth are emulated, to measure on one
+    machine what overlap gains. Threads take none of these.
 
     Raises: RankFailedError: a rank raised or died; its own traceback comes first. LayoutError: the world that
         ``torchrun`` started has another number of ranks.
@@ -56,7 +55,7 @@ def launch(
     num_ranks = ranks_or_layout if isinstance(ranks_or_layout, int) else ranks_or_layout.num_ranks
     if ranks == "threads":
         return run_threads(work, num_ranks, *args)
-    from shardwright.comm.backends import processes  # what needs torch.distributed loads only when it is used
+    from shardwright.comm.backends import processes  # torch.distributed is imported only when it is used
 
     if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         size = int(os.environ["WORLD_SIZE"])
@@ -72,8 +71,8 @@ def launch(
 
 
 def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
-    """:func:`launch` with ranks as threads of this process."""
-    hub = Hub(num_ranks)
+    """Runs :func:`launch` with ranks as threads of this process."""
+    hub = ThreadWorld(num_ranks)
     results: dict[int, T] = {}
     texts: dict[int, str] = {}
 
@@ -83,7 +82,7 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
         try:
             results[rank] = work(World(rank, num_ranks, torch.device("cpu"), transport, recorder), *args)
         except StoppedError:
-            pass  # another rank's failure is the one to read
+            pass  # another rank's failure is the one to report
         except BaseException as failure:
             texts[rank] = traceback.format_exc()
             hub.fail(None if isinstance(failure, CommunicationError) else rank, failure)
@@ -104,23 +103,16 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
         for thread in threads:
             thread.join(timeout=5)
         raise
-    if hub.failure is not None:
-        _raise_failure(hub, texts, num_ranks)
+    if (failure := hub.failure) is not None:
+        if isinstance(failure, CommunicationError) or (isinstance(failure, ValueError) and len(texts) == num_ranks):
+            raise failure  # an error of the user, not of one rank: every rank raises the same text
+        assert hub.failed_rank is not None
+        raise RankFailedError(f"rank {hub.failed_rank} failed\n\n{texts[hub.failed_rank]}") from failure
     return [results[rank] for rank in range(num_ranks)]
 
 
-def _raise_failure(hub: Hub, texts: dict[int, str], num_ranks: int) -> None:
-    failure = hub.failure
-    if isinstance(failure, CommunicationError) or (isinstance(failure, ValueError) and len(texts) == num_ranks):
-        raise failure  # the same words on every rank: a person's mistake, not one rank's
-    rank = hub.failed_rank
-    assert failure is not None
-    assert rank is not None
-    raise RankFailedError(f"rank {rank} failed\n\n{texts[rank]}") from failure
-
-
 def run_on_threads(mesh: Mesh, work: Callable[[dict[str, Axis]], T]) -> list[T]:
-    """Runs ``work`` once per rank of ``mesh``, each handed its own axes, ranks being threads.
+    """Runs ``work`` once per rank of ``mesh``, with that rank's axes, ranks being threads.
 
     >>> run_on_threads(Mesh(dp=2, tp=2), lambda axes: (axes["dp"].index, axes["tp"].ranks))
     [(0, (0, 1)), (0, (0, 1)), (1, (2, 3)), (1, (2, 3))]

@@ -1,4 +1,4 @@
-"""What was sent: one record for each collective call, written by the backend that moves the bytes."""
+"""The record of traffic: one entry for each collective call, written by the backend that moves the bytes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from fractions import Fraction
 from typing import NamedTuple
 
+from shardwright.comm.axis import CollectiveCall
+
 
 class Record(NamedTuple):
-    """One call: its kind, the axis it ran over, its payload, and who asked for it."""
+    """One recorded collective or message: kind, axis, payload in bytes, and the strategy that made it."""
 
     kind: str
     axis: str
@@ -19,7 +21,7 @@ class Record(NamedTuple):
 
 
 def ring_factor(kind: str, num_ranks: int) -> Fraction:
-    """The share of a call's payload that one rank sends when the ranks form a ring, exactly.
+    """Returns, exactly, the share of a collective's payload that one rank sends when the ranks form a ring.
 
     >>> ring_factor("all_reduce", 4), ring_factor("all_gather", 4), ring_factor("send", 2)
     (Fraction(3, 2), Fraction(3, 4), Fraction(1, 1))
@@ -32,26 +34,19 @@ def ring_factor(kind: str, num_ranks: int) -> Fraction:
 
 
 class Recorder:
-    """One rank's records, in the order of the calls.
-
-    >>> recorder = Recorder()
-    >>> with recorder.recording() as records:
-    ...     recorder.add(Record("all_reduce", "dp", 4096, "data_parallel"))
-    >>> records
-    [Record(kind='all_reduce', axis='dp', num_bytes=4096, source='data_parallel')]
-    """
+    """Records one rank's collectives and messages, in the order of the calls."""
 
     def __init__(self) -> None:
         self._listeners: list[list[Record]] = []
 
-    def add(self, record: Record) -> None:
-        """Notes one call, for everyone who is recording now."""
+    def note(self, call: CollectiveCall, num_bytes: int) -> None:
+        """Appends a collective call and its payload to every list that :meth:`recording` has open."""
         for records in self._listeners:
-            records.append(record)
+            records.append(Record(call.kind, call.axis, num_bytes, call.source))
 
     @contextmanager
     def recording(self) -> Iterator[list[Record]]:
-        """Gives a list that fills with every call made inside the block."""
+        """Yields a list that fills with a :class:`Record` of every collective and message inside the block."""
         records: list[Record] = []
         self._listeners.append(records)
         try:
@@ -61,7 +56,7 @@ class Recorder:
 
 
 def total_bytes(records: list[Record]) -> Counter[tuple[str, str, str]]:
-    """Payload bytes by (source, axis, kind).
+    """Returns the payload bytes of all records, summed by (strategy, axis, kind of collective).
 
     >>> dict(total_bytes([Record("send", "pp", 8, "pipeline"), Record("send", "pp", 4, "pipeline")]))
     {('pipeline', 'pp', 'send'): 12}

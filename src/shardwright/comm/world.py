@@ -1,4 +1,4 @@
-"""``World``: what one rank is handed when it starts, and the way it gets its axes."""
+"""``World``: a rank's number, device and process groups (axes), which the function that runs on it is given."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from shardwright.mesh import Mesh
 
 
 class Transport(Protocol):
-    """One backend, seen from one rank."""
+    """What each backend (threads, processes, fake) provides to one rank: its process groups."""
 
     kind: str
     blocks: Blocks | None
-    """The blocks of shared memory through which this rank talks, where it does."""
+    """The blocks of shared memory that hold this rank's messages; None where the backend uses none."""
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
-        """Channels for the groups this rank is in, by the group's place; every rank asks in the same order."""
-        ...
+        """Returns this rank's channel in each of ``groups`` that holds it, by index; all ranks call it alike."""
 
     def close(self) -> None:
-        """Ends this rank's part."""
-        ...
+        """Marks that this rank makes no more collective calls."""
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank's handle on all of them: its number, its device, its record of calls.
+    """One rank's handle on the run: its number, its device, its axes (process groups) and its record of calls.
 
     >>> from shardwright.comm.launch import launch
     >>> launch(lambda world: (world.rank, world.size), 3, ranks="threads")
@@ -47,11 +45,11 @@ class World:
 
     @property
     def local(self) -> bool:
-        """Whether the ranks are threads of this process."""
+        """Whether the ranks are threads of this process, rather than processes."""
         return self.transport.kind == "threads"
 
     def axes_in(self, name: str, groups: Sequence[tuple[int, ...]]) -> list[Axis]:
-        """The axis of each group that holds this rank; every rank calls it with the same groups, in turn."""
+        """Returns this rank's axis (process group) in each group that holds it; all ranks pass the same groups."""
         channels = self.transport.channel(groups)
         return [
             Axis(name, groups[place], groups[place].index(self.rank), channel, device=self.device)
@@ -59,14 +57,14 @@ class World:
         ]
 
     def axis(self, name: str, groups: Sequence[tuple[int, ...]]) -> Axis:
-        """This rank's axis in a partition of the ranks into ``groups``."""
+        """Returns this rank's axis (process group) in a partition of the ranks into ``groups``."""
         (axis,) = self.axes_in(name, groups)
         return axis
 
     def axes(self, mesh: Mesh) -> dict[str, Axis]:
-        """One axis for each of the mesh's, by name."""
+        """Returns this rank's axes (process groups) of a mesh, by name."""
         return {name: self.axis(name, mesh.groups(name)) for name in mesh.axes}
 
     def everyone(self) -> Axis:
-        """The axis that joins all ranks."""
+        """Returns the axis (process group) over all ranks of the run."""
         return self.axis("world", [tuple(range(self.size))])

@@ -1,10 +1,12 @@
-"""Global tensors: a placement, an sbp for each of its axes, and ``to_global`` between any two.
+"""Global tensors: DTensor-like tensors with a placement and an sbp, and ``to_global`` between any two layouts.
 
-A person writes tensor code as for one device, and says where each tensor lies.
+A user writes tensor code as for one device and gives each tensor a layout. ``boxing`` redistributes, ``rules`` shards
+operators, ``view_tracking`` keeps views safe.
 """
 
 from shardwright.global_tensor import sbp
 from shardwright.global_tensor.boxing_plan import BoxingPlan, plan_to_global
+from shardwright.global_tensor.boxing_plan import BoxingPlan as Route  # its name until now
 from shardwright.global_tensor.creation import arange, empty, full, ones, rand, randn, zeros
 from shardwright.global_tensor.from_local import from_local
 from shardwright.global_tensor.module_to_global import module_to_global
@@ -16,6 +18,7 @@ __all__ = [
     "BoxingPlan",
     "GlobalTensor",
     "Placement",
+    "Route",
     "arange",
     "empty",
     "from_local",

@@ -1,4 +1,4 @@
-"""Boxing, carried out: a route's legs between local tensors. What is sent, is sent through ``comm``."""
+"""Runs boxing (redistribution of a global tensor) on local tensors, by the collectives and messages of its plan."""
 
 from __future__ import annotations
 
@@ -10,65 +10,69 @@ from torch import Tensor
 
 from shardwright.comm.axis import Pending
 from shardwright.comm.current_world import axis_here, everyone_here, here
-from shardwright.global_tensor.boxing_plan import BoxingStep, route
+from shardwright.global_tensor.boxing_plan import BoxingStep, cheapest_plan
 from shardwright.global_tensor.geometry import GlobalLayout, boxes, chunk, is_partial, local_shape
 from shardwright.sharding.box import read
 from shardwright.sharding.transfer import BoxMessage, Transfer, deliver
 
 
-def move(local: Tensor, shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout) -> Tensor:
-    """This rank's local tensor of the destination, from its local tensor of the source: contiguous.
+def redistribute_local(
+    local: Tensor, shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout
+) -> Tensor:  # fmt: skip
+    """Redistributes a global tensor: takes this rank's local tensor, returns that of the new layout, contiguous.
 
-    Every rank of either placement calls it; the others may. It is ``local`` itself where nothing changes.
+    Every rank of either placement calls it; other ranks may. Equal layouts return ``local`` itself.
     """
     if source == destination:
         return local
-    local = resolved(local)
-    for leg in route(shape, source, destination).legs:
-        local = _move(local, leg)
+    local = materialized(local)
+    for step in cheapest_plan(shape, source, destination).steps:
+        local = _run_step(local, step)
     return local
 
 
-def resolved(local: Tensor) -> Tensor:
-    """The numbers themselves, where torch only notes that they are conjugate or negative: bytes are what is sent."""
+def materialized(local: Tensor) -> Tensor:
+    """Returns the tensor with torch's lazy conjugate and negative bits applied, since the raw bytes are sent."""
     return local.resolve_conj().resolve_neg()
 
 
-def _move(local: Tensor, leg: BoxingStep) -> Tensor:
-    if leg.kind == "messages":
-        kept = leg.kept.get(here().rank)
+def _run_step(local: Tensor, step: BoxingStep) -> Tensor:
+    if step.kind == "messages":
+        kept = step.kept.get(here().rank)
         if kept is not None:
             return local[kept].clone(memory_format=torch.contiguous_format)
-        shape = local_shape(leg.shape, leg.destination, here().rank)
-        return carry(leg.transfer, local, shape, zeros=is_partial(leg.destination))
-    if here().rank not in leg.source.placement:
+        shape = local_shape(step.shape, step.destination, here().rank)
+        return run_transfer(step.transfer, local, shape, zeros=is_partial(step.destination))
+    if here().rank not in step.source.placement:
         return local
-    return _collective(local, leg)
+    return _run_collective(local, step)
 
 
-def _collective(local: Tensor, leg: BoxingStep) -> Tensor:
-    axis = axis_here(leg.source.placement.group(leg.axis, here().rank))
-    if leg.kind == "all_reduce":
+def _run_collective(local: Tensor, step: BoxingStep) -> Tensor:
+    axis = axis_here(step.source.placement.group(step.axis, here().rank))
+    if step.kind == "all_reduce":
         return axis.all_reduce(local.clone(memory_format=torch.contiguous_format))
-    before, after = leg.dims
-    sizes = [b - a for a, b in (chunk(leg.shape[after], axis.size, i) for i in range(axis.size))]
-    if leg.kind == "reduce_scatter":
+    before, after = step.dims
+    sizes = [b - a for a, b in (chunk(step.shape[after], axis.size, i) for i in range(axis.size))]
+    if step.kind == "reduce_scatter":
         return axis.reduce_scatter(local, after, sizes).contiguous()
-    if leg.kind == "all_gather":
+    if step.kind == "all_gather":
         return axis.all_gather(local, before, sizes).contiguous()
-    held = boxes(leg.shape, leg.source)
+    held = boxes(step.shape, step.source)
+    # each member sends its slice of ``before``, cut along ``after`` to this rank's size
     shapes = [list(held[rank].shape) for rank in axis.ranks]
     for each in shapes:
         each[after] = sizes[axis.index]
     return torch.cat(axis.all_to_all(local.split(sizes, after), shapes), before)
 
 
-def carry(transfer: Transfer, local: Tensor, shape: tuple[int, ...], *, zeros: bool) -> Tensor:
-    """Sends what this rank shall send, and returns a new tensor of ``shape`` with what it got and kept.
+def run_transfer(transfer: Transfer, local: Tensor, shape: tuple[int, ...], *, zeros: bool) -> Tensor:
+    """Sends this rank's messages of a redistribution; returns a new tensor with what it received and kept.
 
     Everything for one rank goes as one message, so a transfer costs each rank at most one message to each other.
+    ``zeros``: elements that no message fills are zero, as in a term of a sum.
     """
-    rank, local = here().rank, resolved(local)
+    rank, local = here().rank, materialized(local)
     with torch.no_grad():
         out = local.new_zeros(shape) if zeros else local.new_empty(shape)
         sent: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -80,6 +84,7 @@ def carry(transfer: Transfer, local: Tensor, shape: tuple[int, ...], *, zeros: b
             if message.source != rank:
                 expected[message.source].append(message)
         values = _exchange(local, sent, expected) if sent or expected else {}
+        # delivered in the plan's order, not by sender: terms are added in the same order on every run
         for message in transfer.messages_to(rank):
             if message.source == rank:
                 deliver(message, out, read(local, message.source_piece, message.box))
@@ -91,20 +96,15 @@ def carry(transfer: Transfer, local: Tensor, shape: tuple[int, ...], *, zeros: b
 def _exchange(
     local: Tensor, sent: Mapping[int, list[Tensor]], expected: Mapping[int, list[BoxMessage]]
 ) -> dict[int, Iterator[Tensor]]:
-    """Sends all, then waits for all: what each rank sent, in the order of its messages."""
+    """Starts all sends and receives, then waits; returns the values of each source in the order of its messages."""
     axis = everyone_here()
     under_way: list[Pending[None]] = []
-    for to, parts in sent.items():  # a sender never waits for the receiver to ask
-        whole = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-        under_way.append(axis.send_async(whole.reshape(-1), to))
-    received = {
-        source: axis.receive_async((sum(message.box.size for message in messages),), local.dtype, source)
-        for source, messages in expected.items()
-    }
-    values = {
-        source: iter(received[source].wait().split([message.box.size for message in messages]))
-        for source, messages in expected.items()
-    }
-    for each in under_way:
-        each.wait()
+    for to, parts in sent.items():  # a send does not wait for its receive, so no order of ranks can deadlock
+        joined = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+        under_way.append(axis.send_async(joined.reshape(-1), to))
+    sizes = {source: [message.box.size for message in messages] for source, messages in expected.items()}
+    received = {source: axis.receive_async((sum(each),), local.dtype, source) for source, each in sizes.items()}
+    values = {source: iter(pending.wait().split(sizes[source])) for source, pending in received.items()}
+    for pending_send in under_way:
+        pending_send.wait()
     return values

@@ -1,7 +1,7 @@
-"""Boxing, planned: how a tensor gets from where it lies to where it shall lie, and what that moves.
+"""Plans boxing (redistribution): the steps from one global layout to another, and how many elements they move.
 
-A route has one leg, or two where a sum in parts is cheaper summed slice by slice on the way. A leg is a collective
-where ranks and boxes form one; else messages, each destination box fetched once from the nearest holder::
+A plan has one step, or two where partial sums are cheaper to reduce-scatter first. A step is a collective if its ranks
+and boxes form one, else point-to-point messages that fetch each destination box once from the nearest holder::
 
     partial_sum -> broadcast    all-reduce         split(0) -> broadcast   all-gather
     partial_sum -> split        reduce-scatter     split(0) -> split(1)    all-to-all
@@ -11,7 +11,7 @@ where ranks and boxes form one; else messages, each destination box fetched once
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 
 from shardwright.global_tensor.geometry import GlobalLayout, boxes, is_partial, terms, whole_piece
 from shardwright.global_tensor.placement import Placement
-from shardwright.global_tensor.sbp import Sbp, broadcast, checked, is_split, split, text
+from shardwright.global_tensor.sbp import Sbp, Sbps, broadcast, checked_sbp, is_split, sbp_text, split
 from shardwright.sharding.box import Box, Piece
 from shardwright.sharding.transfer import BoxMessage, Transfer, plan_transfer
 
@@ -31,9 +31,9 @@ Pieces = Mapping[int, tuple[Piece, ...]]
 
 @dataclass(frozen=True)
 class BoxingStep:
-    """One step of a route: from one layout of a tensor of ``shape`` to another, by messages or by a collective.
+    """One step of a :class:`BoxingPlan`: a collective, or messages, that take a tensor from one layout to another.
 
-    ``axis`` is the placement's axis that the collective is over, ``dims`` what it cuts before and after.
+    ``axis``: the placement's axis that the collective is over. ``dims``: the dims cut along it before and after.
     """
 
     shape: tuple[int, ...]
@@ -45,102 +45,113 @@ class BoxingStep:
 
     @cached_property
     def transfer(self) -> Transfer:
-        """Its messages; a collective moves as much, or less."""
-        return _messages(self.shape, self.source, self.destination)
+        """The step as point-to-point messages. A collective moves as many elements, or fewer."""
+        shape, source, destination = self.shape, self.source, self.destination
+        held = {rank: (whole_piece(box),) for rank, box in boxes(shape, source).items()}
+        term_of = terms(source)
+        if not is_partial(destination):
+            wanted = {rank: (whole_piece(box),) for rank, box in boxes(shape, destination).items()}
+            return plan_transfer(held, wanted, terms=term_of if is_partial(source) else None)
+        messages: list[BoxMessage] = []
+        for term in sorted(set(term_of.values())):
+            holders = {rank: pieces for rank, pieces in held.items() if term_of[rank] == term}
+            shares = _term_shares(shape, destination, holders, term)
+            messages += [each._replace(adds=True) for each in plan_transfer(holders, shares).messages]
+        return Transfer(tuple(messages))
 
     @cached_property
     def kept(self) -> dict[int, tuple[slice, ...]]:
-        """The ranks that send nothing and get one box, their own: what of their local tensor it is."""
+        """For each rank that sends nothing, since its new local tensor is part of its old: the slices of that part."""
         found = {}
         for rank in self.destination.placement.ranks:
-            got = self.transfer.messages_to(rank)
-            if len(got) == 1 and self.transfer.messages_from(rank) == got and not got[0].adds:
-                found[rank] = got[0].source_piece.parts(got[0].box)[0].local_box.slices
+            messages = self.transfer.messages_to(rank)
+            if len(messages) == 1 and self.transfer.messages_from(rank) == messages and not messages[0].adds:
+                found[rank] = messages[0].source_piece.parts(messages[0].box)[0].local_box.slices
         return found
 
     @cached_property
     def moved_elements(self) -> int:
-        """How many elements go from one rank to another."""
+        """How many elements this step sends between different ranks."""
         if self.kind != "all_reduce":
             return self.transfer.moved_elements
         size = self.source.placement.shape[self.axis]
         held = sum(box.size for box in boxes(self.shape, self.source).values())
+        # a ring: each rank sends 2 (size - 1) / size of its tensor
         return 2 * (size - 1) * held // size
 
 
 @dataclass(frozen=True)
 class BoxingPlan:
-    """How a tensor gets from one layout to another, priced before it runs.
+    """The redistribution of a tensor from one layout to another, in steps. Made by :func:`plan_to_global`.
 
-    >>> from shardwright.global_tensor import sbp
-    >>> from shardwright.global_tensor.placement import placement
+    >>> from shardwright.global_tensor import placement, sbp
     >>> here, there = placement("cpu", [0, 1]), placement("cpu", [2, 3])
-    >>> route = plan_to_global((4, 6), here, sbp.partial_sum, there, sbp.split(1))
-    >>> route.moved_elements
+    >>> plan_to_global((4, 6), here, sbp.partial_sum, there, sbp.split(1)).moved_elements
     48
     >>> print(plan_to_global((4, 6), here, sbp.split(0), here, sbp.broadcast))
     placement("cpu", ranks=[0, 1]) split(0) -> broadcast: all_gather, 24 elements move
     """
 
-    legs: tuple[BoxingStep, ...]
+    steps: tuple[BoxingStep, ...]
 
     @property
     def moved_elements(self) -> int:
-        """How many elements go from one rank to another."""
-        return sum(leg.moved_elements for leg in self.legs)
+        """How many elements all steps send between different ranks."""
+        return sum(step.moved_elements for step in self.steps)
 
     def moved_bytes(self, element_bytes: int) -> int:
-        """The same in bytes."""
+        """How many bytes all steps send between different ranks."""
         return self.moved_elements * element_bytes
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{leg.source.placement} {text(leg.source.sbp)} -> "
-            f"{'' if leg.source.placement == leg.destination.placement else f'{leg.destination.placement} '}"
-            f"{text(leg.destination.sbp)}: {leg.kind}, {leg.moved_elements} elements move"
-            for leg in self.legs
+            f"{step.source.placement} {sbp_text(step.source.sbp)} -> "
+            f"{'' if step.source.placement == step.destination.placement else f'{step.destination.placement} '}"
+            f"{sbp_text(step.destination.sbp)}: {step.kind}, {step.moved_elements} elements move"
+            for step in self.steps
         )
 
 
 def plan_to_global(
-    shape: tuple[int, ...], source: Placement, source_sbp: Sbp | Sequence[Sbp],
-    destination: Placement, destination_sbp: Sbp | Sequence[Sbp],
-) -> BoxingPlan:  # fmt: skip
-    """The route that ``to_global`` takes between two layouts of a tensor of this shape; nothing is sent."""
-    here = GlobalLayout(source, checked(source_sbp, source, len(shape)))
-    there = GlobalLayout(destination, checked(destination_sbp, destination, len(shape)))
-    return route(tuple(shape), here, there)
+    shape: tuple[int, ...], source: Placement, source_sbp: Sbps, destination: Placement, destination_sbp: Sbps
+) -> BoxingPlan:
+    """Returns the redistribution plan that ``to_global`` runs between two layouts of a tensor; nothing is sent."""
+    before = GlobalLayout(source, checked_sbp(source_sbp, source, len(shape)))
+    after = GlobalLayout(destination, checked_sbp(destination_sbp, destination, len(shape)))
+    return cheapest_plan(tuple(shape), before, after)
 
 
 @lru_cache(maxsize=4096)
-def route(shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout) -> BoxingPlan:
-    """The cheapest route by elements moved; among equals the one with fewer legs."""
-    whole = _leg(shape, source, destination)
-    if not is_partial(source) or whole.kind != "messages" or whole.moved_elements == 0:
-        return BoxingPlan((whole,))
-    found = [BoxingPlan((whole,))]
-    for dim in _worth_cutting(shape, destination):
+def cheapest_plan(shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout) -> BoxingPlan:
+    """Returns the redistribution plan that moves the fewest elements; among equals the one with fewer steps."""
+    direct = _step(shape, source, destination)
+    if not is_partial(source) or direct.kind != "messages" or direct.moved_elements == 0:
+        return BoxingPlan((direct,))
+    found = [BoxingPlan((direct,))]
+    # a sum that many ranks need is cheaper added up slice by slice first, on the old ranks or on the new ones
+    for dim in _dims_to_sum_over(shape, destination):
         summed = GlobalLayout(source.placement, tuple(split(dim) if one.is_partial() else one for one in source.sbp))
         cut = GlobalLayout(
             destination.placement, tuple(one if is_split(one) else split(dim) for one in destination.sbp)
         )
         for middle in (summed, cut):
             if middle not in (source, destination):
-                found.append(BoxingPlan((_leg(shape, source, middle), _leg(shape, middle, destination))))
-    return min(found, key=lambda each: (each.moved_elements, len(each.legs)))
+                found.append(BoxingPlan((_step(shape, source, middle), _step(shape, middle, destination))))
+    return min(found, key=lambda each: (each.moved_elements, len(each.steps)))
 
 
-def _worth_cutting(shape: tuple[int, ...], destination: GlobalLayout) -> list[int]:
-    """Dims to sum a tensor slice by slice over: what will be cut, and the longest."""
+def _dims_to_sum_over(shape: tuple[int, ...], destination: GlobalLayout) -> list[int]:
+    """The dims along which partial sums may be reduce-scattered first: those the destination cuts, and the longest."""
     cut = [one.dim for one in destination.sbp if isinstance(one, Shard)]
     longest = [max(range(len(shape)), key=lambda dim: shape[dim])] if shape else []
     return list(dict.fromkeys((*cut, *longest)))
 
 
-def _leg(shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout) -> BoxingStep:
+def _step(shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout) -> BoxingStep:
     plain = BoxingStep(shape, source, destination)
     if source.placement != destination.placement:
         return plain
+    # one collective changes the sbp of one axis, and only if no other axis cuts the dims that it cuts
     differ = [i for i, (a, b) in enumerate(zip(source.sbp, destination.sbp, strict=True)) if a != b]
     if len(differ) != 1 or source.placement.shape[differ[0]] == 1:
         return plain
@@ -148,13 +159,13 @@ def _leg(shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout
     before, after = source.sbp[axis], destination.sbp[axis]
     others = {one.dim for i, one in enumerate(source.sbp) if i != axis and isinstance(one, Shard)}
     dims = [one.dim for one in (before, after) if isinstance(one, Shard)]
-    kind = _collective(before, after)
+    kind = _collective_kind(before, after)
     if kind is None or others & {*dims}:
         return plain
     return BoxingStep(shape, source, destination, kind, axis, (dims[0], dims[-1]) if dims else (0, 0))
 
 
-def _collective(before: Sbp, after: Sbp) -> Kind | None:
+def _collective_kind(before: Sbp, after: Sbp) -> Kind | None:
     if before.is_partial():
         return "all_reduce" if after == broadcast else "reduce_scatter" if is_split(after) else None
     if is_split(before):
@@ -162,29 +173,13 @@ def _collective(before: Sbp, after: Sbp) -> Kind | None:
     return None
 
 
-# ---- messages
-
-
-def _messages(shape: tuple[int, ...], source: GlobalLayout, destination: GlobalLayout) -> Transfer:
-    held = {rank: (whole_piece(box),) for rank, box in boxes(shape, source).items()}
-    term_of = terms(source)
-    if not is_partial(destination):
-        wanted = {rank: (whole_piece(box),) for rank, box in boxes(shape, destination).items()}
-        return plan_transfer(held, wanted, terms=term_of if is_partial(source) else None)
-    messages: list[BoxMessage] = []
-    for term in sorted(set(term_of.values())):
-        holders = {rank: pieces for rank, pieces in held.items() if term_of[rank] == term}
-        shares = _shares(shape, destination, holders, term)
-        messages += [each._replace(adds=True) for each in plan_transfer(holders, shares).messages]
-    return Transfer(tuple(messages))
-
-
-def _shares(
+def _term_shares(
     shape: tuple[int, ...], destination: GlobalLayout, holders: Pieces, term: int
 ) -> dict[int, tuple[Piece, ...]]:
-    """Which term of each sum takes which part of a term: where it is held already; the rest goes to one of them.
+    """Which pieces of one source term each member of a partial destination adds to its own term.
 
-    All copies of a term take the same parts: whoever adds terms up may fetch each from another copy.
+    A part stays on a rank that holds it already; what no destination rank holds goes to one of the terms. All copies of
+    a destination term take the same parts, because a later sum may read each term from any of its copies.
     """
     sums: defaultdict[tuple[int, ...], defaultdict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, coord in destination.placement.coords:
@@ -193,6 +188,7 @@ def _shares(
         sums[cut][partial].append(rank)
     shares: defaultdict[int, list[Piece]] = defaultdict(list)
     held = boxes(shape, destination)
+    # one round for each slice of the tensor: its terms divide the box among them without overlap
     for members in sums.values():
         copies = list(members.values())
         box = held[copies[0][0]]
@@ -200,16 +196,11 @@ def _shares(
         parts: list[list[Box]] = [[] for _ in copies]
         for number, ranks in enumerate(copies):
             for piece in (piece for rank in ranks for piece in holders.get(rank, ())):
-                parts[number] += [
-                    part for part in (rest.intersect(piece.whole) for rest in missing) if part is not None
-                ]
+                parts[number] += [part for rest in missing if (part := rest.intersect(piece.whole)) is not None]
                 missing = [part for rest in missing for part in rest.minus(piece.whole)]
         parts[term % len(copies)] += missing
         for number, ranks in enumerate(copies):
             for rank in ranks:
-                shares[rank] += [_inside(box, part) for part in parts[number]]
+                for part in parts[number]:
+                    shares[rank].append(Piece(part, tuple(a - b for a, b in zip(part.start, box.start, strict=True))))
     return {rank: tuple(pieces) for rank, pieces in shares.items()}
-
-
-def _inside(box: Box, part: Box) -> Piece:
-    return Piece(part, tuple(a - b for a, b in zip(part.start, box.start, strict=True)))

@@ -1,4 +1,4 @@
-"""Global tensors from each rank's own part, cut in any way, and the gradient back to where the part was given."""
+"""``from_local``: a global tensor from each rank's own part, which may be cut at any place, with autograd."""
 
 from __future__ import annotations
 
@@ -14,74 +14,70 @@ from shardwright.comm.agreement import gather_json, text_digest
 from shardwright.comm.autograd import once
 from shardwright.comm.current_world import everyone_here, here
 from shardwright.errors import LayoutError, PlanError
-from shardwright.global_tensor import sbp as words
-from shardwright.global_tensor.agreement import check_alike
-from shardwright.global_tensor.boxing import carry, move, resolved
-from shardwright.global_tensor.geometry import GlobalLayout, boxes, is_partial, local_shape, whole_piece
+from shardwright.global_tensor.boxing import materialized, redistribute_local, run_transfer
+from shardwright.global_tensor.geometry import GlobalLayout, boxes, local_shape, whole_piece
 from shardwright.global_tensor.placement import Placement, check_placement
-from shardwright.global_tensor.sbp import Sbp, is_split
-from shardwright.global_tensor.tensor import GlobalTensor, Sbps, check_gradient, without_sums, wrap
+from shardwright.global_tensor.same_arguments import disagreement
+from shardwright.global_tensor.sbp import Sbp, Sbps, checked_grad_sbp, checked_sbp, is_split, sbp_text
+from shardwright.global_tensor.tensor import GlobalTensor, check_gradient, without_sums, wrap
 from shardwright.sharding.box import Box
 from shardwright.sharding.transfer import plan_transfer
 
 _ROOM_BYTES = 256
-"""Enough for what a rank says of its part, so that one message does."""
+"""Room for the description of one part, so that the gather is one message to each rank."""
 
 
 def from_local(
-    local: Tensor | None,
-    placement: Placement,
-    sbp: Sbps,
-    *,
-    grad_sbp: Sbps | None = None,
-    check: bool = False,
+    local: Tensor | None, placement: Placement, sbp: Sbps, *, grad_sbp: Sbps | None = None, check: bool = False
 ) -> GlobalTensor:
-    """The global tensor of which each rank of the placement gives its part, and the others give anything or None.
+    """Returns the global tensor whose local tensors the ranks of ``placement`` give; other ranks give anything or None.
 
-    Parts need not be cut as ``torch.chunk`` cuts: others are cut anew. Every rank of the world calls it. The parts are
-    copied: what is written to them later is not seen.
+    Every rank of the world calls it. Parts are copied, so later writes to them have no effect. Parts that are not cut
+    as ``torch.chunk`` cuts are redistributed until they are. The gradient comes back cut as the parts were given.
 
-    Traffic: each rank's shape; what lies elsewhere after cutting anew; digests of the parts with ``check``.
-    Raises: LayoutError: parts that do not fit together; copies that differ, where ``check`` is set. On every rank.
+    Traffic: each rank's shape; elements that move when parts are cut anew; digests of the parts with ``check``.
+    Raises: LayoutError, on every rank: parts that do not fit together; copies that differ, if ``check`` is set.
 
-    >>> from shardwright.global_tensor import sbp
-    >>> from shardwright.global_tensor.placement import placement
+    >>> from shardwright.global_tensor import placement, sbp
     >>> from_local(torch.ones(2, 3), placement("cpu", ranks=[0]), sbp.split(0)).shape
     torch.Size([2, 3])
     """
-    mine = torch.empty(0) if local is None else local
-    wrong = f"a {type(mine).__name__}" if isinstance(mine, DTensor) else "" if isinstance(mine, Tensor) else repr(mine)
+    part = torch.empty(0) if local is None else local
+    wrong = f"a {type(part).__name__}" if isinstance(part, DTensor) else "" if isinstance(part, Tensor) else repr(part)
     check_placement(placement)
-    if not wrong and (mine.layout != torch.strided or mine.device.type != placement.type):
-        wrong = f"a tensor of {mine.layout} on {mine.device.type}"
-    told = {
-        "where": text_digest(f"{placement} {sbp} {grad_sbp} {check}"),
-        "shape": [] if wrong else list(mine.shape),
-        "dtype": "" if wrong else str(mine.dtype).removeprefix("torch."),
+    if not wrong and (part.layout != torch.strided or part.device.type != placement.type):
+        wrong = f"a tensor of {part.layout} on {part.device.type}"
+    description = {
+        "call": text_digest(f"{placement} {sbp} {grad_sbp} {check}"),
+        "shape": [] if wrong else list(part.shape),
+        "dtype": "" if wrong else str(part.dtype).removeprefix("torch."),
         "here": local is not None,
         "wrong": wrong,
-        "grad": not wrong and mine.requires_grad,
-        "digest": _digest(mine) if check and not wrong else "",
+        "grad": not wrong and part.requires_grad,
+        "digest": _digest(part) if check and not wrong else "",
     }
-    facts = gather_json(everyone_here(), told, room=_ROOM_BYTES)
-    check_alike("the placement, an sbp or 'check'", [fact["where"] for fact in facts])
+    facts = gather_json(everyone_here(), description, room=_ROOM_BYTES)
+    # from here on every rank sees the same descriptions, so all ranks raise the same error
+    others = [rank for rank, fact in enumerate(facts) if fact["call"] != facts[0]["call"]]
+    if others:
+        raise disagreement("the placement, an sbp or 'check'", f"ranks {others} differ from rank 0")
     members = {rank: facts[rank] for rank in placement.ranks}
     _check_parts(members, placement)
     first = members[placement.ranks[0]]
-    where = GlobalLayout(placement, words.checked(sbp, placement, len(first["shape"])))
-    given = _given_boxes({rank: tuple(fact["shape"]) for rank, fact in members.items()}, where)
+    layout = GlobalLayout(placement, checked_sbp(sbp, placement, len(first["shape"])))
+    given = _given_boxes({rank: tuple(fact["shape"]) for rank, fact in members.items()}, layout)
     if check:
-        _check_copies(members, where)
-    back = None if grad_sbp is None else words.checked_gradient(grad_sbp, where.sbp, placement, len(first["shape"]))
-    if here().rank not in placement:  # its gradient is as empty as it is
+        _check_copies(members, layout)
+    back = None if grad_sbp is None else checked_grad_sbp(grad_sbp, layout.sbp, placement, len(first["shape"]))
+    if here().rank not in placement:  # it needs an autograd node too, or it would miss the backward's messages
         requires_grad = any(fact["grad"] for fact in members.values())
-        mine = torch.empty(0, dtype=getattr(torch, first["dtype"]), requires_grad=requires_grad)
-    return _FromLocal.apply(mine, where, given, back)  # type: ignore[no-any-return, no-untyped-call]
+        part = torch.empty(0, dtype=getattr(torch, first["dtype"]), requires_grad=requires_grad)
+    return _FromLocal.apply(part, layout, given, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _digest(local: Tensor) -> str:
-    """Hashes every byte: ``tensor_digest`` adds rows and columns, which is equal for two orders of one-hot labels."""
-    data = resolved(local.detach()).contiguous().cpu().flatten().view(torch.uint8)
+    """A hash of all bytes: ``tensor_digest`` sums rows and columns, which is equal for permuted one-hot labels."""
+    data = materialized(local.detach()).contiguous().cpu().flatten().view(torch.uint8)
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
 
 
@@ -108,44 +104,45 @@ def _check_parts(members: dict[int, dict[str, Any]], placement: Placement) -> No
         )
 
 
-def _given_boxes(shapes: dict[int, tuple[int, ...]], where: GlobalLayout) -> tuple[tuple[int, ...], dict[int, Box]]:
-    """The whole's shape, and the box that each member's part is, the parts lying in the order of the axes."""
+def _given_boxes(shapes: dict[int, tuple[int, ...]], layout: GlobalLayout) -> tuple[tuple[int, ...], dict[int, Box]]:
+    """The global shape, and the box of each member's part: the parts follow each other in the order of the axes."""
     num_dims = len(next(iter(shapes.values())))
     starts: dict[int, list[int]] = {rank: [0] * num_dims for rank in shapes}
-    whole = []
+    global_shape = []
     for dim in range(num_dims):
-        axes = [i for i, one in enumerate(where.sbp) if is_split(one) and one.dim == dim]
+        # members at one place along the axes that cut the dim must agree on its size; the sizes add up
+        axes = [i for i, one in enumerate(layout.sbp) if is_split(one) and one.dim == dim]
         sizes: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
-        for rank, coord in where.placement.coords:
+        for rank, coord in layout.placement.coords:
             sizes[tuple(coord[i] for i in axes)].add(shapes[rank][dim])
         if any(len(found) > 1 for found in sizes.values()):
             raise LayoutError(
-                f"the parts on {where.placement} do not fit together in dim {dim}",
+                f"the parts on {layout.placement} do not fit together in dim {dim}",
                 given=", ".join(f"rank {rank} {list(shape)}" for rank, shape in shapes.items()),
-                allowed=f"for {words.text(where.sbp)}, sizes that differ only along an axis that cuts dim {dim}",
+                allowed=f"for {sbp_text(layout.sbp)}, sizes that differ only along an axis that cuts dim {dim}",
                 fix="give parts of equal size there, or name the dim that is cut with sbp.split",
             )
         at, start = {}, 0
         for key in sorted(sizes):
             at[key] = start
             start += next(iter(sizes[key]))
-        whole.append(start)
-        for rank, coord in where.placement.coords:
+        global_shape.append(start)
+        for rank, coord in layout.placement.coords:
             starts[rank][dim] = at[tuple(coord[i] for i in axes)]
     given = {rank: Box.of(shape).shift(starts[rank]) for rank, shape in shapes.items()}
-    return tuple(whole), given
+    return tuple(global_shape), given
 
 
-def _check_copies(members: dict[int, dict[str, Any]], where: GlobalLayout) -> None:
+def _check_copies(members: dict[int, dict[str, Any]], layout: GlobalLayout) -> None:
     copies: defaultdict[tuple[int, ...], dict[int, str]] = defaultdict(dict)
-    for rank, coord in where.placement.coords:
-        kept = tuple(i for i, one in zip(coord, where.sbp, strict=True) if not one.is_replicate())
+    for rank, coord in layout.placement.coords:
+        kept = tuple(i for i, one in zip(coord, layout.sbp, strict=True) if not one.is_replicate())
         copies[kept][rank] = members[rank]["digest"]
     differ = [sorted(found) for found in copies.values() if len(set(found.values())) > 1]
     if differ:
         raise LayoutError(
-            "ranks give different values for what 'broadcast' says is equal",
-            given=f"{where.placement} {words.text(where.sbp)}: ranks {differ} differ",
+            "the ranks of a broadcast axis give different values",
+            given=f"{layout.placement} {sbp_text(layout.sbp)}: ranks {differ} differ",
             allowed="the same bits on every rank of a broadcast axis",
             fix="seed every rank alike, or send one rank's values: to_global from a placement of that rank",
         )
@@ -154,48 +151,48 @@ def _check_copies(members: dict[int, dict[str, Any]], where: GlobalLayout) -> No
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, where: GlobalLayout, given: tuple[tuple[int, ...], dict[int, Box]],
+        ctx: Any, local: Tensor, layout: GlobalLayout, given: tuple[tuple[int, ...], dict[int, Box]],
         back: tuple[Sbp, ...] | None,
     ) -> GlobalTensor:  # fmt: skip
         shape, held = given
         ctx.set_materialize_grads(False)
-        cut = boxes(shape, where)
-        ctx.shape, ctx.where, ctx.held, ctx.local = shape, where, held, tuple(local.shape)
-        ctx.back, ctx.anew = GlobalLayout(where.placement, back or without_sums(where.sbp)), held != cut
-        if here().rank not in where.placement:
-            mine = local.new_empty(local_shape(shape, where, here().rank))
-        elif not ctx.anew:  # a copy: the backward could not tell that somebody wrote to the part in between
-            mine = local.clone(memory_format=torch.contiguous_format)
-        else:  # parts of any sizes become those of torch.chunk
-            mine = _cut_anew(local, held, cut, where, local_shape(shape, where, here().rank))
-        return wrap(mine, shape, where)
+        cut = boxes(shape, layout)
+        ctx.shape, ctx.layout, ctx.held, ctx.local = shape, layout, held, tuple(local.shape)
+        ctx.back, ctx.anew = GlobalLayout(layout.placement, back or without_sums(layout.sbp)), held != cut
+        if here().rank not in layout.placement:
+            out = local.new_empty(local_shape(shape, layout, here().rank))
+        elif not ctx.anew:  # a copy, since autograd would not notice a later write to the part
+            out = local.clone(memory_format=torch.contiguous_format)
+        else:  # parts of any sizes become slices as torch.chunk cuts them
+            out = _cut_anew(local, held, cut, layout, local_shape(shape, layout, here().rank))
+        return wrap(out, shape, layout)
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: GlobalTensor | None) -> Any:
         if grad is None:
             return None, None, None, None
-        check_gradient(grad, ctx.where.placement)
-        local = move(grad._local_tensor, ctx.shape, GlobalLayout(grad.placement, grad.sbp), ctx.back)
-        if here().rank not in ctx.where.placement:
+        check_gradient(grad, ctx.layout.placement)
+        local = redistribute_local(grad._local_tensor, ctx.shape, GlobalLayout(grad.placement, grad.sbp), ctx.back)
+        if here().rank not in ctx.layout.placement:
             local = local.new_empty(ctx.local)
         elif ctx.anew:
-            local = _cut_anew(local, boxes(ctx.shape, ctx.where), ctx.held, ctx.where, ctx.local)
+            local = _cut_anew(local, boxes(ctx.shape, ctx.layout), ctx.held, ctx.layout, ctx.local)
         return local, None, None, None
 
 
 def _cut_anew(
-    local: Tensor, held: dict[int, Box], wanted: dict[int, Box], where: GlobalLayout, shape: tuple[int, ...]
+    local: Tensor, held: dict[int, Box], wanted: dict[int, Box], layout: GlobalLayout, shape: tuple[int, ...]
 ) -> Tensor:
-    """The same tensor, cut at other places: each term and each copy within its own ranks."""
-    of_rank = dict(where.placement.coords)
-    mine = _apart(where, of_rank[here().rank])
-    ranks = [rank for rank, coord in where.placement.coords if _apart(where, coord) == mine]
+    """The local tensor after each term and each copy was cut at other places, among the ranks that share it."""
+    coord_of = dict(layout.placement.coords)
+
+    def unsplit(rank: int) -> tuple[int, ...]:
+        return tuple(i for i, one in zip(coord_of[rank], layout.sbp, strict=True) if not is_split(one))
+
+    # ranks at one place along the axes that do not split hold slices of the same term and the same copy
+    place = unsplit(here().rank)
+    ranks = [rank for rank in coord_of if unsplit(rank) == place]
     source = {rank: (whole_piece(held[rank]),) for rank in ranks}
     transfer = plan_transfer(source, {rank: (whole_piece(wanted[rank]),) for rank in ranks})
-    assert not is_partial(where) or len({_apart(where, of_rank[rank]) for rank in ranks}) == 1
-    return carry(transfer, local, shape, zeros=False)
-
-
-def _apart(where: GlobalLayout, coord: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(i for i, one in zip(coord, where.sbp, strict=True) if not is_split(one))
+    return run_transfer(transfer, local, shape, zeros=False)

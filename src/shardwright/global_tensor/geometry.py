@@ -1,4 +1,4 @@
-"""Which box of the whole each rank of a placement holds, and which term of a sum: integers only."""
+"""Which box of a global tensor each rank holds, and under ``partial_sum`` which term of the sum: integers only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardwright.sharding.box import Box, Piece
 
 
 class GlobalLayout(NamedTuple):
-    """A placement, and how a tensor lies on it."""
+    """The layout of a global tensor: its placement, and one sbp (split, broadcast, partial sum) for each axis of it."""
 
     placement: Placement
     sbp: tuple[Sbp, ...]
 
 
 def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
-    """The part's range of ``size``, as ``torch.chunk`` cuts: full parts first, then a shorter one, then none.
+    """Returns the (start, stop) that ``torch.chunk`` gives a part of a dim: full parts first, a shorter one, then none.
 
     >>> [chunk(5, 4, part) for part in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -29,10 +29,16 @@ def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
     return min(part * full, size), min((part + 1) * full, size)
 
 
-def box_at(shape: tuple[int, ...], where: GlobalLayout, coord: Coord) -> Box:
-    """The box that the member at ``coord`` holds; axes that cut the same dim cut it one after the other."""
+@lru_cache(maxsize=4096)
+def boxes(shape: tuple[int, ...], layout: GlobalLayout) -> dict[int, Box]:
+    """Returns the box (range of every dim) of the global tensor that each rank of the placement holds, by rank."""
+    return {rank: _box_at(shape, layout, coord) for rank, coord in layout.placement.coords}
+
+
+def _box_at(shape: tuple[int, ...], layout: GlobalLayout, coord: Coord) -> Box:
     start, stop = [0] * len(shape), list(shape)
-    for one, parts, part in zip(where.sbp, where.placement.shape, coord, strict=True):
+    # axes that cut the same dim cut it one after the other, the slowest axis first, as DTensor does
+    for one, parts, part in zip(layout.sbp, layout.placement.shape, coord, strict=True):
         if isinstance(one, Shard):
             first, last = chunk(stop[one.dim] - start[one.dim], parts, part)
             stop[one.dim] = start[one.dim] + last
@@ -40,43 +46,36 @@ def box_at(shape: tuple[int, ...], where: GlobalLayout, coord: Coord) -> Box:
     return Box(tuple(start), tuple(stop))
 
 
-@lru_cache(maxsize=4096)
-def boxes(shape: tuple[int, ...], where: GlobalLayout) -> dict[int, Box]:
-    """The box of every member."""
-    return {rank: box_at(shape, where, coord) for rank, coord in where.placement.coords}
-
-
 def whole_piece(box: Box) -> Piece:
-    """The only piece of a local tensor that holds ``box``."""
+    """Returns the piece for a local tensor that is exactly ``box`` of the global tensor."""
     return Piece(box, (0,) * len(box.start))
 
 
 @lru_cache(maxsize=4096)
-def terms(where: GlobalLayout) -> dict[int, int]:
-    """Which term of the sum each member holds; 0 everywhere without ``partial_sum``."""
+def terms(layout: GlobalLayout) -> dict[int, int]:
+    """Returns, by rank, the number of the ``partial_sum`` term that each holds; all 0 for a layout without one."""
     found = {}
-    for rank, coord in where.placement.coords:
+    for rank, coord in layout.placement.coords:
         term = 0
-        for one, size, index in zip(where.sbp, where.placement.shape, coord, strict=True):
+        for one, size, index in zip(layout.sbp, layout.placement.shape, coord, strict=True):
             if one.is_partial():
                 term = term * size + index
         found[rank] = term
     return found
 
 
-def is_partial(where: GlobalLayout) -> bool:
-    """Whether it is a sum in parts."""
-    return any(one.is_partial() for one in where.sbp)
+def is_partial(layout: GlobalLayout) -> bool:
+    """Whether the layout is ``partial_sum`` on any axis, so that ranks hold terms to be added."""
+    return any(one.is_partial() for one in layout.sbp)
 
 
 @lru_cache(maxsize=4096)
-def local_shape(shape: tuple[int, ...], where: GlobalLayout, rank: int) -> tuple[int, ...]:
-    """The shape of the rank's local tensor; a rank that is not a member holds an empty one of the same dims.
+def local_shape(shape: tuple[int, ...], layout: GlobalLayout, rank: int) -> tuple[int, ...]:
+    """Returns the shape of a rank's local tensor; outside the placement it is an empty one of as many dims.
 
-    >>> from shardwright.global_tensor import sbp
-    >>> from shardwright.global_tensor.placement import placement
+    >>> from shardwright.global_tensor import placement, sbp
     >>> [local_shape((5,), GlobalLayout(placement("cpu", [0, 2]), (sbp.split(0),)), rank) for rank in range(3)]
     [(3,), (0,), (2,)]
     """
-    held = boxes(shape, where).get(rank)
+    held = boxes(shape, layout).get(rank)
     return held.shape if held is not None else (0,) * max(len(shape), 1)

@@ -1,4 +1,4 @@
-"""Lists as an index, ``x[[0, 2]]``: the same on every rank, as the program is, so they become copies."""
+"""Python lists as an index, ``x[[0, 2]]``: every rank runs the same program, so each becomes a replicated tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shardwright.comm.current_world import here
 from shardwright.errors import explain
 from shardwright.global_tensor.geometry import GlobalLayout
 from shardwright.global_tensor.sbp import broadcast
@@ -19,28 +18,21 @@ if TYPE_CHECKING:
 
 
 def with_lists(x: GlobalTensor, index: Any) -> Any:
-    """``index`` with global tensors in place of lists of numbers or of truths.
+    """Returns ``index`` with replicated global tensors in place of lists of integers or booleans.
 
-    Raises: IndexError: a list that the dim does not fit. On every rank: a member that raised alone would be waited for.
-
-    >>> from shardwright.global_tensor import sbp
-    >>> from shardwright.global_tensor.creation import arange
-    >>> from shardwright.global_tensor.placement import placement
-    >>> x = arange(5, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0))
-    >>> x[[0, -1]].tolist(), x[[True, False, False, True, False]].tolist()
-    ([0, 4], [0, 3])
+    Raises: IndexError: a list that does not fit its dim. It is raised on every rank, so that no rank waits for another.
     """
     given = index if isinstance(index, tuple) else (index,)
     if isinstance(index, list) and any(isinstance(each, list) for each in index):
-        return index  # torch is about to change what lists of lists mean
+        return index  # torch is changing the meaning of nested lists, so they are left to it
     if not any(isinstance(each, list) and _is_flat(each) for each in given):
         return index
-    takes, found, dim = [_num_dims(each) for each in given], [], 0
+    takes, found, dim = [_num_dims(each) for each in given], [], 0  # ``dim``: the dim of x that the next entry indexes
     for number, each in enumerate(given):
         if each is Ellipsis:
             dim = x.ndim - sum(takes[number:])
         elif isinstance(each, list) and _is_flat(each):
-            found += _tensors(x, torch.tensor(each, dtype=None if each else torch.int64), dim)
+            found += _replicated(x, torch.tensor(each, dtype=None if each else torch.int64), dim)
             dim += takes[number]
             continue
         found.append(each)
@@ -53,7 +45,7 @@ def _is_flat(each: Sequence[Any]) -> bool:
 
 
 def _num_dims(each: Any) -> int:
-    """How many dims of the tensor an entry of an index stands for."""
+    """How many dims of the tensor an entry of an index consumes."""
     if each is None or each is Ellipsis or isinstance(each, bool):
         return 0
     if isinstance(each, list) and _is_flat(each) and each:
@@ -61,26 +53,23 @@ def _num_dims(each: Any) -> int:
     return each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1
 
 
-def _tensors(x: GlobalTensor, table: Tensor, dim: int) -> list[Tensor]:
-    from shardwright.global_tensor.tensor import wrap  # that file imports this one, for its __getitem__
+def _replicated(x: GlobalTensor, table: Tensor, dim: int) -> list[Tensor]:
+    from shardwright.global_tensor.creation import local_part
+    from shardwright.global_tensor.tensor import wrap  # tensor.py imports this file
 
     sizes = tuple(x.shape[dim : dim + (table.ndim if table.dtype == torch.bool else 1)])
     if table.dtype == torch.bool:
         if tuple(table.shape) != sizes:
-            raise _misfit(f"truths of shape {list(table.shape)}", f"{list(sizes)} from dim {dim} on")
+            raise _misfit(f"a mask of shape {list(table.shape)}", f"{list(sizes)} from dim {dim} on")
         tables = table.nonzero(as_tuple=True)
     else:
         tables = (table,)
         if sizes and table.numel() and not -sizes[0] <= int(table.min()) <= int(table.max()) < sizes[0]:
             raise _misfit(f"{int(table.min())} to {int(table.max())}", f"{-sizes[0]} to {sizes[0] - 1} in dim {dim}")
-    where, device = GlobalLayout(x.placement, (broadcast,) * x.placement.ndim), x._local_tensor.device
-    member = here().rank in x.placement
-    return [
-        wrap(each.to(device) if member else each.new_empty((0,) * each.ndim, device=device), each.shape, where)
-        for each in tables
-    ]
+    layout, device = GlobalLayout(x.placement, (broadcast,) * x.placement.ndim), x._local_tensor.device
+    return [wrap(local_part(each, layout, device), each.shape, layout) for each in tables]
 
 
 def _misfit(given: str, allowed: str) -> IndexError:
-    text = explain("a list does not fit as an index", given=given, allowed=allowed, fix="choose what is there")
+    text = explain("a list does not fit as an index", given=given, allowed=allowed, fix="give indices within the dim")
     return IndexError(text)

@@ -1,8 +1,8 @@
-"""A plain module whose parameters and buffers become global tensors."""
+"""``module_to_global``: turns the parameters and buffers of a plain module into global tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -13,29 +13,26 @@ from torch.nn.parameter import is_lazy
 
 from shardwright.comm.current_world import here
 from shardwright.errors import LayoutError, PlanError, nearest
-from shardwright.global_tensor import sbp as words
-from shardwright.global_tensor.agreement import check_everywhere
 from shardwright.global_tensor.geometry import GlobalLayout, local_shape
 from shardwright.global_tensor.placement import Placement, check_placement
-from shardwright.global_tensor.sbp import Sbp, broadcast
+from shardwright.global_tensor.same_arguments import check_everywhere
+from shardwright.global_tensor.sbp import Sbps, broadcast, checked_sbp
 from shardwright.global_tensor.tensor import GlobalTensor, to_global, wrap
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def module_to_global(
-    module: Module, placement: Placement, sbp: Mapping[str, Sbp | Sequence[Sbp]] | None = None
-) -> Module:
-    """The module itself, its parameters and buffers global on ``placement``; the first rank's values count.
+def module_to_global(module: Module, placement: Placement, sbp: Mapping[str, Sbps] | None = None) -> Module:
+    """Makes the module's parameters and buffers global on ``placement``, in place; returns the module.
 
-    ``sbp`` maps patterns of names (``"*.weight"``) to how they lie; the first that matches counts, and what none
-    matches is broadcast. Tied parameters stay tied. Every rank of the world calls it, with the same module.
+    The values are those of the placement's first rank. ``sbp`` maps name patterns (``"*.weight"``) to an sbp; the first
+    match counts, and names without a match are broadcast. Tied parameters stay tied. Every rank of the world calls it,
+    with the same module.
 
-    Traffic: what lies elsewhere than on the placement's first rank.
-    Raises: LayoutError: a pattern that matches nothing; an sbp that does not fit. PlanError: no values yet.
+    Traffic: the elements that other ranks than the placement's first one need.
+    Raises: LayoutError: a pattern that matches nothing; an sbp that does not fit. PlanError: parameters without values.
 
-    >>> from shardwright.global_tensor import sbp
-    >>> from shardwright.global_tensor.placement import placement
+    >>> from shardwright.global_tensor import placement, sbp
     >>> layer = module_to_global(nn.Linear(4, 2), placement("cpu", ranks=[0]), {"weight": sbp.split(0)})
     >>> layer.weight.sbp, layer.bias.sbp
     ((Shard(dim=0),), (Replicate(),))
@@ -46,22 +43,22 @@ def module_to_global(
     found = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     kinds = ((name, *_kind(x)) for name, x in found)
     check_everywhere("the module, the placement or the sbp", [placement, sbp, *kinds])
-    places = {name: _where(name, tensor, placement, sbp or {}) for name, tensor in found}
-    _check_patterns(list(sbp or {}), list(places))
-    known: dict[int, Tensor] = {}
+    layouts = {name: _layout(name, tensor, placement, sbp or {}) for name, tensor in found}
+    _check_patterns(list(sbp or {}), list(layouts))
+    converted: dict[int, Tensor] = {}  # by the plain tensor's id: a tied parameter is converted once
     for name, tensor in found:
-        if id(tensor) not in known:
-            moved = _from_first(tensor.detach(), places[name])
+        if id(tensor) not in converted:
+            x = _from_first_rank(tensor.detach(), layouts[name])
             is_parameter = isinstance(tensor, nn.Parameter)
-            known[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+            converted[id(tensor)] = nn.Parameter(x, tensor.requires_grad) if is_parameter else x
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
-        table[leaf] = known[id(tensor)]
+        table[leaf] = converted[id(tensor)]
     return module
 
 
-def _where(name: str, tensor: Tensor, placement: Placement, sbp: Mapping[str, Sbp | Sequence[Sbp]]) -> GlobalLayout:
+def _layout(name: str, tensor: Tensor, placement: Placement, sbp: Mapping[str, Sbps]) -> GlobalLayout:
     if is_lazy(tensor) or tensor.is_meta:
         raise PlanError(
             f"'{name}' has no values",
@@ -69,8 +66,8 @@ def _where(name: str, tensor: Tensor, placement: Placement, sbp: Mapping[str, Sb
             allowed="a module with values, on the first rank at least",
             fix="call module.to_empty(device='cpu') and initialise it, or run it once, first",
         )
-    given = next((lies for pattern, lies in sbp.items() if fnmatchcase(name, pattern)), (broadcast,) * placement.ndim)
-    return GlobalLayout(placement, words.checked(given, placement, tensor.ndim))
+    given = next((one for pattern, one in sbp.items() if fnmatchcase(name, pattern)), (broadcast,) * placement.ndim)
+    return GlobalLayout(placement, checked_sbp(given, placement, tensor.ndim))
 
 
 def _check_kinds(module: object, sbp: object) -> None:
@@ -91,10 +88,10 @@ def _check_layers(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, nn.RNNBase):
             raise PlanError(
-                f"'{name}' keeps its weights in a list of its own and starts from plain zeros",
+                f"'{name}' keeps its weights in a list of its own and creates a plain initial state",
                 given=f"nn.{type(layer).__name__}",
                 allowed="modules that compute with their parameters as they are",
-                fix=f"write it with nn.{layer.mode.split('_')[0]}Cell and a first state that is global",
+                fix=f"write it with nn.{layer.mode.split('_')[0]}Cell and a global initial state",
             )
 
 
@@ -109,13 +106,13 @@ def _check_patterns(patterns: list[str], names: list[str]) -> None:
             )
 
 
-def _from_first(tensor: Tensor, where: GlobalLayout) -> GlobalTensor:
-    """The first rank's tensor, lying so; one that is global already is moved."""
+def _from_first_rank(tensor: Tensor, layout: GlobalLayout) -> GlobalTensor:
+    """The placement's first rank's tensor, redistributed; a tensor that is global already is only redistributed."""
     if isinstance(tensor, DTensor):
-        return to_global(tensor, where.placement, where.sbp)
-    first = where.placement.ranks[0]
-    alone = GlobalLayout(Placement(where.placement.type, (first,), (1,)), (broadcast,))
+        return to_global(tensor, layout.placement, layout.sbp)
+    first = layout.placement.ranks[0]
+    source = GlobalLayout(Placement(layout.placement.type, (first,), (1,)), (broadcast,))
     local = tensor.clone()
     if here().rank != first:
-        local = torch.empty(local_shape(tuple(tensor.shape), alone, here().rank), dtype=tensor.dtype)
-    return wrap(local, tuple(tensor.shape), alone).to_global(where.placement, where.sbp)
+        local = torch.empty(local_shape(tuple(tensor.shape), source, here().rank), dtype=tensor.dtype)
+    return wrap(local, tuple(tensor.shape), source).to_global(layout.placement, layout.sbp)

@@ -1,12 +1,10 @@
-"""``placement``: the device type and the ranks of a global tensor, nothing else."""
+"""``placement``: the device type and the grid of ranks that hold a global tensor, as a DeviceMesh without groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
-from math import prod
 from typing import Any
 
 import torch
@@ -20,9 +18,9 @@ Coord = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Which ranks hold a tensor, as a grid of one or more axes, in the order given.
+    """The ranks that hold a tensor, as a grid of one or more axes, in the order given. Made by :func:`placement`.
 
-    ``ranks`` are all of them, the last axis fastest; ``shape`` is the grid's. Made by :func:`placement`.
+    ``ranks`` lists the grid flattened, the last axis fastest; ``shape`` is the grid's shape.
     """
 
     type: str
@@ -31,12 +29,12 @@ class Placement:
 
     @property
     def ndim(self) -> int:
-        """How many axes it has: a tensor has one sbp for each."""
+        """The number of axes of the grid; a tensor has one sbp (split, broadcast, partial sum) for each."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks in the placement."""
         return len(self.ranks)
 
     @cached_property
@@ -49,18 +47,14 @@ class Placement:
         return dict(self.coords)
 
     def coord(self, rank: int) -> Coord | None:
-        """The coordinate of ``rank``; None when it is not a member.
-
-        >>> placement("cpu", [[0, 1], [2, 3]]).coord(2), placement("cpu", [1]).coord(0)
-        ((1, 0), None)
-        """
+        """Returns the coordinate of ``rank`` in the grid; None when the placement does not hold it."""
         return self._coord_of.get(rank)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._coord_of
 
     def group(self, axis: int, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank``, a member, only on ``axis``, in the order of the axis.
+        """Returns the process group of ``rank`` along ``axis``: the ranks that share its other coordinates, in order.
 
         >>> placement("cpu", [[0, 1], [2, 3]]).group(0, 3)
         (1, 3)
@@ -69,7 +63,7 @@ class Placement:
         return tuple(other for other, c in self.coords if c[:axis] + c[axis + 1 :] == at[:axis] + at[axis + 1 :])
 
     def nested(self) -> Any:
-        """The ranks as nested lists of the grid's shape."""
+        """Returns the ranks as nested lists of the grid's shape."""
         return torch.tensor(self.ranks).view(self.shape).tolist()
 
     def __str__(self) -> str:
@@ -79,9 +73,9 @@ class Placement:
 
 
 def placement(type: str, ranks: Any) -> Placement:
-    """Where a global tensor lies: a device type, and ranks as a list or a grid (nested lists), order kept.
+    """Returns a placement: a device type, and a grid of ranks as lists, a tensor or a DeviceMesh, order kept.
 
-    Raises: LayoutError: ranks that are no grid of different numbers; ranks or a type that the world does not have.
+    Raises: LayoutError: ranks that are no grid of distinct numbers; ranks or a type that the world does not have.
 
     >>> placement("cpu", ranks=[0, 1, 3])
     placement("cpu", ranks=[0, 1, 3])
@@ -89,34 +83,31 @@ def placement(type: str, ranks: Any) -> Placement:
     (2, 2)
     """
     if not _is_type(type):
-        raise _wrong("no such device type", type, '"cpu", "cuda" or another type torch knows', 'write "cpu"')
+        raise _wrong("no such device type", type, '"cpu", "cuda" or another device type of torch', 'write "cpu"')
     if isinstance(ranks, DeviceMesh):
         ranks = ranks.mesh
     if hasattr(ranks, "tolist"):  # a tensor, or an array of numpy's
         ranks = ranks.tolist()
-    shape, flat = _shape(ranks, ranks), tuple(_numbers(ranks))
+    shape, flat = _grid(ranks, ranks)
     if not flat:
         raise _wrong("a placement without ranks", ranks, "one rank or more", "give the ranks: [0, 1]")
-    if prod(shape) != len(flat):  # a grid has as many numbers in every row
-        raise _wrong("ranks that are no grid", ranks, "nested lists of equal lengths", "fill up the shorter rows")
     twice = sorted({rank for rank in flat if flat.count(rank) > 1})
     if twice:
-        raise _wrong("a rank is there twice", f"{ranks}: {twice}", "each rank once", "leave out the second one")
+        raise _wrong("a rank is given twice", f"{ranks}: {twice}", "each rank once", "leave out the second one")
     made = Placement(type, flat, shape)
     if torch.distributed.is_initialized():
-        check_in_world(made)
+        _check_in_world(made)
     return made
 
 
 def check_placement(given: object) -> None:
-    """Raises LayoutError for what is no placement, or none of this world."""
+    """Raises LayoutError unless ``given`` is a placement whose ranks and device type the world has."""
     if not isinstance(given, Placement):
         raise _wrong("not a placement", repr(given), "placement(type, ranks)", 'write placement("cpu", ranks=[0])')
-    check_in_world(given)
+    _check_in_world(given)
 
 
-def check_in_world(given: Placement) -> None:
-    """Raises LayoutError when the placement has ranks or a device type that the world does not have."""
+def _check_in_world(given: Placement) -> None:
     size, has = here().size, here().device.type
     if given.type != has and not (size == 1 and _is_usable(given.type)):
         raise _wrong(
@@ -133,35 +124,29 @@ def check_in_world(given: Placement) -> None:
 
 @lru_cache(maxsize=1024)
 def mesh_of(given: Placement) -> DeviceMesh:
-    """The placement as torch's DeviceMesh, without process groups: making it sends nothing, on any rank."""
+    """Returns torch's DeviceMesh of the placement, without process groups: making one sends nothing."""
     return DeviceMesh(given.type, torch.tensor(given.ranks).view(given.shape), _init_backend=False, _rank=here().rank)
 
 
 @lru_cache(maxsize=1024)
 def placement_of(mesh: DeviceMesh) -> Placement:
-    """The placement of a DeviceMesh."""
+    """Returns the placement that has the ranks of a DeviceMesh."""
     return Placement(mesh.device_type, tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape))
 
 
-def _shape(ranks: Any, given: Any) -> tuple[int, ...]:
+def _grid(ranks: Any, given: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of nested lists, and the ranks in them in order; ``given`` is the outermost list, for errors."""
     if isinstance(ranks, (list, tuple, range)):
-        inner = {_shape(each, given) for each in ranks}
-        if len(inner) > 1:
+        rows = [_grid(each, given) for each in ranks]
+        shapes = {shape for shape, _ in rows} or {()}
+        if len(shapes) > 1:
             raise _wrong("ranks that are no grid", given, "nested lists of equal lengths", "fill up the shorter rows")
-        return (len(ranks), *inner.pop()) if inner else (0,)
+        return (len(rows), *shapes.pop()), tuple(rank for _, row in rows for rank in row)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 0:
         raise _wrong("not a rank", f"{ranks!r} in {given!r}", "numbers from 0 on", "give ranks=[0, 1], or nested lists")
     if ranks is given:
         raise _wrong("ranks that are no list", repr(given), "a list or nested lists", f"write ranks=[{given}]")
-    return ()
-
-
-def _numbers(ranks: Sequence[Any] | int) -> Iterator[int]:
-    if isinstance(ranks, int):
-        yield ranks
-    else:
-        for each in ranks:
-            yield from _numbers(each)
+    return (), (ranks,)
 
 
 def _is_type(type: object) -> bool:
@@ -172,7 +157,7 @@ def _is_type(type: object) -> bool:
 
 
 def _is_usable(type: str) -> bool:
-    """Whether this process, alone, can compute on such a device."""
+    """Whether this process alone can compute on a device of the type."""
     try:
         return bool(torch.get_device_module(type).is_available())
     except RuntimeError:  # torch has no such devices here

@@ -1,4 +1,4 @@
-"""Global tensors saved to a folder and loaded from it, through the checkpoint."""
+"""``save`` and ``load`` of global tensors, through the checkpoint format."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from shardwright.tensor_store import tensor_store
 def save(
     tensors: Mapping[str, GlobalTensor], folder: str | Path, *, step: int = 0, extra: Mapping[str, Any] | None = None
 ) -> Path:
-    """Writes ``folder/step-N`` with these tensors, all ranks of the world together; returns its path.
+    """Saves global tensors as the checkpoint ``folder/step-N`` and returns its path. Every rank of the world calls it.
 
-    Every element is written once, by the first rank that holds it; a sum in parts is added up first.
+    Every element is written once, by the first rank that holds it; partial sums are reduced first.
 
     Raises: CheckpointError, on every rank, as :func:`shardwright.save`.
 
     >>> import tempfile
-    >>> from shardwright.global_tensor import sbp
-    >>> from shardwright.global_tensor.creation import arange
-    >>> from shardwright.global_tensor.placement import placement
+    >>> from shardwright.global_tensor import arange, placement, sbp
     >>> x = arange(4, placement=placement("cpu", ranks=[0]), sbp=sbp.split(0))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     extra = load(save({"x": x}, folder, extra={"epoch": 3}), {"x": x.zero_()})
@@ -33,8 +31,8 @@ def save(
 
 
 def load(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Any]:
-    """Fills these tensors, under any placement and sbp, from a checkpoint that any layout wrote; returns its ``extra``.
+    """Fills global tensors from a checkpoint of any layout; returns ``extra``, the user data saved with it.
 
-    Raises: CheckpointError, on every rank: missing, broken or foreign; or without one of the tensors.
+    Raises: CheckpointError, on every rank: a missing, broken or foreign checkpoint, or one without one of the tensors.
     """
     return tensor_store().load_tensors(path, tensors)

@@ -1,4 +1,6 @@
-"""``sbp``: how a tensor lies along each axis of its placement. The words are spellings of torch's own.
+"""``sbp`` (split, broadcast, partial sum): how a tensor is sharded along each axis of its placement.
+
+The values are torch's own placement types under shorter names:
 
 | here | torch | each member of the axis holds |
 |---|---|---|
@@ -20,16 +22,21 @@ from shardwright.errors import LayoutError
 from shardwright.global_tensor.placement import Placement
 
 Sbp = types.Placement
-"""Torch's name for it is ``Placement``; a placement is something else here."""
+"""How a tensor is sharded along one axis. Torch's name is ``Placement``, which here means a set of ranks."""
+
+Sbps = Sbp | Sequence[Sbp]
+"""One sbp for each axis of a placement; for a placement of one axis, the sbp alone."""
 
 broadcast = Replicate()
 partial_sum = Partial()
 
 
 def split(dim: int) -> Shard:
-    """Cut along ``dim``; a negative one counts from the last. Raises LayoutError: no whole number.
+    """Returns the sbp of a tensor cut along ``dim``; a negative ``dim`` counts from the last.
 
-    >>> text((split(0), broadcast))
+    Raises: LayoutError: ``dim`` is not an integer.
+
+    >>> sbp_text((split(0), broadcast))
     '(split(0), broadcast)'
     """
     if isinstance(dim, bool) or not isinstance(dim, SupportsIndex):
@@ -38,12 +45,12 @@ def split(dim: int) -> Shard:
 
 
 def is_split(one: object) -> TypeGuard[Shard]:
-    """Whether it is a plain cut."""
+    """Whether ``one`` is a split: torch's plain ``Shard``, not a subclass of it."""
     return type(one) is Shard
 
 
-def text(sbp: Sequence[Sbp]) -> str:
-    """Its spelling: without brackets for one axis."""
+def sbp_text(sbp: Sequence[Sbp]) -> str:
+    """Returns the sbp as a user writes it, such as ``(split(0), broadcast)``; without brackets for one axis."""
     words = [
         f"split({one.dim})" if isinstance(one, Shard) else "broadcast" if isinstance(one, Replicate) else "partial_sum"
         for one in sbp
@@ -51,43 +58,37 @@ def text(sbp: Sequence[Sbp]) -> str:
     return words[0] if len(words) == 1 else f"({', '.join(words)})"
 
 
-def checked(sbp: Sbp | Sequence[Sbp], where: Placement, num_dims: int) -> tuple[Sbp, ...]:
-    """The sbp as a tuple, one for each axis of the placement, dims counted from the first.
+def checked_sbp(sbp: Sbps, placement: Placement, num_dims: int) -> tuple[Sbp, ...]:
+    """Returns a checked sbp (split, broadcast or partial sum for each axis of the placement) with dims from 0 on.
 
-    Raises: LayoutError: another number of them, a dim the tensor does not have, or something else.
+    Raises: LayoutError: a wrong number of entries, a dim that the tensor lacks, or an entry that is none of the three.
 
-    >>> from shardwright.global_tensor.placement import placement
-    >>> checked(split(-1), placement("cpu", [0, 1]), 2)
+    >>> from shardwright.global_tensor import placement
+    >>> checked_sbp(split(-1), placement("cpu", [0, 1]), 2)
     (Shard(dim=1),)
     """
     given = (sbp,) if isinstance(sbp, Sbp) or not isinstance(sbp, Sequence) else tuple(sbp)
-    if len(given) != where.ndim:
+    if len(given) != placement.ndim:
         raise LayoutError(
             "one sbp is needed for each axis of the placement",
-            given=f"{len(given)} for {where}, which has {where.ndim}: {sbp!r}",
-            allowed=f"{where.ndim}",
-            fix=f"write ({', '.join(['broadcast'] * where.ndim)},) and change what shall be cut",
+            given=f"{len(given)} for {placement}, which has {placement.ndim}: {sbp!r}",
+            allowed=f"{placement.ndim}",
+            fix=f"write ({', '.join(['broadcast'] * placement.ndim)},) and change the axes that cut the tensor",
         )
     return tuple(_checked(one, num_dims) for one in given)
 
 
-def checked_gradient(
-    sbp: Sbp | Sequence[Sbp], lies: Sequence[Sbp], where: Placement, num_dims: int
-) -> tuple[Sbp, ...]:  # fmt: skip
-    """How the gradient of each rank's own part lies: it has the part's shape, so it is cut where the tensor is.
+def checked_grad_sbp(sbp: Sbps, tensor_sbp: Sequence[Sbp], placement: Placement, num_dims: int) -> tuple[Sbp, ...]:
+    """Checks and returns the sbp of a local tensor's gradient, which must be split as the tensor is.
 
-    Raises: LayoutError: as :func:`checked`, or a gradient that is cut otherwise.
-
-    >>> from shardwright.global_tensor.placement import placement
-    >>> checked_gradient(partial_sum, (broadcast,), placement("cpu", [0, 1]), 2)
-    (Partial(sum),)
+    Raises: LayoutError: as :func:`checked_sbp`, or a gradient that is cut differently.
     """
-    found = checked(sbp, where, num_dims)
-    if any(one != mine and (is_split(one) or is_split(mine)) for one, mine in zip(found, lies, strict=True)):
-        whole = text([one if is_split(one) else broadcast for one in lies])
+    found = checked_sbp(sbp, placement, num_dims)
+    if any(one != mine and (is_split(one) or is_split(mine)) for one, mine in zip(found, tensor_sbp, strict=True)):
+        whole = sbp_text([one if is_split(one) else broadcast for one in tensor_sbp])
         raise LayoutError(
             "the gradient of a rank's own part has another shape than the part",
-            given=f"{text(found)}, for a part of {text(lies)}",
+            given=f"{sbp_text(found)}, for a part of {sbp_text(tensor_sbp)}",
             allowed=f"{whole}; partial_sum for broadcast",
             fix=f"leave it out, or write {whole}; x.to_global(grad_sbp=...) takes any",
         )

@@ -1,1 +1,5 @@
 """The ledger: every byte that a rank holds over a step, predicted on the meta device and measured in a run."""
+
+from shardwright.ledger.account import measure_memory, predict_memory
+
+__all__ = ["measure_memory", "predict_memory"]

@@ -1,19 +1,21 @@
-"""One rank's memory over a step, measured in a run, or predicted by the same step on the meta device.
+"""One rank's memory over a step: measured in a run, or predicted by a rehearsal of the same step on the meta device.
 
-The prediction is a rehearsal: this rank's part of the model, made by the code that makes it in a run, takes a step on
-the meta device, beside ranks that are not there. What autograd would save, what is gathered, and what is computed again
-lie there as they will, but for their values; so nothing is said twice, and a new strategy is in the ledger by itself.
+The rehearsal builds this rank's part of the model with the code of a real run and takes a step beside a fake backend.
+Saved activations, unsharded parameters and recomputed blocks are allocated as in a run, but without values. So no
+formula restates what the code does, and a new strategy is predicted without any code here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from warnings import warn
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.meta_device import on_meta
@@ -21,7 +23,6 @@ from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.backends.fake import fake_world
 from shardwright.comm.launch import Ranks
 from shardwright.layout import Layout
-from shardwright.ledger.attention import NativeAttentionOnMeta
 from shardwright.ledger.tracking import Account, Tracker
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import narrow_model, num_rows, without_storage
@@ -29,14 +30,13 @@ from shardwright.parallelize.rehearsal import values_crossing
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import Job
 from shardwright.plan.schedule import Action
+from shardwright.rng import with_names
 from shardwright.runtime.executor import Events, Microbatch
 from shardwright.strategies import choose
 
-Optimizer = torch.optim.Optimizer
 
-
-def measure_memory(run: Run, batch: Microbatch, optimizer: Optimizer) -> Account:
-    """What this rank holds while it takes one step, the optimizer's with it; take a step or two before.
+def measure_memory(run: Run, batch: Microbatch, optimizer: torch.optim.Optimizer) -> Account:
+    """Takes one training step and returns the memory that this rank held during it. Take a step or two before.
 
     Every rank calls it. Traffic: beside the step's, one barrier.
 
@@ -51,17 +51,17 @@ def measure_memory(run: Run, batch: Microbatch, optimizer: Optimizer) -> Account
     >>> sw.launch(work, 2, ranks="threads")[0]
     (80, True)
     """
-    run.axes["world"].for_strategy("core").barrier()  # nobody reads any more what the step before sent
+    run.axes["world"].for_strategy("core").barrier()  # so that no rank still reads the previous step's messages
     tracker = Tracker(run.world.transport.blocks)
     tracker.hold("parameters", (*run.parameters.values(), *run.model.parameters(), *run.model.buffers(), *run.kept()))
-    tracker.hold("gradients", (p.grad for p in _learning(run)))
+    tracker.hold("gradients", (p.grad for p in _trainable(run)))
     tracker.hold("optimizer", tree_leaves(list(optimizer.state.values())))
     tracker.hold("batch", tree_leaves((batch.inputs, batch.targets)))
     if run.offload is not None:
-        tracker.hold(run.offload.place, run.offload.tensors)  # not the device's memory: it counts apart
-    with _watching(run, tracker), tracker:
+        tracker.hold(run.offload.place, run.offload.tensors)  # counted apart: host or disk, not the device's memory
+    with _observing(run, tracker), tracker:
         run.step(batch)
-        tracker.hold("gradients", (p.grad for p in _learning(run)))
+        tracker.hold("gradients", (p.grad for p in _trainable(run)))
         tracker.action = "optimizer"
         with tracker.making("optimizer"):
             optimizer.step()
@@ -73,11 +73,11 @@ def predict_memory(
     job: Job, layout: Any, rank: int, batch: tuple[Any, Any], *, optimizer: Any = torch.optim.AdamW,
     ranks: Ranks = "processes", **options: Any,
 ) -> Account:  # fmt: skip
-    """What one rank will hold while it takes a step on a global batch, of which shapes alone count.
+    """Returns what one rank will hold during a step on a global batch, of which only shapes and dtypes matter.
 
-    It is not the first step: the optimizer has its state. ``options`` are the optimizer's. Of torch's recurrent layers
-    it knows too little, and warns. Ranks that are processes share one machine's memory: the blocks in which messages
-    lie are the most that ranks take which run the same code, however far one is ahead; threads need none.
+    It is the second step, so the optimizer's state exists. ``options`` are the optimizer's. Recurrent layers are
+    predicted too low, with a warning. Ranks that are processes send messages through shared-memory blocks: predicted is
+    the most that such a rank can take, however far one rank runs ahead. Ranks that are threads need none.
 
     >>> batch = (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
     >>> from shardwright.models.losses import CrossEntropy
@@ -92,65 +92,91 @@ def predict_memory(
         without_storage(job.model), layout, world, loss=without_storage(job.loss), num_tokens=job.num_tokens,
         roles=job.roles, example=meta[0], seconds=job.seconds,
     )  # fmt: skip
-    (mine,) = run.shard([meta])
+    (microbatch,) = run.shard([meta])
     if run.plan.stages is not None:
-        _expect(run, job, mine, num_rows(meta))
+        # the fake backend delivers nothing, so this stage is given the shapes that the other stages would send
+        apart = job._replace(model=narrow_model(without_storage(job.model), run.plan), loss=without_storage(job.loss))
+        inputs = [piece.inputs for piece in run.pieces(microbatch)]
+        given = (apart, run.plan, choose(run.plan.layout), inputs, num_rows(meta), run.coord, microbatch.num_tokens)
+        run.rehearse_with(microbatch, values_crossing(*given))
     if any(isinstance(module, nn.RNNBase) for module in run.model.modules()):
         warn("a CPU's kernel for recurrent layers keeps memory that a rehearsal cannot see: more is held", stacklevel=2)
-    if options.pop("fused", False):  # there is no such kernel on meta; one parameter after the other takes as little
+    if options.pop("fused", False):  # no such kernel on meta; one parameter after the other takes as little memory
         options["foreach"] = False
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
-    with NativeAttentionOnMeta(), on_meta(run.model):
-        run.step(mine)
+    with _NativeAttentionOnMeta(), on_meta(run.model):
+        run.step(microbatch)
         steps.step()
-        return measure_memory(run, mine, steps)
+        return measure_memory(run, microbatch, steps)
 
 
-def _expect(run: Run, job: Job, mine: Microbatch, num_global: int) -> None:
-    """Tells a stage what will come from the others, who are not there to tell."""
-    apart = job._replace(model=narrow_model(without_storage(job.model), run.plan), loss=without_storage(job.loss))
-    inputs = [each.inputs for each in run.pieces(mine)]
-    run.rehearse_with(
-        mine, values_crossing(apart, run.plan, choose(run.plan.layout), inputs, num_global, run.coord, mine.num_tokens)
-    )
-
-
-def _learning(run: Run) -> list[nn.Parameter]:
+def _trainable(run: Run) -> list[nn.Parameter]:
     return [p for p in (*run.parameters.values(), *run.model.parameters()) if p.requires_grad]
 
 
 @contextmanager
-def _watching(run: Run, tracker: Tracker) -> Iterator[None]:
-    """Tells the tracker what is a gradient, what are logits, and what the executor runs."""
-    parameters = _learning(run)
+def _observing(run: Run, tracker: Tracker) -> Iterator[None]:
+    """Inside of this context, the tracker is notified of gradients, of logits, and of the executor's actions."""
+    parameters = _trainable(run)
 
-    def gradients() -> None:
-        tracker.hold("gradients", (parameter.grad for parameter in parameters))
-
-    def began(action: Action) -> None:
+    def begin(action: Action) -> None:
         tracker.action = str(action)
 
-    def ended(action: Action) -> None:
-        gradients()
+    def end(action: Action) -> None:
+        tracker.hold("gradients", (parameter.grad for parameter in parameters))
         tracker.mark()
 
-    def one(parameter: Tensor) -> None:
+    def add_gradient(parameter: Tensor) -> None:
         tracker.hold("gradients", [parameter.grad])
 
-    def output(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def begin_loss(module: nn.Module, args: tuple[Any, ...]) -> None:
         tracker.hold("logits", tree_leaves(args[0]))
-        stack.enter_context(tracker.making("logits"))
+        stack.enter_context(tracker.making("logits"))  # what the loss itself allocates is as large as the logits
 
-    def done(*_: Any) -> None:
+    def end_loss(*_: Any) -> None:
         stack.close()
 
-    with ExitStack() as stack, run.observed(Events(before_action=began, after_action=ended)):
-        handles: list[Any] = [parameter.register_post_accumulate_grad_hook(one) for parameter in parameters]
+    with ExitStack() as stack, run.observed(Events(before_action=begin, after_action=end)):
+        handles: list[Any] = [parameter.register_post_accumulate_grad_hook(add_gradient) for parameter in parameters]
         if isinstance(run.loss, nn.Module):
-            handles.append(run.loss.register_forward_pre_hook(output))
-            handles.append(run.loss.register_forward_hook(done, always_call=True))
+            handles.append(run.loss.register_forward_pre_hook(begin_loss))
+            handles.append(run.loss.register_forward_hook(end_loss, always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class _NativeAttentionOnMeta(TorchFunctionMode):
+    """Runs attention on the meta device by the fused CPU kernel, which keeps q, k, v, y and one number per query.
+
+    Without it torch takes the unfused path on meta, which keeps all attention weights.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            return _attend(*args, **named)
+        if func is functional.multi_head_attention_forward:  # torch shows a mode no calls inside of this function
+            return with_names(func, scaled_dot_product_attention=_attend)(*args, **named)
+        return func(*args, **named)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    fused = q.is_meta and q.dim() == 4 and dropout_p == 0 and min(q.numel(), k.numel()) > 0
+    if not fused or q.shape[-1] != v.shape[-1] or (attn_mask is not None and attn_mask.requires_grad):
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)  # the kernel adds its mask to the scores
+    y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return y

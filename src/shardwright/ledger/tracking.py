@@ -1,8 +1,7 @@
-"""What memory a rank's tensors take, seen while it runs: every storage from its first operator to its last reference.
+"""The memory that a rank's tensors take, followed storage by storage from the operator that makes it until it is freed.
 
-Bytes are those of storages, each counted once however many tensors look at it, and of the blocks of shared memory that
-this rank's messages take. What else a transport needs for itself (a message's copy) is not counted, nor what lay there
-before and nobody spoke of.
+A storage counts once, however many tensors view it. Shared-memory blocks of this rank's messages count too. Not
+counted: a transport's own copies of messages, and older storages not registered with ``Tracker.hold``.
 """
 
 from __future__ import annotations
@@ -24,64 +23,65 @@ from torch.utils._pytree import tree_leaves
 from shardwright.comm.backends.block_sizes import Blocks
 
 KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "logits", "messages", "backward", "shared")
-"""What memory is for. ``messages`` are gathered pieces and what is sent; ``backward`` is what a backward works on, with
-what it computes again; ``shared`` are blocks of memory that the ranks of one machine share, where messages lie."""
+"""What memory is used for. ``messages``: gathered pieces and send buffers. ``backward``: temporaries of the backward,
+recomputed activations included. ``shared``: blocks of memory shared by one machine's ranks, which carry messages."""
 
 ELSEWHERE = ("host", "disk")
-"""Where state may rest that is offloaded: in no moment, since it is not the device's memory."""
+"""Where offloaded state is stored. These bytes are in no moment, since they are not the device's memory."""
 
 _OURS = "shardwright."
-_TRANSPORTS = tuple(f"{_OURS}comm.{name}" for name in ("threads", "transport", "shared", "sums", "exchange", "witness"))
+_BACKENDS = ("threads", "process_groups", "shared_memory", "shared_sums", "message_blocks")
+_TRANSPORTS = (*(f"{_OURS}comm.backends.{name}" for name in _BACKENDS), f"{_OURS}comm.call_checker")
 
 
-class Moment(NamedTuple):
-    """What was held when an operator had made something: bytes by kind, in the order of ``KINDS``."""
+class MemorySnapshot(NamedTuple):
+    """The bytes held right after an operator has allocated memory, by kind of memory in the order of ``KINDS``."""
 
     action: str
     held: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """The bytes held at that moment, summed over all kinds of memory."""
         return sum(self.held)
 
 
 @dataclass(frozen=True)
 class Account:
-    """What one rank holds over a step. ``moments`` are in order; ``elsewhere`` are bytes that rest on host or disk."""
+    """The memory of one rank over a step: ``moments`` in order, and the bytes offloaded to host or disk."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[MemorySnapshot, ...]
     elsewhere: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def peak(self) -> Moment:
-        """The moment at which most is held."""
+    def peak(self) -> MemorySnapshot:
+        """The moment at which the most bytes are held."""
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is held at once."""
+        """The most bytes held at any moment."""
         return self.peak.num_bytes
 
     def most(self) -> dict[str, int]:
-        """The most that each kind takes, each at its own moment."""
+        """Returns the most bytes of each kind of memory (parameters, activations, ...), each at a moment of its own."""
         columns = zip(*(moment.held for moment in self.moments), strict=True)
         return dict(zip(KINDS, map(max, columns), strict=True))
 
     def at_peak(self) -> dict[str, int]:
-        """The bytes of each kind at the peak."""
+        """Returns the bytes of each kind of memory (parameters, activations, ...) at the peak of their sum."""
         return dict(zip(KINDS, self.peak.held, strict=True))
 
 
 @dataclass
-class _Held:
+class _StorageEntry:
     num_bytes: int
     kind: str
     alive: weakref.ref[Any] = field(repr=False)
 
 
 class Tracker(TorchDispatchMode):
-    """Follows the storages that this thread's operators make, until they are gone.
+    """Follows the storages that this thread's operators allocate, until they are freed.
 
     >>> with Tracker() as tracker:
     ...     x = torch.ones(100)
@@ -96,101 +96,100 @@ class Tracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._blocks = blocks
         self.action = "begin"
-        self._said: str | None = None
-        self._known: dict[int, _Held] = {}
+        self._forced_kind: str | None = None
+        self._entries: dict[int, _StorageEntry] = {}
         self._totals: Counter[str] = Counter()
-        self._gone: deque[int] = deque()  # by whichever thread let go of them
-        self._moments: list[Moment] = []
+        self._freed: deque[int] = deque()  # a deque, since any thread may drop the last reference
+        self._moments: list[MemorySnapshot] = []
 
     def hold(self, kind: str, tensors: Iterable[Any]) -> None:
-        """These are of this kind, whether or not they were seen before."""
-        self._forget()
+        """Counts these tensors' storages as ``kind`` of memory from now on, whether or not they were seen before."""
+        self._remove_freed()
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._add(tensor.untyped_storage(), kind)
 
     @contextmanager
     def making(self, kind: str) -> Iterator[None]:
-        """While it lasts, whatever is made is of this kind."""
-        before, self._said = self._said, kind
+        """Counts every storage allocated inside this context as ``kind`` of memory, such as "gradients"."""
+        before, self._forced_kind = self._forced_kind, kind
         try:
             yield
         finally:
-            self._said = before
+            self._forced_kind = before
 
     def mark(self) -> None:
-        """Notes what is held now."""
-        self._forget()
+        """Adds a :class:`MemorySnapshot`, the bytes of each kind that are held now, to the account."""
+        self._remove_freed()
         if self._blocks is not None:
             self._totals["shared"] = self._blocks.num_bytes
-        self._moments.append(Moment(self.action, tuple(self._totals[kind] for kind in KINDS)))
+        self._moments.append(MemorySnapshot(self.action, tuple(self._totals[kind] for kind in KINDS)))
 
     def account(self) -> Account:
-        """What was held over time."""
-        rests = {place: self._totals[place] for place in ELSEWHERE if self._totals[place]}
-        return Account(tuple(self._moments), rests)
+        """Returns the memory so far: every moment with its bytes by kind, and the offloaded bytes."""
+        return Account(tuple(self._moments), {at: self._totals[at] for at in ELSEWHERE if self._totals[at]})
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named: Mapping[str, Any] = kwargs or {}
-        self._forget()
+        self._remove_freed()
         given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
         for tensor in given:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._known:
-                self._add(storage, "")  # it was there before, and nobody spoke of it
+            if storage._cdata not in self._entries:
+                self._add(storage, "")  # older than the tracker and never registered: entered, but in no kind
         result = function(*args, **named)
-        self._forget()
-        made = False
+        self._remove_freed()
+        has_grown = False
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in self._known:
+                if storage._cdata not in self._entries:
                     self._add(storage, self._kind())
-                    made = True
-        if function._schema.is_mutable:
-            made |= max(map(self._resized, given), default=False)
-        if made:
+                    has_grown = True
+        if function._schema.is_mutable:  # resize_ and set_ change the storage of an argument
+            has_grown |= max(map(self._update_size, given), default=False)
+        if has_grown:
             self.mark()
         return result
 
     def _kind(self) -> str:
-        asks = _who_asks()
-        if asks in _TRANSPORTS:
+        caller = _calling_module()
+        if caller in _TRANSPORTS:
             return ""
-        if asks == f"{_OURS}comm.axis":
+        if caller == f"{_OURS}comm.axis":
             return "messages"
-        if self._said is not None:
-            return self._said
+        if self._forced_kind is not None:
+            return self._forced_kind
         return "backward" if torch._C._current_graph_task_id() != -1 else "activations"
 
     def _add(self, storage: Any, kind: str) -> None:
         key = storage._cdata
-        known = self._known.get(key)
-        if known is not None:
-            self._totals[known.kind] -= known.num_bytes
-            known.kind, known.num_bytes = kind, storage.nbytes()
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._totals[entry.kind] -= entry.num_bytes
+            entry.kind, entry.num_bytes = kind, storage.nbytes()
         else:
-            alive = weakref.ref(storage, lambda _: self._gone.append(key))
-            known = self._known[key] = _Held(storage.nbytes(), kind, alive)
-        self._totals[kind] += known.num_bytes
+            alive = weakref.ref(storage, lambda _: self._freed.append(key))
+            entry = self._entries[key] = _StorageEntry(storage.nbytes(), kind, alive)
+        self._totals[kind] += entry.num_bytes
 
-    def _resized(self, tensor: Tensor) -> bool:
+    def _update_size(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage was resized since it was entered; its bytes are then counted anew."""
         storage = tensor.untyped_storage()
-        known = self._known[storage._cdata]
-        if known.num_bytes == storage.nbytes():
+        entry = self._entries[storage._cdata]
+        if entry.num_bytes == storage.nbytes():
             return False
-        self._add(storage, known.kind)
+        self._add(storage, entry.kind)
         return True
 
-    def _forget(self) -> None:
-        """Counts out what is gone."""
-        while self._gone:
-            known = self._known.pop(self._gone.popleft())
-            self._totals[known.kind] -= known.num_bytes
+    def _remove_freed(self) -> None:
+        while self._freed:
+            entry = self._entries.pop(self._freed.popleft())
+            self._totals[entry.kind] -= entry.num_bytes
 
 
-def _who_asks() -> str:
-    """The module of ours whose code called the operator."""
+def _calling_module() -> str:
+    """The name of the innermost shardwright module on the stack, other than the ledger; empty if there is none."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")

@@ -1,7 +1,4 @@
-"""Plain one-device models: they know nothing of ranks.
-
-``MODELS`` names them; ``build`` makes one from its name and settings, or from ``package.module:factory``.
-"""
+"""The built-in models, which are plain torch modules for one device, and ``build``, which makes one from its name."""
 
 from __future__ import annotations
 
@@ -24,38 +21,19 @@ from shardwright.models.losses import CrossEntropy, MeanSquaredError
 from shardwright.models.mlp import MLPConfig, build_mlp
 from shardwright.models.settings import check_known, parse_value, read_config
 
-_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-"""Where a person's own code is not."""
+__all__ = ["GPT", "Attention", "CrossEntropy", "MeanSquaredError", "Rotary", "build_convnet", "build_mlp", "generate"]
+__all__ += ["AttentionConfig", "ConvNetConfig", "GPTConfig", "MLPConfig", "read_config"]
+__all__ += ["MODELS", "ModelEntry", "build", "configure", "entry_of", "find"]
 
-__all__ = [
-    "GPT",
-    "MODELS",
-    "Attention",
-    "AttentionConfig",
-    "ConvNetConfig",
-    "CrossEntropy",
-    "GPTConfig",
-    "MLPConfig",
-    "MeanSquaredError",
-    "ModelEntry",
-    "Rotary",
-    "build",
-    "build_convnet",
-    "build_mlp",
-    "configure",
-    "entry_of",
-    "find",
-    "generate",
-    "read_config",
-]
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEntry:
-    """A model that can be asked for by name: its config, factory, loss and random samples.
+    """A built-in model: its config, factory, loss and random example data.
 
-    ``example_batch(config, batch, seq, generator)`` gives random (inputs, targets); only models of sequences
-    read ``seq``.
+    ``example_batch(config, batch, seq, generator)`` returns random (inputs, targets) of ``batch`` samples; models of
+    sequences use ``seq`` tokens a sample.
 
     >>> entry = MODELS["gpt"]
     >>> tokens, targets = entry.example_batch(entry.config(), 2, 5, torch.Generator().manual_seed(0))
@@ -69,18 +47,9 @@ class ModelEntry:
     example_batch: Callable[[Any, int, int, torch.Generator], tuple[Tensor, Tensor]]
 
 
-def _attention(config: AttentionConfig) -> nn.Module:
-    return Attention(**asdict(config))
-
-
-def _classes(num_classes: int, batch: int, generator: torch.Generator) -> Tensor:
-    """One random class per sample."""
-    return torch.randint(num_classes, (batch,), generator=generator)
-
-
 def _mlp_batch(config: MLPConfig, batch: int, seq: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     x_BF = torch.randn(batch, config.widths[0], generator=generator)
-    return x_BF, _classes(config.widths[-1], batch, generator)
+    return x_BF, torch.randint(config.widths[-1], (batch,), generator=generator)
 
 
 def _attention_batch(
@@ -92,7 +61,7 @@ def _attention_batch(
 
 def _convnet_batch(config: ConvNetConfig, batch: int, seq: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     x_BCYX = torch.randn(batch, config.image_channels, config.image_size, config.image_size, generator=generator)
-    return x_BCYX, _classes(config.num_classes, batch, generator)
+    return x_BCYX, torch.randint(config.num_classes, (batch,), generator=generator)
 
 
 def _gpt_batch(config: GPTConfig, batch: int, seq: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -103,16 +72,18 @@ def _gpt_batch(config: GPTConfig, batch: int, seq: int, generator: torch.Generat
 MODELS: Mapping[str, ModelEntry] = {
     "mlp": ModelEntry(config=MLPConfig, factory=build_mlp, loss=CrossEntropy, example_batch=_mlp_batch),
     "attention": ModelEntry(
-        config=AttentionConfig, factory=_attention, loss=MeanSquaredError, example_batch=_attention_batch
+        config=AttentionConfig,
+        factory=lambda config: Attention(**asdict(config)),
+        loss=MeanSquaredError,
+        example_batch=_attention_batch,
     ),
     "convnet": ModelEntry(config=ConvNetConfig, factory=build_convnet, loss=CrossEntropy, example_batch=_convnet_batch),
     "gpt": ModelEntry(config=GPTConfig, factory=GPT, loss=CrossEntropy, example_batch=_gpt_batch),
 }
-"""The models that the command knows by name."""
 
 
 def find(name: str) -> ModelEntry:
-    """The model of that name.
+    """Returns the built-in model's :class:`ModelEntry` by name.
 
     Raises: PlanError: there is none.
 
@@ -124,17 +95,13 @@ def find(name: str) -> ModelEntry:
       fix:     write gpt
     """
     if name not in MODELS:
-        raise PlanError(
-            "no such model",
-            given=name,
-            allowed=f"{', '.join(MODELS)}, or package.module:factory",
-            fix=f"write {nearest(name, MODELS)}",
-        )
+        allowed = f"{', '.join(MODELS)}, or package.module:factory"
+        raise PlanError("no such model", given=name, allowed=allowed, fix=f"write {nearest(name, MODELS)}")
     return MODELS[name]
 
 
 def entry_of(config: object) -> ModelEntry | None:
-    """The model that a config belongs to; None for a config that no named model has.
+    """Returns the :class:`ModelEntry` of the built-in model that a config belongs to, or None.
 
     >>> entry_of(GPTConfig()) is MODELS["gpt"], entry_of("gpt") is None
     (True, True)
@@ -143,7 +110,7 @@ def entry_of(config: object) -> ModelEntry | None:
 
 
 def configure(name: str, settings: Mapping[str, object]) -> Any:
-    """The config of a named model, from settings that may be text.
+    """Returns the config of a built-in model from settings, whose values may be text.
 
     Raises: PlanError: no such model or setting, or a value of the wrong type.
 
@@ -154,10 +121,10 @@ def configure(name: str, settings: Mapping[str, object]) -> Any:
 
 
 def build(name: str, settings: Mapping[str, object]) -> nn.Module:
-    """A model, from its name and settings, or from ``package.module:factory`` called with the settings.
+    """Returns a built-in model, or the result of ``package.module:factory`` called with the settings.
 
-    Raises: PlanError: no such model, module, factory or setting; a value of the wrong type; a factory that fails,
-        or returns something else.
+    Raises: PlanError: no such model, module, factory or setting; a value of the wrong type; a factory that fails or
+        returns something else.
 
     >>> build("convnet", {"channels": "4,8"}).conv2.conv
     Conv2d(4, 8, kernel_size=(5, 5), stride=(1, 1))
@@ -174,7 +141,7 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
     try:
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
     except (NameError, TypeError):
-        hints = {}  # annotations that cannot be looked up: texts are then read as literals
+        hints = {}  # annotations that cannot be resolved: text values are then parsed as literals
     arguments = {key: parse_value(key, value, hints.get(key)) for key, value in settings.items()}
     try:
         model = factory(**arguments)
@@ -183,34 +150,27 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
     except Exception as failure:  # any Python code may run here
         raise _failed(name, failure) from failure
     if not isinstance(model, nn.Module):
-        raise PlanError(
-            f"'{name}' makes no model",
-            given=type(model).__name__,
-            allowed="a function or class that returns a torch.nn.Module",
-            fix="return the module",
-        )
+        given, allowed = type(model).__name__, "a function or class that returns a torch.nn.Module"
+        raise PlanError(f"'{name}' makes no model", given=given, allowed=allowed, fix="return the module")
     return model
 
 
 def _failed(name: str, failure: Exception) -> PlanError:
-    """What to tell of a factory that raised: what and where, and what is special about models without values."""
+    """The error for a factory that raised, with the last line of the user's code that ran."""
     allowed, fix = "a factory that takes these settings and returns a model", "mend it, or change the settings"
-    if torch.empty(0).is_meta:
+    if torch.empty(0).is_meta:  # under ``without_values`` the usual cause is code that reads values
         allowed = "a factory that makes layers and looks at no values: they come later, and no rank ever holds them all"
         fix = "take what decides shapes from the settings, and draw values in the layers' reset_parameters()"
-    frames = [f for f in traceback.extract_tb(failure.__traceback__) if not f.filename.startswith(_NOT_THEIRS)]
+    frames = [f for f in traceback.extract_tb(failure.__traceback__) if not f.filename.startswith(_LIBRARIES)]
     where = f"\n           {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
-    said = str(failure).strip().splitlines()
-    return PlanError(
-        f"'{name}' failed to build its model" + (" without values" if torch.empty(0).is_meta else ""),
-        given=f"{type(failure).__name__}: {said[0] if said else ''}{where}",
-        allowed=allowed,
-        fix=fix,
-    )
+    message = str(failure).strip().splitlines()[:1]
+    given = f"{type(failure).__name__}: {''.join(message)}{where}"
+    what = f"'{name}' failed to build its model" + (" without values" if torch.empty(0).is_meta else "")
+    return PlanError(what, given=given, allowed=allowed, fix=fix)
 
 
 def _load(name: str) -> Callable[..., Any]:
-    """The factory that ``package.module:factory`` names."""
+    """Imports the factory of ``package.module:factory``."""
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -224,10 +184,7 @@ def _load(name: str) -> Callable[..., Any]:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         known = sorted(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
-        raise PlanError(
-            f"'{module_name}' has no factory '{attribute}'",
-            given=name,
-            allowed="a function or class of that module",
-            fix=f"write {module_name}:{nearest(attribute, known)}" if known else "define it there",
-        )
+        fix = f"write {module_name}:{nearest(attribute, known)}" if known else "define it there"
+        what, allowed = f"'{module_name}' has no factory '{attribute}'", "a function or class of that module"
+        raise PlanError(what, given=name, allowed=allowed, fix=fix)
     return factory  # type: ignore[no-any-return]

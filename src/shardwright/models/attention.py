@@ -1,6 +1,6 @@
-"""Self-attention on one device: many, grouped or single key and value heads, rotary positions, fused QKV.
+"""Self-attention on one device: multi-head, grouped-query or multi-query, with rotary positions and fused QKV.
 
-B batch, T tokens, S tokens that queries see, H width, N query heads, M key and value heads, D head width,
+B batch, T tokens, S key and value tokens, H width, N query heads, M key and value heads, D head width,
 d rotated elements of a head
 """
 
@@ -18,9 +18,7 @@ from shardwright.models.settings import check_fraction, check_sizes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionConfig:
-    """What an ``Attention`` is built from.
-
-    ``num_kv_heads=0`` means one per query head, ``head_dim=0`` an even share of the width.
+    """The settings of an ``Attention``. ``num_kv_heads=0`` means ``num_heads``; ``head_dim=0`` width / num_heads.
 
     >>> AttentionConfig(width=64, num_heads=8, num_kv_heads=2).kv_heads
     2
@@ -45,12 +43,12 @@ class AttentionConfig:
 
     @property
     def kv_heads(self) -> int:
-        """How many key and value heads there are."""
+        """The number of key and value heads."""
         return self.num_kv_heads or self.num_heads
 
 
 def check_heads(width: int, num_heads: int, num_kv_heads: int, head_dim: int, *, rotary: bool) -> None:
-    """Raises PlanError unless the heads fit the width, each other, and the pairs that a rotation needs.
+    """Raises PlanError unless ``num_heads`` divides by ``num_kv_heads``, the width by heads, and rotary heads by 2.
 
     >>> check_heads(64, 6, 4, 0, rotary=False)
     Traceback (most recent call last):
@@ -69,28 +67,21 @@ def check_heads(width: int, num_heads: int, num_kv_heads: int, head_dim: int, *,
             fix=f"set num_kv_heads={fits}",
         )
     if not head_dim and width % num_heads:
-        raise PlanError(
-            "the width is no whole number of heads",
-            given=f"width={width}, num_heads={num_heads}",
-            allowed="a width that num_heads divides, or a head_dim of your own",
-            fix=f"set width={-(-width // num_heads) * num_heads}",
-        )
+        given, fix = f"width={width}, num_heads={num_heads}", f"set width={-(-width // num_heads) * num_heads}"
+        allowed = "a width that num_heads divides, or a head_dim of your own"
+        raise PlanError("the width is no whole number of heads", given=given, allowed=allowed, fix=fix)
     head_dim = head_dim or width // num_heads
     if rotary and head_dim % 2:
-        raise PlanError(
-            "a rotation needs pairs of elements",
-            given=f"head_dim={head_dim}",
-            allowed="an even head_dim",
-            fix=f"set head_dim={head_dim + 1}",
-        )
+        given, fix = f"head_dim={head_dim}", f"set head_dim={head_dim + 1}"
+        raise PlanError("a rotation needs pairs of elements", given=given, allowed="an even head_dim", fix=fix)
 
 
 class Rotary(nn.Module):
-    """Rotates pairs of elements by angles that grow with the token's position.
+    """Rotary position embedding: rotates pairs of elements by angles that grow with the token's position.
 
-    Element ``i`` turns with element ``i + len(pairs)``. Pair ``p`` of a head turns by
-    ``position * theta ** (-2 p / head_dim)``, so a dot product of two rotated vectors depends only on their
-    distance. ``pairs`` says which of the head's pairs the input holds: all, unless it is a part of a head.
+    Element ``i`` is paired with element ``i + len(pairs)``. Pair ``p`` of a head is rotated by
+    ``position * theta ** (-2 p / head_dim)``, so that a dot product of two rotated vectors depends only on their
+    distance. ``pairs`` lists the pairs that the input holds: all, unless tensor parallelism shards the head.
 
     Shapes: x_BNTd (B, N, T, 2 * len(pairs)); returns the same.
     Source: Su et al. 2021, arXiv:2104.09864; the halves as in the LLaMA models.
@@ -107,7 +98,7 @@ class Rotary(nn.Module):
         self.pairs: tuple[int, ...] = tuple(range(head_dim // 2))
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """The place of each token in its sequence; replaced where an input begins elsewhere.
+        """Returns the position of each token; replaced on an instance whose input is a later part of a sequence.
 
         >>> Rotary(4).positions(3, torch.device("cpu"))
         tensor([0, 1, 2])
@@ -115,7 +106,7 @@ class Rotary(nn.Module):
         return torch.arange(num_tokens, device=device)
 
     def forward(self, x_BNTd: Tensor) -> Tensor:
-        """Each token's pairs, turned to its position."""
+        """Rotates each token by its position."""
         # angles reach thousands of radians, where half precision has no digits left
         dtype = torch.promote_types(x_BNTd.dtype, torch.float32)
         pairs = torch.tensor(self.pairs, dtype=dtype, device=x_BNTd.device)
@@ -127,16 +118,15 @@ class Rotary(nn.Module):
         return (x * cos_Td + torch.cat((-second, first), dim=-1) * sin_Td).to(x_BNTd.dtype)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """Returns the settings that ``print`` shows."""
         return f"head_dim={self.head_dim}, theta={self.theta:g}, num_pairs={len(self.pairs)}"
 
 
 class Attention(nn.Module):
     """Multi-head self-attention; with fewer key and value heads, groups of query heads share them.
 
-    ``num_heads``, ``num_kv_heads`` and ``head_dim`` are read when it runs, and ``scale`` is kept apart: a
-    module with narrower projections and smaller numbers computes the heads it holds. ``attend`` may be
-    replaced on an instance.
+    Tensor parallelism narrows the projections and sets ``num_heads``, ``num_kv_heads`` and ``head_dim`` on the
+    instance; ``scale`` keeps the original head width. ``attend`` may be replaced on an instance.
 
     Shapes: x_BTH (B, T, H); returns (B, T, H). ``qkv.weight`` has all rows of q, then of k, then of v.
     Source: Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245 (grouped heads).
@@ -180,7 +170,7 @@ class Attention(nn.Module):
         self.attention_dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        """Every token's mix of the tokens it may see."""
+        """Returns the self-attention of a sequence, (B, T, H): projects, rotates, attends, and merges heads."""
         q, k, v = self.project(x_BTH)
         q_BNTD = split_heads(q, self.num_heads, self.head_dim)
         k_BMTD = split_heads(k, self.num_kv_heads, self.head_dim)
@@ -191,7 +181,7 @@ class Attention(nn.Module):
         return y_BTH
 
     def project(self, x_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, heads still side by side."""
+        """Returns queries, keys and values with merged heads: (B, T, N * D), (B, T, M * D), (B, T, M * D)."""
         if not self.fused:
             return self.q(x_BTH), self.k(x_BTH), self.v(x_BTH)
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -199,22 +189,18 @@ class Attention(nn.Module):
         return q, k, v
 
     def attend(self, q_BNTD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor) -> Tensor:
-        """Softmax of the scores, times the values: (B, N, T, D). The queries are those of the last T of S tokens."""
+        """Returns softmax(scores) @ values: (B, N, T, D). The queries are those of the last T of S tokens."""
         if not (self.attention_dropout.training and self.attention_dropout.p > 0):
-            # torch's own causal mask takes the queries for the first tokens
-            partly = self.causal and q_BNTD.shape[-2] != k_BMSD.shape[-2]
+            # torch's is_causal takes the queries for the first tokens, so fewer queries than keys need a mask
+            masked = self.causal and q_BNTD.shape[-2] != k_BMSD.shape[-2]
+            mask_TS = ~hidden_keys(q_BNTD, k_BMSD) if masked else None
+            is_causal, grouped = self.causal and not masked, q_BNTD.shape[1] != k_BMSD.shape[1]
             return functional.scaled_dot_product_attention(
-                q_BNTD,
-                k_BMSD,
-                v_BMSD,
-                ~hidden_keys(q_BNTD, k_BMSD) if partly else None,
-                is_causal=self.causal and not partly,
-                scale=self.scale,
-                enable_gqa=q_BNTD.shape[1] != k_BMSD.shape[1],
+                q_BNTD, k_BMSD, v_BMSD, mask_TS, is_causal=is_causal, scale=self.scale, enable_gqa=grouped
             )
-        # written out, so that the module which drops is one that can be found, hooked and replaced
-        shared = q_BNTD.shape[1] // k_BMSD.shape[1]
-        k_BNSD, v_BNSD = k_BMSD.repeat_interleave(shared, dim=1), v_BMSD.repeat_interleave(shared, dim=1)
+        # written out, so that dropout is a call of a module, which strategies can find, hook and replace
+        group_size = q_BNTD.shape[1] // k_BMSD.shape[1]
+        k_BNSD, v_BNSD = k_BMSD.repeat_interleave(group_size, dim=1), v_BMSD.repeat_interleave(group_size, dim=1)
         scores_BNTS = q_BNTD @ k_BNSD.mT * self.scale
         if self.causal:
             scores_BNTS = scores_BNTS.masked_fill(hidden_keys(q_BNTD, k_BNSD), -torch.inf)
@@ -223,7 +209,7 @@ class Attention(nn.Module):
 
 
 def hidden_keys(q_BNTD: Tensor, k_BMSD: Tensor) -> Tensor:
-    """Where a query may not see a key: those of later tokens. The queries are those of the last T of S tokens.
+    """Returns the causal mask, True where the key is of a later token; the queries are the last T of S tokens.
 
     Shapes: q_BNTD (B, N, T, D); k_BMSD (B, M, S, D); returns (T, S) bools.
 
@@ -237,7 +223,7 @@ def hidden_keys(q_BNTD: Tensor, k_BMSD: Tensor) -> Tensor:
 
 
 def split_heads(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """(B, T, heads * head_dim) as (B, heads, T, head_dim).
+    """Splits merged heads: returns (B, T, heads * head_dim) as (B, heads, T, head_dim).
 
     >>> split_heads(torch.zeros(2, 3, 8), 4, 2).shape
     torch.Size([2, 4, 3, 2])
@@ -246,7 +232,7 @@ def split_heads(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 
 def merge_heads(x_BNTD: Tensor) -> Tensor:
-    """(B, heads, T, head_dim) as (B, T, heads * head_dim), whatever the number of heads.
+    """Merges heads: returns (B, heads, T, head_dim) as (B, T, heads * head_dim).
 
     >>> merge_heads(torch.zeros(2, 4, 3, 2)).shape
     torch.Size([2, 3, 8])

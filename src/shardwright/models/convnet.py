@@ -1,6 +1,6 @@
-"""A small convolutional network for pictures, in four parts that can be four pipeline stages.
+"""A small convolutional network for images, in four parts that can be four pipeline stages.
 
-B batch, C channels, Y and X the picture's rows and columns, F features
+B batch, C channels, Y and X the image's rows and columns
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from shardwright.models.settings import check_sizes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvNetConfig:
-    """What a convolutional network is built from; the defaults fit CIFAR-10.
+    """The settings of a convolutional network; the defaults fit CIFAR-10.
 
-    ``softmax``: the outputs are probabilities, for a loss of your own; ``CrossEntropy`` wants the logits.
+    With ``softmax`` the outputs are probabilities, for a loss of your own; ``CrossEntropy`` takes logits.
 
     >>> ConvNetConfig().flat_features, ConvNetConfig(image_size=64).flat_features
     (400, 2704)
@@ -36,12 +36,8 @@ class ConvNetConfig:
         check_sizes(self, 1, "image_channels", "image_size", "kernel", "num_classes")
         for name, widths in (("channels", self.channels), ("hidden", self.hidden)):
             if not widths or min(widths) < 1:
-                raise PlanError(
-                    f"'{name}' makes no layer",
-                    given=f"{name}={widths}",
-                    allowed="one width or more, each 1 or more",
-                    fix=f"set {name}=6,16",
-                )
+                allowed, fix = "one width or more, each 1 or more", f"set {name}=6,16"
+                raise PlanError(f"'{name}' makes no layer", given=f"{name}={widths}", allowed=allowed, fix=fix)
         if self.last_size < 1:
             raise PlanError(
                 "the picture is used up before the last convolution",
@@ -52,7 +48,7 @@ class ConvNetConfig:
 
     @property
     def last_size(self) -> int:
-        """Rows, and columns, that the last pool leaves."""
+        """The rows, and columns, of the last pooling's output."""
         size = self.image_size
         for _ in self.channels:
             size = (size - self.kernel + 1) // 2
@@ -60,17 +56,17 @@ class ConvNetConfig:
 
     @property
     def flat_features(self) -> int:
-        """How many features the fully connected layers begin with."""
+        """The number of features after the flatten."""
         return self.channels[-1] * self.last_size**2
 
     @property
     def reads_cifar10(self) -> bool:
-        """Whether CIFAR-10's pictures and classes fit."""
+        """Whether the network takes CIFAR-10's images and has an output for each of its classes."""
         return (self.image_channels, self.image_size) == (3, 32) and self.num_classes >= 10
 
 
 def build_convnet(config: ConvNetConfig) -> nn.Sequential:
-    """Convolutions with ReLU and pooling, then fully connected layers, then one logit per class.
+    """Returns convolutions with ReLU and pooling, then fully connected layers, then one logit per class.
 
     Its children, in order, are ``conv1``, ``conv2`` (one per entry of ``channels``), ``fc`` and ``out``.
 
@@ -84,13 +80,8 @@ def build_convnet(config: ConvNetConfig) -> nn.Sequential:
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     channels = (config.image_channels, *config.channels)
     for layer in range(1, len(channels)):
-        parts[f"conv{layer}"] = nn.Sequential(
-            OrderedDict(
-                conv=nn.Conv2d(channels[layer - 1], channels[layer], config.kernel),
-                relu=nn.ReLU(),
-                pool=nn.MaxPool2d(2),
-            )
-        )
+        conv = nn.Conv2d(channels[layer - 1], channels[layer], config.kernel)
+        parts[f"conv{layer}"] = nn.Sequential(OrderedDict(conv=conv, relu=nn.ReLU(), pool=nn.MaxPool2d(2)))
     widths = (config.flat_features, *config.hidden)
     fc: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     for layer in range(1, len(widths)):

@@ -1,4 +1,4 @@
-"""A model that evaluates for a while, and is as it was afterwards."""
+"""A context manager that puts a model into eval mode, and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """While it lasts, all layers evaluate; then each is as it was: one that a person has put into eval() stays so.
+    """Puts all modules into eval mode inside of the context, and restores each module's own mode after it.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with eval_mode(model):

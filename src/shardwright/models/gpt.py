@@ -20,16 +20,16 @@ from shardwright.models.attention import Attention, check_heads
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.settings import check_fraction, check_sizes
 
-_STD = 0.02  # of every weight that GPT-2 draws
+_STD = 0.02  # of the normal distribution of GPT-2's initial weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTConfig:
-    """What a ``GPT`` is built from.
+    """The settings of a ``GPT``: style, sizes and options.
 
-    ``num_kv_heads=0`` means one per query head, ``hidden=0`` the style's own feed-forward width. ``tied``:
-    the head and the token embedding are one parameter. ``bias`` and ``max_tokens`` bind ``gpt2``; ``llama``
-    has no biases and no longest sequence of its own, ``theta`` is its rotary base.
+    ``num_kv_heads=0`` means ``num_heads``, ``hidden=0`` the style's own feed-forward width. ``tied``: the head and the
+    token embedding are one parameter. Only ``gpt2`` uses ``bias`` and limits sequences to ``max_tokens``; only
+    ``llama`` uses ``theta``, its rotary base.
 
     >>> GPTConfig(width=96).feed_forward_width, GPTConfig(style="llama", width=96).feed_forward_width
     (384, 256)
@@ -58,7 +58,7 @@ class GPTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """How many key and value heads there are."""
+        """The number of key and value heads."""
         return self.num_kv_heads or self.num_heads
 
     @property
@@ -70,13 +70,7 @@ class GPTConfig:
 
 
 class MLP(nn.Module):
-    """Up, GELU, down.
-
-    Shapes: x_BTH (B, T, H); returns (B, T, H).
-
-    >>> MLP(4, 16)(torch.zeros(1, 2, 4)).shape
-    torch.Size([1, 2, 4])
-    """
+    """The feed-forward network of ``gpt2``: down(gelu(up(x))), from (B, T, H) to (B, T, H)."""
 
     def __init__(self, width: int, hidden: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -85,19 +79,15 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        """The same for every token."""
+        """Applies the feed-forward network to each token on its own."""
         y_BTH: Tensor = self.down(self.activation(self.up(x_BTH)))
         return y_BTH
 
 
 class GatedMLP(nn.Module):
-    """Up, times the SiLU of a gate, down.
+    """The feed-forward network of ``llama``: down(silu(gate(x)) * up(x)), from (B, T, H) to (B, T, H).
 
-    Shapes: x_BTH (B, T, H); returns (B, T, H).
     Source: Shazeer 2020, arXiv:2002.05202.
-
-    >>> GatedMLP(4, 16)(torch.zeros(1, 2, 4)).shape
-    torch.Size([1, 2, 4])
     """
 
     def __init__(self, width: int, hidden: int, *, bias: bool = False) -> None:
@@ -108,15 +98,13 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        """The same for every token."""
+        """Applies the feed-forward network to each token on its own."""
         y_BTH: Tensor = self.down(self.activation(self.gate(x_BTH)) * self.up(x_BTH))
         return y_BTH
 
 
 class Block(nn.Module):
-    """One layer: attention, then an MLP, each after a norm and beside a skip connection.
-
-    Shapes: x_BTH (B, T, H); returns (B, T, H).
+    """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)), from (B, T, H) to (B, T, H).
 
     >>> [name for name, _ in Block(GPTConfig()).named_children()]
     ['norm1', 'attention', 'dropout1', 'norm2', 'mlp', 'dropout2']
@@ -127,39 +115,32 @@ class Block(nn.Module):
         llama = config.style == "llama"
         bias = config.bias and not llama
         self.norm1 = _norm(config)
+        heads, dropout = (config.num_heads, config.kv_heads), config.dropout
         self.attention = Attention(
-            config.width,
-            config.num_heads,
-            config.kv_heads,
-            bias=bias,
-            dropout=config.dropout,
-            rotary=llama,
-            theta=config.theta,
-            fused=not llama,
+            config.width, *heads, bias=bias, dropout=dropout, rotary=llama, theta=config.theta, fused=not llama
         )
         self.dropout1 = nn.Dropout(config.dropout)
         self.norm2 = _norm(config)
         self.mlp = (GatedMLP if llama else MLP)(config.width, config.feed_forward_width, bias=bias)
         self.dropout2 = nn.Dropout(config.dropout)
         for linear in (self.attention.o, self.mlp.down):
-            object.__setattr__(linear, "ends_branch", True)  # plain, so that a copy of this one leaf has it too
+            object.__setattr__(linear, "ends_branch", True)  # in its __dict__, so that a copy of the layer has it too
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        """The tokens, refined once."""
+        """Adds the attention's and the MLP's outputs to the residual stream."""
         x_BTH = x_BTH + self.dropout1(self.attention(self.norm1(x_BTH)))
         y_BTH: Tensor = x_BTH + self.dropout2(self.mlp(self.norm2(x_BTH)))
         return y_BTH
 
 
 def _norm(config: GPTConfig) -> nn.Module:
-    """The norm of the config's style."""
     if config.style == "llama":
         return nn.RMSNorm(config.width, eps=1e-5)
     return nn.LayerNorm(config.width, bias=config.bias)
 
 
 class Positions(nn.Module):
-    """The place of each token in its sequence: 0 to T - 1.
+    """Computes the position of each token in its sequence: 0 to T - 1.
 
     Shapes: tokens_BT (B, T); returns (T,) int64.
     Raises: PlanError: a sequence longer than ``max_tokens``.
@@ -173,12 +154,12 @@ class Positions(nn.Module):
         self.max_tokens = max_tokens
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """The positions, on the tokens' device."""
+        """Returns the positions 0 to T - 1 on the tokens' device."""
         self.check(tokens_BT.shape[1])
         return torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
 
     def check(self, num_tokens: int) -> None:
-        """Raises PlanError for a sequence that is longer than ``max_tokens``."""
+        """Raises PlanError if a sequence is longer than ``max_tokens``."""
         if num_tokens > self.max_tokens:
             raise PlanError(
                 "the sequence is longer than the learned positions",
@@ -189,7 +170,7 @@ class Positions(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only language model.
+    """A decoder-only language model in the style of GPT-2 or LLaMA.
 
     Shapes: tokens_BT (B, T) int64; returns logits (B, T, V).
     Raises: PlanError: more tokens than ``max_tokens`` where positions are learned.
@@ -215,7 +196,7 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """The logits of the token after each token."""
+        """Returns the logits of the token that follows each token."""
         x_BTH = self.token(tokens_BT)
         if self.position is not None:
             x_BTH = x_BTH + self.position(self.positions(tokens_BT))
@@ -226,7 +207,7 @@ class GPT(nn.Module):
         return logits_BTV
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws one leaf module as GPT-2 does: what ends a branch starts small, so depth adds no variance."""
+        """Initialises one leaf module as GPT-2 does: the last layer of a branch is scaled down by the depth."""
         if isinstance(module, nn.Linear | nn.Embedding):
             ends_branch = getattr(module, "ends_branch", False)
             nn.init.normal_(module.weight, std=_STD / sqrt(2 * self.config.num_layers) if ends_branch else _STD)
@@ -238,9 +219,9 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def generate(model: GPT, tokens_BT: Tensor, num_new: int, temperature: float, generator: torch.Generator) -> Tensor:
-    """The tokens, followed by ``num_new`` drawn from the model, one at a time.
+    """Returns the tokens followed by ``num_new`` tokens sampled from the model one by one.
 
-    A temperature of 0 takes the likeliest token. The model sees the last ``max_tokens`` tokens.
+    A temperature of 0 takes the likeliest token. The model reads the last ``max_tokens`` tokens.
 
     Shapes: tokens_BT (B, T), T at least 1; returns (B, T + num_new).
 

@@ -1,6 +1,6 @@
-"""Losses as a sum and a count, so that shares of unequal size can be added and divided once.
+"""Losses as a sum and a count, which ranks and microbatches add up before the one division.
 
-A mean of means is wrong as soon as one share has more targets than another.
+A mean of means would be wrong as soon as one part of the batch has more targets than another.
 
 V vocabulary, or classes
 """
@@ -19,10 +19,10 @@ from shardwright.models.settings import check_fraction
 
 
 class CrossEntropy(nn.Module):
-    """The sum of the cross entropies of class targets, and how many targets counted.
+    """Computes the sum of the cross entropies of class targets, and the number of targets that are not ignored.
 
     Shapes: logits (..., V) and int64 targets (...); returns a 0-d sum like the logits and a 0-d int64 count.
-    Raises: PlanError: the model gave no tensor; the targets' shape is not the logits' without its last dim.
+    Raises: PlanError: the model's output is no tensor; the targets' shape is not the logits' without its last dim.
 
     >>> loss_sum, count = CrossEntropy()(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [2, 3, 0]]))
     >>> round(loss_sum.item(), 3), count.item()
@@ -36,31 +36,28 @@ class CrossEntropy(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, logits_V: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum, count) over every target that is not ignored."""
+        """Returns the sum of cross entropies and the count, over every target that is not ignored."""
         check_tensors(logits_V, targets)
         check_same_shape("logits but for their last dim", logits_V.shape[:-1], "targets", targets.shape)
-        loss_sum = functional.cross_entropy(
-            logits_V.flatten(0, -2) if logits_V.dim() > 1 else logits_V,
-            targets.flatten() if targets.dim() else targets,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            reduction="sum",
-        )
+        flat_logits = logits_V.flatten(0, -2) if logits_V.dim() > 1 else logits_V
+        flat_targets = targets.flatten() if targets.dim() else targets
+        options: dict[str, Any] = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
+        loss_sum = functional.cross_entropy(flat_logits, flat_targets, reduction="sum", **options)
         return loss_sum, (targets != self.ignore_index).sum()
 
 
 class MeanSquaredError(nn.Module):
-    """The sum of the squared differences, and how many elements there are: their ratio is the mean.
+    """Computes the sum of the squared differences, and the number of elements: their ratio is the mean.
 
     Shapes: outputs and targets of one shape; returns a 0-d sum in the outputs' dtype and a 0-d int64 count.
-    Raises: PlanError: the model gave no tensor; the shapes differ.
+    Raises: PlanError: the model's output is no tensor; the shapes differ.
 
     >>> MeanSquaredError()(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 0.0]))
     (tensor(13.), tensor(3))
     """
 
     def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum, count) over every element."""
+        """Returns the sum of squared differences and the count, over every element."""
         check_tensors(outputs, targets)
         check_same_shape("outputs", outputs.shape, "targets", targets.shape)
         loss_sum = (outputs - targets.to(outputs.dtype)).square().sum()
@@ -68,7 +65,7 @@ class MeanSquaredError(nn.Module):
 
 
 def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
-    """What a loss has given; the count may be a sum of weights, which need not be whole.
+    """Checks a loss's result and returns (sum, count) as tensors; the count may be a fractional sum of weights.
 
     >>> sum_and_count((torch.tensor(3.0), 2))
     (tensor(3.), tensor(2))
@@ -93,7 +90,7 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
 
 
 def mean_of(loss_sum: Tensor, count: float) -> tuple[Tensor, float]:
-    """The mean, and what it was divided by: where nothing counts, one.
+    """Returns a loss's mean and its divisor, which is ``count``, or 1 if no target counts.
 
     >>> mean_of(torch.tensor(0.25), 0.5), mean_of(torch.tensor(0.0), 0)
     ((tensor(0.5000), 0.5), (tensor(0.), 1.0))
@@ -103,7 +100,7 @@ def mean_of(loss_sum: Tensor, count: float) -> tuple[Tensor, float]:
 
 
 def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape: torch.Size) -> None:
-    """Raises PlanError unless both shapes are equal: broadcasting here is always a mistake.
+    """Raises PlanError unless both shapes are equal: broadcasting in a loss is always a mistake.
 
     >>> check_same_shape("outputs", torch.Size([2, 1]), "targets", torch.Size([2]))
     Traceback (most recent call last):
@@ -113,12 +110,8 @@ def check_same_shape(name: str, shape: torch.Size, other_name: str, other_shape:
       fix:     give targets the shape (2, 1)
     """
     if shape != other_shape:
-        raise PlanError(
-            f"{name} and {other_name} differ in shape",
-            given=f"{tuple(shape)} and {tuple(other_shape)}",
-            allowed="equal shapes",
-            fix=f"give {other_name} the shape {tuple(shape)}",
-        )
+        given, fix = f"{tuple(shape)} and {tuple(other_shape)}", f"give {other_name} the shape {tuple(shape)}"
+        raise PlanError(f"{name} and {other_name} differ in shape", given=given, allowed="equal shapes", fix=fix)
 
 
 def check_tensors(output: object, targets: object) -> None:
@@ -139,9 +132,5 @@ def check_tensors(output: object, targets: object) -> None:
             given += f" with {', '.join(map(str, value))}"
         elif isinstance(value, tuple | list):
             given += f" of {', '.join(type(each).__name__ for each in value)}"
-        raise PlanError(
-            f"the loss takes one tensor as {what}",
-            given=given,
-            allowed="a tensor",
-            fix="return it alone, or give a loss of your own: forward(output, targets) gives (sum, count)",
-        )
+        fix = "return it alone, or give a loss of your own: forward(output, targets) gives (sum, count)"
+        raise PlanError(f"the loss takes one tensor as {what}", given=given, allowed="a tensor", fix=fix)

@@ -14,12 +14,11 @@ from shardwright.models.settings import check_fraction
 Activation = Literal["gelu", "relu", "silu", "tanh"]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
-"""The module of each activation's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MLPConfig:
-    """The width of the input, of each hidden layer, and of the output.
+    """The settings of an MLP; ``widths`` are those of the input, of each hidden layer, and of the output.
 
     >>> MLPConfig(widths=(8,))
     Traceback (most recent call last):
@@ -35,18 +34,14 @@ class MLPConfig:
 
     def __post_init__(self) -> None:
         if len(self.widths) < 2 or min(self.widths) < 1:
-            width = max((1, *self.widths))
-            raise PlanError(
-                "these widths make no layer",
-                given=f"widths={self.widths}",
-                allowed="two widths or more, each 1 or more",
-                fix=f"set widths={width},{width}",
-            )
+            width, allowed = max((1, *self.widths)), "two widths or more, each 1 or more"
+            given, fix = f"widths={self.widths}", f"set widths={width},{width}"
+            raise PlanError("these widths make no layer", given=given, allowed=allowed, fix=fix)
         check_fraction("dropout", self.dropout)
 
 
 def build_mlp(config: MLPConfig) -> nn.Sequential:
-    """Linear layers with an activation, and dropout if there is any, between each two of them.
+    """Returns linear layers with an activation, and dropout if it is not 0, between each two of them.
 
     Shapes: x (..., widths[0]); returns (..., widths[-1]).
 

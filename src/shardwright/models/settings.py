@@ -1,4 +1,4 @@
-"""Configs from settings: one function reads words or values into a frozen dataclass, and one checks sizes."""
+"""Builds configs from settings: text or values are parsed by the type hints of a frozen dataclass, and checked."""
 
 from __future__ import annotations
 
@@ -12,16 +12,7 @@ from shardwright.errors import PlanError, nearest
 
 Config = TypeVar("Config")
 
-_BOOLS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def check_sizes(config: object, least: int, *names: str) -> None:
@@ -44,23 +35,21 @@ def check_sizes(config: object, least: int, *names: str) -> None:
 
 
 def check_fraction(name: str, value: float) -> None:
-    """Raises PlanError unless ``value`` is a share that leaves something: from 0 to below 1.
+    """Raises PlanError unless ``value`` is a fraction from 0 to below 1.
 
     >>> check_fraction("dropout", 1.5)
     Traceback (most recent call last):
-    shardwright.errors.PlanError: 'dropout' is no share of what there is
+    shardwright.errors.PlanError: 'dropout' is no fraction below 1
       given:   1.5
       allowed: 0 to below 1
       fix:     set dropout=0.1
     """
     if not 0 <= value < 1:
-        raise PlanError(
-            f"'{name}' is no share of what there is", given=value, allowed="0 to below 1", fix=f"set {name}=0.1"
-        )
+        raise PlanError(f"'{name}' is no fraction below 1", given=value, allowed="0 to below 1", fix=f"set {name}=0.1")
 
 
 def parse_value(name: str, value: object, hint: Any) -> Any:
-    """The value that ``name`` takes by its type hint, from a value or from its text.
+    """Returns ``value``, which may be text, as the type ``hint``; ``name`` is for the error.
 
     Raises: PlanError: the value does not have that type.
 
@@ -93,8 +82,9 @@ def parse_value(name: str, value: object, hint: Any) -> Any:
     except (KeyError, ValueError):
         pass
     else:
-        if not _is_known(hint):
-            return _parse_literal(value)
+        kinds = (bool, int, float, str, type(None))
+        if hint not in kinds and get_origin(hint) not in (Literal, tuple, Union, UnionType):
+            return _parse_literal(value)  # no rule for this hint
     allowed, example = _describe(hint)
     if get_origin(hint) is Literal:
         example = nearest(text or "", map(str, get_args(hint)))
@@ -104,7 +94,7 @@ def parse_value(name: str, value: object, hint: Any) -> Any:
 
 
 def _parse_first(name: str, value: object, hints: tuple[Any, ...]) -> Any:
-    """The value by the first of ``hints`` that takes it; words last, since they take everything."""
+    """The value as the first of ``hints`` that accepts it; ``str`` is last, since it accepts every text."""
     for hint in sorted(hints, key=lambda hint: hint is str):
         try:
             return parse_value(name, value, hint)
@@ -114,25 +104,15 @@ def _parse_first(name: str, value: object, hints: tuple[Any, ...]) -> Any:
 
 
 def _parse_literal(value: object) -> Any:
-    """The Python literal that a text spells, the text itself when it spells none."""
+    """The value of a Python literal; any other text unchanged."""
     try:
         return ast.literal_eval(value) if isinstance(value, str) else value
     except (ValueError, SyntaxError):
         return value
 
 
-def _is_known(hint: Any) -> bool:
-    """Whether ``parse_value`` knows the rule of this type hint."""
-    return hint in (bool, int, float, str, type(None)) or get_origin(hint) in (
-        Literal,
-        tuple,
-        Union,
-        UnionType,
-    )
-
-
 def _describe(hint: Any) -> tuple[str, str]:
-    """What a type hint allows, and one example, in words."""
+    """The values that a type hint allows, in words, and one example."""
     if get_origin(hint) is Literal:
         return ", ".join(map(str, get_args(hint))), str(get_args(hint)[0])
     if get_origin(hint) is tuple:
@@ -142,7 +122,7 @@ def _describe(hint: Any) -> tuple[str, str]:
 
 
 def read_config(config: type[Config], settings: Mapping[str, object]) -> Config:
-    """The config that ``settings`` ask for; what they do not name keeps its default.
+    """Returns a config with these settings and the defaults of all others.
 
     Raises: PlanError: a key that the config does not have, or a value of the wrong type.
 

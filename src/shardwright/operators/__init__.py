@@ -1,1 +1,1 @@
-"""Operators on cut operands, each with the collectives it needs; the strategies choose among them."""
+"""Operators on sharded operands, each with the collectives it needs; strategies choose among them."""

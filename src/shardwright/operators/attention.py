@@ -1,30 +1,98 @@
-"""Attention on some of the heads, on a part of one, or of some of the queries.
+"""Sharded attention: which heads, and which elements of them, each rank holds, and attention on these shards.
+
+While p <= N a rank of p holds whole heads; beyond that a head belongs to several ranks, each holding some of its
+elements. The tensor-parallel strategies place and compute attention by these::
+
+    N = 4, p = 2     0 0 | 1 1             N = 2, p = 5     0 0 0 | 1 1       D in 3 parts, and in 2
 
 B batch, T tokens, S tokens that queries see, N query heads, M key and value heads, D head width;
-d, t this rank's part of D and T
+d, t this rank's shard of D and T
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.comm.autograd import cut_to_shared, partial_to_whole, sum_gradient
 from shardwright.comm.axis import Axis
+from shardwright.errors import LayoutError
+from shardwright.mesh import balanced
 from shardwright.models.attention import Attention, hidden_keys
 from shardwright.operators.operand_moves import OperandMove
+from shardwright.sharding.box import balanced_ranges
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries, keys and values in, what the queries see out."""
+Attends = Attention | nn.MultiheadAttention
+"""A module with ``num_heads`` heads of ``head_dim`` elements."""
+
+
+def query_heads(attention: Attends, tp: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the query heads that each of ``tp`` ranks computes: several whole ones, or a part of one shared head.
+
+    >>> query_heads(Attention(8, 4), 3), query_heads(nn.MultiheadAttention(8, 2), 3)
+    (((0, 1), (2,), (3,)), ((0,), (0,), (1,)))
+    """
+    if tp <= attention.num_heads:
+        return tuple(tuple(range(a, b)) for ((a, b),) in balanced_ranges(attention.num_heads, tp))
+    groups = balanced(tp, attention.num_heads)
+    return tuple((h,) for h in range(attention.num_heads) for _ in range(groups[h], groups[h + 1]))
+
+
+def head_slices(attention: Attends, tp: int) -> tuple[tuple[int, int], ...]:
+    """Returns which elements of its heads each of ``tp`` ranks holds, as (start, stop); rotary heads count in pairs.
+
+    Raises: LayoutError: more ranks than there are elements.
+
+    >>> head_slices(Attention(8, 2), 2), head_slices(Attention(8, 2), 3)
+    (((0, 4), (0, 4)), ((0, 2), (2, 4), (0, 4)))
+    """
+    halves = _num_halves(attention)
+    size = attention.head_dim // halves
+    if tp <= attention.num_heads:
+        return ((0, size),) * tp
+    if tp > size * attention.num_heads:
+        raise LayoutError(
+            "more tp ranks than the attention can use",
+            given=f"tp={tp}, {attention.num_heads} heads of {attention.head_dim} elements"
+            + (", rotated in pairs" if halves > 1 else ""),
+            allowed=f"tp from 1 to {size * attention.num_heads}",
+            fix=f"set tp={size * attention.num_heads}, or move the other ranks to 'dp'",
+        )
+    groups = balanced(tp, attention.num_heads)
+    return tuple(part for a, b in pairwise(groups) for part in pairwise(balanced(size, b - a)))
+
+
+def kv_heads(attention: Attention, heads: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the key and value heads that the query heads ``heads`` use in grouped-query attention."""
+    group = attention.num_heads // attention.num_kv_heads
+    return tuple(range(heads[0] // group, heads[-1] // group + 1))
+
+
+def head_rows(attention: Attends, heads: tuple[int, ...], part: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """Returns the rows of a q, k or v projection's weight that compute the elements ``part`` of each of ``heads``.
+
+    >>> head_rows(Attention(8, 2), (1,), (0, 2)), head_rows(Attention(8, 2, rotary=True), (1,), (0, 1))
+    (((4, 6),), ((4, 5), (6, 7)))
+    """
+    halves = _num_halves(attention)
+    half = attention.head_dim // halves
+    starts = (head * attention.head_dim + number * half for head in heads for number in range(halves))
+    return tuple((start + part[0], start + part[1]) for start in starts)
+
+
+def _num_halves(attention: Attends) -> int:
+    """2 where rotary embedding rotates pairs of elements, one of each half of the head; else 1."""
+    return 2 if isinstance(attention, Attention) and attention.rotary is not None else 1
 
 
 def attend_inside(attention: Attention, tp: Axis, q_BNTd: Tensor, k_BNSd: Tensor, v_BNSd: Tensor) -> Tensor:
-    """Attention cut inside the head: each rank holds some elements of the head's queries, keys and values.
+    """Computes attention whose head dim is sharded over ``tp``: scores are partial sums, completed by an all-reduce.
 
-    A score is a dot product over the head, so each rank has one term of it; the softmax needs the sum. The
-    weights that follow are whole on every rank and mix this rank's elements of the values.
+    A score is a dot product over the head, so each rank has one term of it; the softmax needs the sum. The attention
+    weights are then equal on every rank, and weigh this rank's elements of the values.
 
     Shapes: q_BNTd (B, N, T, D / tp); k_BNSd, v_BNSd (B, N, S, D / tp); returns (B, N, T, D / tp).
     Traffic: forward, one all-reduce of the scores, B*N*T*S elements, over ``tp``; backward, one of their gradient.
@@ -45,19 +113,19 @@ def attend_inside(attention: Attention, tp: Axis, q_BNTd: Tensor, k_BNSd: Tensor
 
 
 def attend_gathered(
-    attend: Attend,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     take: Sequence[OperandMove],
     num_seen: Callable[[], int],
     q_BNtD: Tensor,
     k_BMtD: Tensor,
     v_BMtD: Tensor,
 ) -> Tensor:
-    """Attention of a run of a sequence's tokens: the keys and values of the others are gathered.
+    """Computes attention of this rank's tokens of a sharded sequence; all-gathers the other ranks' keys and values.
 
-    ``num_seen`` tokens, from the sequence's first on, are seen; where attention is causal these end with the queries'.
+    The queries see the first ``num_seen`` tokens of the sequence; in causal attention these end with their own.
 
     Shapes: q_BNtD (B, N, t, D); k_BMtD, v_BMtD (B, M, t, D); returns (B, N, t, D).
-    Traffic: for each move, forward one all-gather of keys and values together, 2*B*M*D elements for each token
+    Traffic: for each of ``take``, forward one all-gather of keys and values together, 2*B*M*D elements for each token
         gathered; backward, one reduce-scatter of their gradients.
 
     >>> from shardwright import Mesh, run_on_threads
@@ -79,7 +147,7 @@ def attend_gathered(
 def attend_selected(
     attention: Attention, kv_of_head: Sequence[int], q_BNTD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor
 ) -> Tensor:
-    """Attention where query head n uses the key and value head ``kv_of_head[n]``: shares of any size.
+    """Computes grouped-query attention with unequal groups: query head n uses key-value head ``kv_of_head[n]``.
 
     Shapes: q_BNTD (B, N, T, D); k_BMTD, v_BMTD (B, M, T, D); returns (B, N, T, D). Traffic: none.
     """

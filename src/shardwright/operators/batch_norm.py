@@ -1,8 +1,7 @@
-"""BatchNorm of a batch that is cut: every member tells its count, means and sums of squares, and all use the whole's.
+"""BatchNorm of a sharded batch: ranks all-gather counts, means and M2, so that all use the global batch's statistics.
 
-Squares are never subtracted from squares: counts, means and sums of squared differences from the mean (M2) are
-combined, so uneven and empty shares come out as on one device. Channels may be cut as well; each is then normalised by
-whoever holds it, which needs no message.
+M2 is the sum of squared differences from the mean. Squares are never subtracted from squares, so uneven and empty
+shards come out as on one device. Channels may be sharded as well, which needs no message.
 
 N samples, C channels (dim 1), S all other dims; A members of an axis
 """
@@ -26,32 +25,28 @@ from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap
 
 
-def _dims(x: Tensor) -> list[int]:
-    return [dim for dim in range(x.dim()) if dim != 1]
-
-
-def _across(values_C: Tensor, x: Tensor) -> Tensor:
-    """One value for each channel, to be combined with ``x``."""
+def _broadcast(values_C: Tensor, x: Tensor) -> Tensor:
+    """Returns one value for each channel in a shape that broadcasts with ``x``."""
     return values_C.view(-1, *(1,) * (x.dim() - 2))
 
 
 def _statistics(x_NCS: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor, Tensor]:
-    """How many numbers each channel has over all members, their mean, and the sum of squared differences from it."""
+    """Returns the count, mean and M2 of each channel over all members."""
     num_channels = x_NCS.shape[1]
-    num_here = x_NCS.numel() // num_channels
-    count = x_NCS.new_full((), num_here)
-    if num_here:
-        var_C, mean_C = torch.var_mean(x_NCS, _dims(x_NCS), correction=0)
-        m2_C = var_C * num_here
+    num_local = x_NCS.numel() // num_channels
+    count = x_NCS.new_full((), num_local)
+    if num_local:
+        var_C, mean_C = torch.var_mean(x_NCS, (0, *range(2, x_NCS.dim())), correction=0)
+        m2_C = var_C * num_local
     else:
         mean_C = m2_C = x_NCS.new_zeros(num_channels)
     for axis in axes:
-        known = axis.all_gather(torch.cat((count.view(1), mean_C, m2_C)).unsqueeze(0))
-        counts_A1, means_AC, m2s_AC = known.split([1, num_channels, num_channels], dim=1)
+        gathered = axis.all_gather(torch.cat((count.view(1), mean_C, m2_C)).unsqueeze(0))
+        counts_A1, means_AC, m2s_AC = gathered.split([1, num_channels, num_channels], dim=1)
         count = counts_A1.sum()
         weights_A1 = counts_A1 / count.clamp(min=1)
         mean_C = (weights_A1 * means_AC).sum(dim=0)
-        mean_C = mean_C + (weights_A1 * (means_AC - mean_C)).sum(dim=0)  # once more: now only differences are rounded
+        mean_C = mean_C + (weights_A1 * (means_AC - mean_C)).sum(dim=0)  # again: now only differences are rounded
         m2_C = m2s_AC.sum(dim=0) + (counts_A1 * (means_AC - mean_C).square()).sum(dim=0)
     return count, mean_C, m2_C
 
@@ -75,8 +70,9 @@ class _BatchNorm(Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, w_C, count, mean_C, scale_C = ctx.saved_tensors
         dy_NCS = dy.to(mean_C.dtype)
-        normed_NCS = (x.to(mean_C.dtype) - _across(mean_C, x)) * _across(scale_C, x)
-        sums_2C = torch.stack((dy_NCS.sum(_dims(x)), (dy_NCS * normed_NCS).sum(_dims(x))))
+        normed_NCS = (x.to(mean_C.dtype) - _broadcast(mean_C, x)) * _broadcast(scale_C, x)
+        dims = (0, *range(2, x.dim()))
+        sums_2C = torch.stack((dy_NCS.sum(dims), (dy_NCS * normed_NCS).sum(dims)))
         db_C = sums_2C[0].clone() if ctx.needs_input_grad[2] else None
         dw_C = sums_2C[1].clone() if ctx.needs_input_grad[1] else None
         dx = None
@@ -84,15 +80,15 @@ class _BatchNorm(Function):
             for axis in ctx.axes:
                 sums_2C = axis.all_reduce(sums_2C)
             mean_dy_C, mean_both_C = sums_2C / count.clamp(min=1)
-            dx_NCS = dy_NCS - _across(mean_dy_C, x) - normed_NCS.mul_(_across(mean_both_C, x))
-            dx = dx_NCS.mul_(_across(scale_C if w_C is None else scale_C * w_C, x)).to(x.dtype)
+            dx_NCS = dy_NCS - _broadcast(mean_dy_C, x) - normed_NCS.mul_(_broadcast(mean_both_C, x))
+            dx = dx_NCS.mul_(_broadcast(scale_C if w_C is None else scale_C * w_C, x)).to(x.dtype)
         return dx, dw_C, db_C, None, None
 
 
 def shared_batch_norm(
     x: Tensor, w_C: Tensor | None, b_C: Tensor | None, *, eps: float, axes: Sequence[Axis]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """BatchNorm by the statistics of all members' samples; gives these too: count, mean and M2 of each channel.
+    """Computes BatchNorm with statistics over all samples on the ranks of ``axes``; also returns count, mean and M2.
 
     The gradients of ``w_C`` and ``b_C`` are terms of a sum over the axes.
 
@@ -120,11 +116,11 @@ def shared_batch_norm(
 def shared_group_norm(
     x_NCS: Tensor, num_groups: int, w_C: Tensor | None, b_C: Tensor | None, *, eps: float, axes: Sequence[Axis]
 ) -> Tensor:
-    """GroupNorm of pictures whose pixels are cut over the axes: each sample's group is normalised by all of them.
+    """Computes GroupNorm of pictures whose pixels are sharded over ``axes``, with statistics of all pixels.
 
     The gradients of ``w_C`` and ``b_C`` are terms of a sum over the axes.
 
-    Shapes: x_NCS (N, C, the pixels here); w_C, b_C (C,); returns like x.
+    Shapes: x_NCS (N, C, this rank's pixels); w_C, b_C (C,); returns like x.
     Traffic: for each axis, where there are samples, forward one all-gather of 2 N G + 1 numbers of each member for G
         groups; backward, where x needs a gradient, one all-reduce of 2 N G numbers.
 
@@ -138,16 +134,16 @@ def shared_group_norm(
     """
     if not len(x_NCS):
         return functional.group_norm(x_NCS, num_groups, w_C, b_C, eps)
-    x_1GS = x_NCS.reshape(1, len(x_NCS) * num_groups, -1)
+    x_1GS = x_NCS.reshape(1, len(x_NCS) * num_groups, -1)  # each group of each sample is a channel of its own
     y_NCS = shared_batch_norm(x_1GS, None, None, eps=eps, axes=axes)[0].view(x_NCS.shape)
     if w_C is not None:
-        y_NCS = y_NCS * _across(w_C, x_NCS)
-    return y_NCS if b_C is None else y_NCS + _across(b_C, x_NCS)
+        y_NCS = y_NCS * _broadcast(w_C, x_NCS)
+    return y_NCS if b_C is None else y_NCS + _broadcast(b_C, x_NCS)
 
 
 @dataclass
-class _Forward:
-    """The forward of one BatchNorm whose samples lie cut over ``axes``; each strategy adds its own."""
+class _SharedForward:
+    """The forward of one BatchNorm whose samples are sharded over ``axes``; each strategy adds its own axes."""
 
     module: Any
     axes: tuple[Axis, ...] = ()
@@ -155,7 +151,9 @@ class _Forward:
     def __call__(self, input: Tensor) -> Tensor:
         module, buffers = self.module, self.module._buffers
         module._check_input_dim(input)
-        wide = torch.promote_types(input.dtype, torch.float32)  # as statistics are, whatever the layers compute in
+        wide = torch.promote_types(
+            input.dtype, torch.float32
+        )  # the statistics' dtype, also where layers compute in bf16
         affine = (module._parameters[name] for name in ("weight", "bias"))
         w_C, b_C = (None if parameter is None else parameter.to(wide) for parameter in affine)
         mean_C, var_C = buffers.get("running_mean"), buffers.get("running_var")
@@ -164,14 +162,14 @@ class _Forward:
         y, count, batch_mean_C, m2_C = shared_batch_norm(input, w_C, b_C, eps=module.eps, axes=self.axes)
         self._check_count(input, count)
         if module.training and module.track_running_stats and mean_C is not None and var_C is not None:
-            share = self._count_batch()
+            weight = self._count_batch()
             with torch.no_grad():
-                mean_C.lerp_(batch_mean_C.to(mean_C.dtype), share)
-                var_C.lerp_((m2_C / (count - 1)).to(var_C.dtype), share)
+                mean_C.lerp_(batch_mean_C.to(mean_C.dtype), weight)
+                var_C.lerp_((m2_C / (count - 1)).to(var_C.dtype), weight)
         return y
 
     def _count_batch(self) -> float:
-        """Counts one batch more; returns its share in the statistics that are kept: momentum, or an even one."""
+        """Counts this batch; returns its weight in the running statistics: the momentum, or that of a plain average."""
         tracked: Tensor | None = self.module._buffers.get("num_batches_tracked")
         if tracked is not None:
             tracked.add_(1)
@@ -180,9 +178,8 @@ class _Forward:
         return 1.0 / float(tracked) if tracked is not None and tracked.device.type != "meta" else 0.0
 
     def _check_count(self, input: Tensor, count: Tensor) -> None:
-        """Raises PlanError where one device raises: all members know the count, so all do; not in a rehearsal."""
-        here = input.numel() // input.shape[1]
-        if here <= 1 and count.device.type != "meta" and float(count) == 1:
+        """Raises PlanError if the global batch has one value for each channel; the count is equal on all members."""
+        if input.numel() <= input.shape[1] and count.device.type != "meta" and float(count) == 1:
             raise PlanError(
                 "BatchNorm needs more than one value of each channel",
                 given=f"a batch of one sample, {list(input.shape)} on this rank",
@@ -192,21 +189,21 @@ class _Forward:
 
 
 def sharing(module: nn.Module, inner: Forward, axes: Sequence[Axis], *, always: bool = False) -> Forward:
-    """A BatchNorm's forward over ``axes`` and those of ``inner``; ``inner`` itself where there are none."""
-    known = inner.axes if isinstance(inner, _Forward) else ()
+    """Returns the BatchNorm forward ``inner`` with statistics shared over ``axes`` too; ``inner`` if not shared."""
+    added = inner.axes if isinstance(inner, _SharedForward) else ()
     shared = tuple(axis for axis in axes if axis.size > 1)
-    is_other = shared or known or always or isinstance(module, nn.SyncBatchNorm)
-    return _Forward(module, (*known, *shared)) if is_other else inner
+    replaces = shared or added or always or isinstance(module, nn.SyncBatchNorm)
+    return _SharedForward(module, (*added, *shared)) if replaces else inner
 
 
 def share_statistics(
     modules: Iterable[nn.Module], axes: Sequence[Axis], *, always: bool = False, by: str = "core"
 ) -> None:
-    """Makes each BatchNorm use the statistics of all samples over ``axes`` too, beside those that others have added.
+    """Makes each BatchNorm normalise by statistics over all ranks of ``axes``, besides the axes of earlier calls.
 
-    ``always`` replaces the forward even if there is nobody to share with: for one that reads no attributes, or whose
-    weights are narrower than its statistics. That of
-    ``nn.SyncBatchNorm`` is always replaced: it would ask every process, whatever these hold. ``by`` is the strategy.
+    ``always`` replaces the forward even if all ``axes`` have one member: for a BatchNorm whose attributes are guarded,
+    or whose weights are narrower than its statistics. ``nn.SyncBatchNorm`` is always replaced, because it would use
+    every process of the run. ``by`` is the strategy.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> def mean(axes):
@@ -221,7 +218,7 @@ def share_statistics(
     shared = [axis.name for axis in axes if axis.size > 1]
     what = f"statistics over {' '.join(shared)}" if shared else "statistics of this rank's samples and channels"
     for module in modules:
-        is_known = isinstance(vars(module).get("forward"), _Forward)
-        if shared or (not is_known and (always or isinstance(module, nn.SyncBatchNorm))):
+        is_shared = isinstance(vars(module).get("forward"), _SharedForward)
+        if shared or (not is_shared and (always or isinstance(module, nn.SyncBatchNorm))):
             around = partial(sharing, module, axes=axes, always=always)
             wrap(module, Rung.STATISTICS, what, by=by, around=around, replaces=True)

@@ -1,7 +1,7 @@
-"""Convolutions whose channels lie cut over ranks.
+"""Channel-parallel convolutions: cut by out-channels, then in-channels, like column- and row-parallel linear layers.
 
-The first convolution of a chain holds some out-channels, the last the same in-channels, and one sum makes the output
-whole; groups are dealt whole, and what comes out of them is joined instead of summed.
+The first convolution of a chain holds some out-channels and the last the same in-channels; one all-reduce completes
+the output. Of a grouped convolution each rank holds whole groups, whose outputs are gathered instead of summed.
 
 B batch, C channels, S pixels
 """
@@ -18,17 +18,14 @@ from shardwright.comm.axis import Axis
 from shardwright.operators.norms import Split
 from shardwright.sharding.box import Range
 
-Convolve = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""A convolution of an input with a weight and a bias: the module's own, with its stride and padding."""
-
 
 @dataclass(frozen=True)
 class CutConvolution:
-    """How one convolution runs on a rank that holds some of its channels.
+    """One convolution on a rank that holds some of its channels; the tensor-parallel strategies build it.
 
-    ``shares`` are the axes over which the input is whole, each member going on with its own channels; ``held`` are the
-    in-channels of this rank's groups, where there are groups. ``sums`` are the axes whose members hold terms of the
-    output, ``joins`` those whose members hold some of its channels, the fastest axis first.
+    ``shares`` are the axes over which the input is replicated while each member computes its own channels; ``held``
+    are the in-channels of this rank's groups, in a grouped convolution. ``sums`` are the axes whose members hold terms
+    of the output, ``joins`` those whose members hold some of its channels, the fastest axis first.
     """
 
     shares: tuple[Axis, ...] = ()
@@ -36,8 +33,8 @@ class CutConvolution:
     sums: tuple[Axis, ...] = ()
     joins: tuple[Split, ...] = ()
 
-    def __call__(self, convolve: Convolve, x_BCS: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The output: whole, or this rank's channels of it.
+    def __call__(self, convolve: Callable[..., Tensor], x_BCS: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Runs ``convolve(x, weight, bias)``; returns all channels, or this rank's without ``sums`` and ``joins``.
 
         Traffic: forward, for each axis of ``sums`` one all-reduce of the output, of ``joins`` one all-gather; backward,
             for each axis of ``shares`` one all-reduce of the input's gradient, if it needs one.

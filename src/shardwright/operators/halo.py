@@ -1,7 +1,8 @@
-"""Operators on pictures whose rows lie cut: each rank computes some rows of the output, and fetches those it reads.
+"""Halo exchange: operators on pictures whose rows are sharded. Each rank computes some rows of the output.
 
-Which rows these are is in :mod:`shardwright.operators.picture_rows`. What is joined from own and fetched rows is not
-kept for the backward: the parts are, and the own part is kept anyway by the operator that made it.
+It receives the rows that these read and other ranks hold, the *halo*; :mod:`~shardwright.operators.picture_rows`
+computes which. The concatenation of own and received rows is not saved for the backward: its parts are, and the own
+part is saved anyway by the operator that made it. Used by the spatial strategy.
 
 B batch, C channels, h this rank's rows of H, W columns
 """
@@ -23,12 +24,12 @@ from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.operators.picture_rows import (
     Border,
-    Enlarged,
-    Reading,
+    HaloRows,
     Resize,
     Runs,
     SlidingWindow,
-    Spread,
+    TransposedWindow,
+    Upsampling,
     output_sizes,
     reading_of,
     row_ranges,
@@ -38,7 +39,7 @@ from shardwright.sharding.box import Range
 
 @dataclass
 class _Parts:
-    """What one rank's outputs are computed from: its own rows, those fetched, and constant rows at the borders."""
+    """The rows that one rank's outputs read: its own, received ones, and constant rows at the picture's borders."""
 
     dim: int
     before: int
@@ -48,28 +49,29 @@ class _Parts:
     versions: list[int] = field(default_factory=list)
 
     def joined(self) -> Tensor:
-        """All of it, one after the other: a copy, unless there is one part alone."""
+        """Returns all parts, concatenated; no copy if there is one part alone."""
         first = self.parts[0]
         borders = [first.new_full(_shape(first, self.dim, rows), self.fill) for rows in (self.before, self.after)]
         parts = [*borders[: self.before > 0], *self.parts, *borders[1:][: self.after > 0]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+        return _concatenate(parts, first, self.dim)
 
-    def keeping(self, whole: Tensor) -> saved_tensors_hooks:
-        """While an operator runs on ``whole``: the parts are saved in its place.
+    def saved_for(self, whole: Tensor) -> saved_tensors_hooks:
+        """Returns hooks under which an operator on ``whole``, the joined parts, saves the parts instead.
 
-        Of the rest those decide who asked before: torch asks the innermost alone.
+        Other tensors go to the hooks that were active before, because torch calls the innermost hooks only.
         """
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack_rest, unpack_rest = outer or (_same, _same)
-        known = (whole.data_ptr(), whole.shape, whole.stride())  # torch keeps the hooks: they must not hold the whole
+        pack_other, unpack_other = outer or (_identity, _identity)
+        # torch keeps the hooks as long as the graph: they must not hold the joined tensor itself
+        joined_at = (whole.data_ptr(), whole.shape, whole.stride())
         self.versions = [part._version for part in self.parts]
 
         def pack(saved: Tensor) -> Any:
-            return self if (saved.data_ptr(), saved.shape, saved.stride()) == known else pack_rest(saved)
+            return self if (saved.data_ptr(), saved.shape, saved.stride()) == joined_at else pack_other(saved)
 
-        def unpack(kept: Any) -> Tensor:
-            if kept is not self:
-                return cast(Tensor, unpack_rest(kept))
+        def unpack(packed: Any) -> Tensor:
+            if packed is not self:
+                return cast(Tensor, unpack_other(packed))
             if self.versions != [part._version for part in self.parts]:
                 raise PlanError(
                     "a picture was changed in place after a layer had read it",
@@ -83,26 +85,24 @@ class _Parts:
         return saved_tensors_hooks(pack, unpack)
 
 
-def _same(saved: Any) -> Any:
+def _identity(saved: Any) -> Any:
     return saved
 
 
 class _Halo(Function):
-    """Rows as they lie, to the rows that each member reads: forward fetched, backward the gradients given back."""
+    """The halo exchange: forward, rows go to the members that read them; backward, their gradients return."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, reading: Reading, into: _Parts) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, reading: HaloRows, into: _Parts) -> Tensor:
         ctx.axis, ctx.dim, ctx.reading, ctx.before = axis, into.dim, reading, into.before
-        me, x = axis.index, x.detach()
+        me, dim, x = axis.index, into.dim, x.detach()
+        # All sends start before the first receive, so that no two members wait for each other.
         for to in _others(axis):
-            axis.send_async(_join(_cut(x, into.dim, reading.held[me], reading.given(me, to)), x, into.dim), to)
-        found = {me: _cut(x, into.dim, reading.held[me], reading.given(me, me))}
+            axis.send_async(_concatenate(_slices(x, dim, reading.held[me], reading.given(me, to)), x, dim), to)
+        found = {me: _slices(x, dim, reading.held[me], reading.given(me, me))}
         for source in _others(axis):
-            rows = [b - a for a, b in reading.given(source, me)]
-            found[source] = list(
-                axis.receive(_shape(x, into.dim, sum(rows)), x.dtype, source).split(rows, into.dim) if rows else ()
-            )
-        into.parts = [found[holder].pop(0) for holder, _ in reading.pieces(me)] or [x.narrow(into.dim, 0, 0)]
+            found[source] = _receive(axis, x, dim, reading.given(source, me), source)
+        into.parts = [found[holder].pop(0) for holder, _ in reading.pieces(me)] or [x.narrow(dim, 0, 0)]
         whole = into.joined()
         return whole.view_as(whole) if whole is into.parts[0] else whole
 
@@ -117,29 +117,34 @@ class _Halo(Function):
             found[holder].append(dy.narrow(dim, start, b - a))
             start += b - a
         for to in _others(axis):
-            axis.send_async(_join(found[to], dy, dim), to)
+            axis.send_async(_concatenate(found[to], dy, dim), to)
         held = reading.held[me]
         dx = dy.new_zeros(_shape(dy, dim, held[1] - held[0]))
         for source in (me, *_others(axis)):
             runs = reading.given(me, source)
-            rows = [b - a for a, b in runs]
-            if source != me and rows:
-                found[me] = list(axis.receive(_shape(dy, dim, sum(rows)), dy.dtype, source).split(rows, dim))
-            for part, gradient in zip(_cut(dx, dim, held, runs), found[me] if rows else (), strict=True):
+            gradients = found[me] if source == me else _receive(axis, dy, dim, runs, source)
+            # one by one: several members, or several windows of one, may read the same row
+            for part, gradient in zip(_slices(dx, dim, held, runs), gradients, strict=True):
                 part.add_(gradient)
         return dx, None, None, None
+
+
+def _receive(axis: Axis, like: Tensor, dim: int, runs: Runs, source: int) -> list[Tensor]:
+    """Receives these rows from another member, in one message; none is sent if there are no rows."""
+    rows = [stop - first for first, stop in runs]
+    return list(axis.receive(_shape(like, dim, sum(rows)), like.dtype, source).split(rows, dim)) if rows else []
 
 
 def _others(axis: Axis) -> list[int]:
     return [index for index in range(axis.size) if index != axis.index]
 
 
-def _cut(x: Tensor, dim: int, lies: Range, runs: Runs) -> list[Tensor]:
-    """Some rows of a tensor that has those of ``lies``: views."""
-    return [x.narrow(dim, a - lies[0], b - a) for a, b in runs]
+def _slices(x: Tensor, dim: int, held: Range, runs: Runs) -> list[Tensor]:
+    """Returns views of these rows of the picture, of a tensor that has the rows ``held``."""
+    return [x.narrow(dim, a - held[0], b - a) for a, b in runs]
 
 
-def _join(parts: Sequence[Tensor], like: Tensor, dim: int) -> Tensor:
+def _concatenate(parts: Sequence[Tensor], like: Tensor, dim: int) -> Tensor:
     if not parts:
         return like.narrow(dim, 0, 0)
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
@@ -158,26 +163,26 @@ def _compute(
     apply: Callable[[Tensor], Tensor],
     fill: float = 0.0,
 ) -> Tensor:
-    """``apply`` on the rows that this rank's outputs read, ``fill`` outside the picture; these outputs of it."""
+    """Returns this rank's outputs: ``apply`` on the rows that they read, with ``fill`` outside the picture."""
     reading = reading_of(tuple(sizes), resize)
     outputs, size = row_ranges(output_sizes(sizes, resize))[axis.index], sum(sizes)
     _check_rows(x, axis, sizes, dim)
     first, stop = resize.span(outputs, size)
     num = outputs[1] - outputs[0]
     before = after = 0
-    if num == 0:  # it still gives others its rows: it computes one output of zeros and drops it
+    if num == 0:  # this rank still sends its rows: it computes one output of zeros and drops it
         before = resize.reach
     elif resize.border == "constant":
         before, after = min(max(0, -first), stop - first), min(max(0, stop - size), stop - first)
     parts = _Parts(dim, before, after, fill)
     whole = cast(Tensor, _Halo.apply(x, axis, reading, parts))  # type: ignore[no-untyped-call]
-    with parts.keeping(whole):
+    with parts.saved_for(whole):
         y = apply(whole)
     return _crop(y, dim, resize.skip(outputs, size) if num else 0, num)
 
 
 def _crop(y: Tensor, dim: int, skip: int, num: int) -> Tensor:
-    """So many rows after the first ``skip``; zeros where there are none."""
+    """Returns ``num`` rows after the first ``skip``; zeros where ``y`` has none."""
     short = skip + num - y.shape[dim]
     if skip < 0 or short > 0:
         y = functional.pad(y, (*(0,) * (2 * (y.dim() - 1 - dim)), max(0, -skip), max(0, short)))
@@ -187,10 +192,10 @@ def _crop(y: Tensor, dim: int, skip: int, num: int) -> Tensor:
 def _check_rows(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> None:
     if len(sizes) != axis.size or x.shape[dim] != sizes[axis.index]:
         raise LayoutError(
-            f"the rows over axis '{axis.name}' are not those of the sizes given",
+            f"the rows over axis '{axis.name}' differ from the given sizes",
             given=f"sizes {tuple(sizes)}, dim {dim} of {list(x.shape)} on member {axis.index} of {axis.size}",
-            allowed="one size for each member, that of its own rows",
-            fix="pass what output_sizes() gave for the layer before, or balanced sizes of the input",
+            allowed="one size for each member, the number of its rows",
+            fix="pass the result of output_sizes() for the layer before, or balanced sizes of the input",
         )
 
 
@@ -216,17 +221,17 @@ def halo_convolution(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Tensor:
-    """A convolution of a picture whose rows lie cut: each rank computes a balanced share of the output's rows.
+    """Computes a convolution of a picture with sharded rows, by halo exchange: each rank a share of the output's rows.
 
-    For inputs too large for one device. A window may reach over several members; the picture is padded at its own
-    borders only, as ``padding_mode`` says, with ``padding_after`` behind it where that is not what is before it. The
+    For inputs too large for one device. A window may reach over several members. The picture is padded at its own
+    borders only, by ``padding_mode``; ``padding_after`` is the padding behind it, by default that before it. The
     gradients of ``weight`` and ``bias`` are terms of a sum over ``axis``.
 
-    Shapes: x_BChW (B, C, sizes[index], W), or with one or three dims of pixels, cut along ``dim``; ``weight`` and
-        ``bias`` as torch has them, whole; returns the rows ``output_sizes(sizes, window)[index]`` of the output.
-    Traffic: forward, one send to each member that reads rows of this one, of these rows, and one receive from each
-        whose rows this one reads; backward, the gradients of the same rows the other way.
-    Raises: LayoutError: the sizes are not those of the rows held, or the window is larger than the picture.
+    Shapes: x_BChW (B, C, sizes[index], W), or with one or three dims of pixels, sharded along ``dim``; ``weight`` and
+        ``bias`` as in torch, unsharded; returns the rows ``output_sizes(sizes, window)[index]`` of the output.
+    Traffic: forward, to each member that reads rows of this rank one message of these rows; backward, the gradients of
+        the same rows the other way.
+    Raises: LayoutError: ``sizes`` differ from the rows held, or the window is larger than the picture.
     Source: Dryden et al. 2019, arXiv:1903.06681 (spatial parallelism with halo exchange).
 
     >>> from shardwright import Mesh, run_on_threads
@@ -244,10 +249,10 @@ def halo_convolution(
     cut = dim - 2
     border = cast(Border, "constant" if padding_mode == "zeros" else padding_mode)
     window = SlidingWindow(weight.shape[dim], strides[cut], befores[cut], dilations[cut], afters[cut], border)
-    befores[cut] = afters[cut] = 0  # at the borders alone
+    befores[cut] = afters[cut] = 0  # along the cut dim the borders are part of the rows read
     around = [size for pair in zip(reversed(befores), reversed(afters), strict=True) for size in pair]
     apart = any(around) and (border != "constant" or befores != afters)
-    convolve = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}[num_dims]
+    convolve = getattr(functional, f"conv{num_dims}d")
 
     def apply(x: Tensor) -> Tensor:
         if apart:
@@ -272,9 +277,9 @@ def halo_transposed_convolution(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Tensor:
-    """A transposed convolution of a picture whose rows lie cut: each rank a balanced share of the output's rows.
+    """Computes a transposed convolution of a picture with sharded rows: each rank a balanced share of the output rows.
 
-    Shapes, traffic, errors: as :func:`halo_convolution`; which rows are read, ``Spread`` says.
+    Shapes, traffic, errors: as :func:`halo_convolution`, with the rows of ``TransposedWindow``.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> x, weight = torch.arange(5.0).view(1, 1, 5), torch.tensor([[[1.0, 10.0]]])
@@ -288,13 +293,9 @@ def halo_transposed_convolution(
     strides, paddings, mores, dilations = (
         _each(value, num_dims) for value in (stride, padding, output_padding, dilation)
     )
-    spread = Spread(weight.shape[dim], strides[cut], paddings[cut], dilations[cut], mores[cut])
+    spread = TransposedWindow(weight.shape[dim], strides[cut], paddings[cut], dilations[cut], mores[cut])
     paddings[cut] = mores[cut] = 0
-    convolve = {
-        1: functional.conv_transpose1d,
-        2: functional.conv_transpose2d,
-        3: functional.conv_transpose3d,
-    }[num_dims]
+    convolve = getattr(functional, f"conv_transpose{num_dims}d")
 
     def apply(x: Tensor) -> Tensor:
         y: Tensor = convolve(x, weight, None, strides, paddings, mores, groups, dilations)
@@ -318,15 +319,13 @@ def halo_pool(
     fill: float = 0.0,
     dim: int = 2,
 ) -> Tensor:
-    """A pooling of a picture whose rows lie cut: each rank computes a balanced share of the output's rows.
+    """Pools a picture with sharded rows, by halo exchange: each rank computes a balanced share of the output's rows.
 
-    ``pool`` pools what it is given, without padding along ``dim``; the other settings are its own there, stride the
-    kernel when left out, and ``fill`` is what it finds outside the picture. Where the cuts are multiples of a stride
-    that is the kernel, nothing is sent.
+    ``pool`` is the pooling without padding along ``dim``; the other arguments are its settings along ``dim``, with
+    ``stride`` by default the kernel, and ``fill`` the padding's value. Nothing is sent if the stride is the kernel and
+    the cuts are multiples of it.
 
-    Shapes: as :func:`halo_convolution`, with ``SlidingWindow(kernel, stride, padding)``.
-    Traffic: as :func:`halo_convolution`.
-    Raises: LayoutError: as :func:`halo_convolution`.
+    Shapes, traffic, errors: as :func:`halo_convolution`, with ``SlidingWindow(kernel, stride, padding)``.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> x = torch.arange(8.0).view(1, 1, 8)
@@ -350,10 +349,10 @@ def halo_enlarge(
     margin: int = 0,
     dim: int = 2,
 ) -> Tensor:
-    """An enlargement of a picture whose rows lie cut: each rank computes a balanced share of the output's rows.
+    """Upsamples a picture with sharded rows, by halo exchange: each rank computes a balanced share of output rows.
 
-    ``enlarge`` makes ``factor`` rows of each, looking at ``margin`` rows on either side and repeating the first and the
-    last row of what it is given.
+    ``enlarge`` computes ``factor`` rows for each row, from it and ``margin`` rows on either side, and replicates the
+    first and the last row of its input beyond the borders.
 
     >>> from shardwright import Mesh, run_on_threads
     >>> x, twice = torch.arange(3.0).view(1, 1, 3), torch.nn.Upsample(scale_factor=2)
@@ -363,20 +362,21 @@ def halo_enlarge(
     >>> run_on_threads(Mesh(tp=2), share)
     [[[[0.0, 0.0, 1.0]]], [[[1.0, 2.0, 2.0]]]]
     """
-    return _compute(x_BChW, axis, sizes, dim, Enlarged(factor, margin), enlarge)
+    return _compute(x_BChW, axis, sizes, dim, Upsampling(factor, margin), enlarge)
 
 
 def whole_rows(x_BChW: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 2) -> Tensor:
-    """The whole picture, for members that all go on with the same work.
+    """All-gathers a picture with sharded rows, for ranks that all continue with the same work on the whole.
 
-    Traffic: forward, one all-gather of the whole; backward, none.
+    Traffic: forward, one all-gather of the whole picture; backward, none.
     """
     whole = cut_to_whole(x_BChW, axis, dim, sizes)
-    return whole.clone(memory_format=torch.contiguous_format) if axis.size > 1 else whole  # else a view, not to change
+    # a gathered picture is a view, which code that follows must not write into
+    return whole.clone(memory_format=torch.contiguous_format) if axis.size > 1 else whole
 
 
 def mean_of_rows(x_BChW: Tensor, pool: Callable[[Tensor], Tensor], axis: Axis, num_rows: int, dim: int = 2) -> Tensor:
-    """A pooling to one row of a picture whose rows lie cut: ``pool`` takes the mean of the rows that it is given.
+    """Average-pools a picture with sharded rows to one row, by an all-reduce; ``pool`` averages this rank's rows.
 
     Traffic: forward, one all-reduce of the output; backward, none.
     """

@@ -1,4 +1,4 @@
-"""One linear layer on a grid of ranks: every axis has a *role*, the dimension of the product that it cuts.
+"""The grid product: one linear layer on a grid of ranks, where the *role* of an axis is the dimension that it cuts.
 
 For Y[T,h] = X[T,k] W[k,h]::
 
@@ -7,8 +7,10 @@ For Y[T,h] = X[T,k] W[k,h]::
     h      gather X            reduce-scatter dX      X
     k      reduce-scatter Y    gather dY              Y
 
-An operand that an axis does not cut may also lie copied along it: then there is nothing to gather, and the sum is an
-all-reduce. 1D columns are h and rows are k with copied activations; 2D is t and h; 3D is t, h and k.
+An operand may also be replicated along an axis: then there is nothing to gather, and the sum is an all-reduce.
+1D column-parallel is h and row-parallel is k, with replicated activations; 2D is t and h; 3D is t, h and k. The
+tensor-parallel strategies build a :class:`GridProduct` for each layer; the role decides the messages, here and nowhere
+else.
 
 T rows (samples x tokens), k features in, h features out; a weight has torch's order, (h, k)
 """
@@ -38,44 +40,46 @@ from shardwright.operators.operand_moves import (
     steps,
     tensor,
 )
-from shardwright.operators.split_backward import Leaves, add
+from shardwright.operators.split_backward import DeferredGradients, add
 
 
 class WeightFetch(NamedTuple):
-    """A weight whose dim 0 lies cut along an axis that computes with all of it: gathered before, summed after."""
+    """A weight sharded along an axis that cuts the batch (role t): all-gathered on use, its gradient reduce-scattered.
+
+    ``sizes`` are the rows that each member stores.
+    """
 
     axis: Axis
     sizes: tuple[int, ...]
 
 
 @dataclass
-class Later:
-    """Weight gradients on their way: put in place while the backward of the layers before goes on.
+class PendingGradients:
+    """Reduce-scatters of weight gradients that overlap with the backward of earlier layers; shared by a model's layers.
 
-    ``ahead`` is how many may be under way at once: each keeps a whole weight's gradient alive.
+    At most ``limit`` are under way at once, because each keeps an unsharded gradient alive.
     """
 
-    ahead: int = 2
-    _waiting: list[Callable[[], None]] = field(default_factory=list)
+    limit: int = 2
+    _pending: list[tuple[Tensor, Pending[Tensor]]] = field(default_factory=list)
 
     def add(self, parameter: Tensor, pending: Pending[Tensor]) -> None:
-        """Adds what ``pending`` gives to the parameter's gradient, soon."""
-
-        def put() -> None:
-            add(parameter, pending.wait())
-
-        self._waiting.append(put)
-        while len(self._waiting) > self.ahead:
-            self._waiting.pop(0)()
+        """Queues the reduce-scatter ``pending``; once ``limit`` more are queued, adds its result to the gradient."""
+        self._pending.append((parameter, pending))
+        self._wait(self.limit)
 
     def finish(self, *_: Any) -> None:
-        """Waits for all."""
-        while self._waiting:
-            self._waiting.pop(0)()
+        """Waits for all reduce-scatters and adds their results to the gradients; ignores arguments of a hook."""
+        self._wait(0)
+
+    def _wait(self, num_left: int) -> None:
+        while len(self._pending) > num_left:
+            parameter, pending = self._pending.pop(0)
+            add(parameter, pending.wait())
 
 
-class _Early(NamedTuple):
-    """A weight on its way before its layer is called, and the version of what was sent."""
+class _Prefetched(NamedTuple):
+    """A weight whose gather has started before its layer is called, and the version of the shard that was sent."""
 
     product: GridProduct
     version: int
@@ -83,74 +87,75 @@ class _Early(NamedTuple):
 
 
 @dataclass
-class Ahead:
-    """Weights fetched before they are needed: while one layer multiplies, the next one's is on its way.
+class WeightPrefetch:
+    """Prefetches weights: while one layer multiplies, the all-gather of the next layer's weight is under way.
 
-    The next is that of the forward before, as long as this one goes the same way; all ranks run the same code, so they
-    find the same. What was fetched for nothing is waited for and dropped, at the latest when the forward ends: no
-    product sees a weight from before the optimizer's step. Only the forwards that it is told of are looked at, not what
-    is computed again in a backward; ``always`` is for a model in stages, whose forwards are told of when they end.
+    The next layer is taken from the previous forward, as long as this one calls its layers in the same order. All ranks
+    run the same code, so they predict the same layer. A wrong prediction is waited for and dropped, at the latest when
+    the forward ends, so that no product sees a weight from before the optimizer's step. Only forwards of the watched
+    model count, and not what a backward recomputes. ``always`` is for pipeline stages, which run modules without the
+    model's forward: there the strategy calls :meth:`finish` after each action.
     """
 
     always: bool = False
-    _open: bool = False
-    _known: dict[GridProduct, tuple[GridProduct, ...]] = field(default_factory=dict)
-    """The calls of a forward, by the first."""
+    _in_forward: bool = False
+    _orders: dict[GridProduct, tuple[GridProduct, ...]] = field(default_factory=dict)
+    """The calls of an earlier forward, keyed by its first call."""
     _calls: list[GridProduct] = field(default_factory=list)
-    _same: bool = True
-    _early: _Early | None = None
+    _as_before: bool = True
+    _prefetched: _Prefetched | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Follows the forwards of ``model``."""
+        """Registers hooks on ``model``, so that weights are prefetched within its forwards only."""
 
         def begin(*_: Any) -> None:
             self.finish()
-            self._open = True
+            self._in_forward = True
 
         model.register_forward_pre_hook(begin)
         model.register_forward_hook(self.finish, always_call=True)
 
     def fetch(self, product: GridProduct, w_hk: Tensor) -> Pending[Tensor]:
-        """The weight of ``product``, and the start of the one that comes after it."""
-        if not (self._open or self.always) or torch._C._current_graph_task_id() != -1:  # the latter: in a backward
+        """Returns the pending all-gather of a layer's weight, and starts that of the layer that is expected next."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward or not (self._in_forward or self.always):
             return _start_fetch(w_hk, product)
-        known = self._known.get(self._calls[0] if self._calls else product, ())
+        order = self._orders.get(self._calls[0] if self._calls else product, ())
         number = len(self._calls)
         self._calls.append(product)
-        self._same = self._same and number < len(known) and known[number] is product
-        early, self._early = self._early, None
-        if early is not None and (early.product is not product or early.version != w_hk._version):
-            early.pending.wait()
-            early = None
-        pending = early.pending if early is not None else _start_fetch(w_hk, product)
-        if self._same and number + 1 < len(known):
-            self._start(known[number + 1])
+        self._as_before = self._as_before and number < len(order) and order[number] is product
+        prefetched, self._prefetched = self._prefetched, None
+        # The weight may also have been written to since: then what was sent is stale.
+        if prefetched is not None and (prefetched.product is not product or prefetched.version != w_hk._version):
+            prefetched.pending.wait()
+            prefetched = None
+        pending = prefetched.pending if prefetched is not None else _start_fetch(w_hk, product)
+        if self._as_before and number + 1 < len(order):
+            following = order[number + 1]
+            assert following.weight is not None, "a product with a fetch has a weight"
+            w_hk = following.weight()
+            if w_hk.untyped_storage().nbytes() >= w_hk.nbytes:  # else ZeRO has resharded it, and unshards it later
+                self._prefetched = _Prefetched(following, w_hk._version, _start_fetch(w_hk, following))
         return pending
 
-    def _start(self, following: GridProduct) -> None:
-        assert following.weight is not None, "a product that fetches knows its weight"
-        w_hk = following.weight()
-        if w_hk.untyped_storage().nbytes() >= w_hk.nbytes:  # one that a strategy has dropped comes back later
-            self._early = _Early(following, w_hk._version, _start_fetch(w_hk, following))
-
     def finish(self, *_: Any) -> None:
-        """A forward has ended: keeps its calls for the next, and nothing else."""
-        if self._early is not None:
-            self._early.pending.wait()
+        """Ends a forward: remembers its order of layers to predict the next one, and drops an unused prefetch."""
+        if self._prefetched is not None:
+            self._prefetched.pending.wait()
         if self._calls:
-            self._known[self._calls[0]] = tuple(self._calls)
-        self._early, self._calls, self._same, self._open = None, [], True, False
+            self._orders[self._calls[0]] = tuple(self._calls)
+        self._prefetched, self._calls, self._as_before, self._in_forward = None, [], True, False
 
 
 @dataclass(frozen=True, eq=False)
 class GridProduct:
-    """How one linear layer runs on this rank: moves of X and Y, fetches of W, from the innermost cut outwards.
+    """One linear layer Y = X W on a grid of ranks: the collectives for X, Y and W, from the innermost cut outwards.
 
-    ``take`` lists rows before features, ``give`` features before rows. ``bias_here``: of the members that hold terms
-    of one output, one adds the bias. ``keep`` holds gathered operands for the backward, which otherwise gathers them
-    again. ``overlap`` lets a message travel while something is multiplied. ``ahead``, which a model's layers share,
-    fetches this layer's ``weight()`` while the layer before multiplies. ``leaves`` takes the weight's gradient where it
-    is wanted later.
+    ``take`` all-gathers X, rows before features; ``give`` sums Y, features before rows; ``fetch`` all-gathers W.
+    ``bias_here`` is true on the one member that adds the bias, of those that hold terms of the same output. ``keep``
+    saves gathered operands for the backward, which otherwise re-gathers them. ``overlap`` lets messages overlap with
+    products. ``prefetch``, which a model's layers share, gathers this layer's ``weight()`` while the layer before
+    multiplies. ``deferred`` keeps the weight gradient's computation for the ``W`` action of a split backward.
     """
 
     take: tuple[OperandMove, ...] = ()
@@ -159,20 +164,20 @@ class GridProduct:
     bias_here: bool = True
     keep: bool = True
     overlap: bool = True
-    later: Later = field(default_factory=Later)
-    ahead: Ahead | None = None
-    leaves: Leaves | None = None
+    pending_gradients: PendingGradients = field(default_factory=PendingGradients)
+    prefetch: WeightPrefetch | None = None
+    deferred: DeferredGradients | None = None
     weight: Callable[[], Tensor] | None = None
 
     @property
     def dim(self) -> int:
-        """The dim whose places are the rows: of samples, or of tokens."""
+        """Returns the dim of the input X whose entries are cut as rows: 0 for samples, 1 for tokens."""
         return rows_dim((*self.take, *self.give))
 
     def __call__(self, x: Tensor, w_hk: Tensor, bias_h: Tensor | None) -> Tensor:
-        """X times W, transposed as torch stores it, plus the bias.
+        """Computes X W^T plus the bias, W in torch's order (h, k).
 
-        Shapes: x (samples, ..., k / cut); w_hk and bias_h this rank's parts; returns (samples, ..., h / cut).
+        Shapes: x (samples, ..., k / cut); w_hk and bias_h this rank's shards; returns (samples, ..., h / cut).
         Traffic: see the module's table.
         """
         if not self.take and not self.give and not self.fetch:
@@ -186,15 +191,17 @@ class _GridLinear(Function):
         ctx: Any, x: Tensor, w_hk: Tensor, bias_h: Tensor | None, product: GridProduct, owner: tuple[Tensor]
     ) -> Tensor:
         ctx.product, ctx.owner, ctx.x_shape = product, owner[0], x.shape
-        ahead = product.ahead if product.fetch and product.overlap else None
-        weight = ahead.fetch(product, w_hk) if ahead is not None else _start_fetch(w_hk, product)
+        prefetch = product.prefetch if product.fetch and product.overlap else None
+        weight = prefetch.fetch(product, w_hk) if prefetch is not None else _start_fetch(w_hk, product)
         ctx.take, ctx.give = steps(product.take, x.shape), steps(product.give, x.shape)
         x_nk = matrix(x, product.dim)
         panels, own, pending = gather(x_nk, ctx.take)
         if not product.overlap:
             pending.wait()
         whole_w_hk = weight.wait()
-        out_sizes = _out_sizes(product.give, whole_w_hk)
+        # where the first sum cuts features, Y is computed in panels, one for each member
+        cuts_features = bool(product.give) and product.give[0].layout == "features"
+        out_sizes = product.give[0].sizes() if cuts_features else (whole_w_hk.shape[0],)
         ys = _multiply(panels, own, pending, whole_w_hk, bias_h if product.bias_here else None, out_sizes)
         y_nh = scatter(ys, ctx.give).wait()
         if product.keep:
@@ -209,40 +216,40 @@ class _GridLinear(Function):
         product: GridProduct = ctx.product
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         w_hk, *panels = ctx.saved_tensors
-        kept = product.keep or not needs_x
-        weight: Pending[Tensor] = done(w_hk) if kept else _start_fetch(w_hk, product)
+        # All gathers start here in one order on every rank; products then overlap with those still under way.
+        weight: Pending[Tensor] = done(w_hk) if product.keep or not needs_x else _start_fetch(w_hk, product)
         dys, _, pending = gather(matrix(dy, product.dim), tuple(reversed(ctx.give)))
         pending.wait()
-        again: Pending[Any] | None = None
-        later = needs_w and product.leaves is not None and product.leaves.takes(ctx.owner)
-        if not product.keep and needs_w and not later:
-            panels, _, again = gather(panels[0], ctx.take)
+        deferred = product.deferred if needs_w and product.deferred and product.deferred.accepts(ctx.owner) else None
+        regathered: Pending[Any] | None = None
+        if not product.keep and needs_w and deferred is None:
+            panels, _, regathered = gather(panels[0], ctx.take)
             if not product.overlap:
-                again.wait()
-        arriving: Pending[Tensor] | None = None
+                regathered.wait()
+        pending_dx: Pending[Tensor] | None = None
         if needs_x:
-            dxs = _input_gradient(dys, weight.wait(), _in_sizes(ctx.take, w_hk))
-            arriving = scatter(dxs, tuple(reversed(ctx.take)))
+            joins_features = bool(ctx.take) and ctx.take[-1].layout == "features"
+            dxs = _input_gradient(dys, weight.wait(), ctx.take[-1].sizes if joins_features else (w_hk.shape[1],))
+            pending_dx = scatter(dxs, tuple(reversed(ctx.take)))
             if not product.overlap:
-                arriving.wait()
+                pending_dx.wait()
         dw = None
-        if again is not None:
-            again.wait()
-        if later:
-            assert product.leaves is not None, "asked above"
-            product.leaves.leave(partial(_make_weight_gradient, ctx.owner, dys, panels, ctx.take, product))
+        if regathered is not None:
+            regathered.wait()
+        if deferred is not None:
+            deferred.append(partial(_accumulate_weight_gradient, ctx.owner, dys, panels, ctx.take, product))
         elif needs_w:
             dw = _weight_gradient(dys, panels)
             if product.fetch:
                 _send_weight_gradient(dw, ctx.owner, product)
                 dw = None
         dbias = torch.cat([dy_j.sum(0) for dy_j in dys]) if needs_bias else None
-        dx = tensor(arriving.wait(), ctx.x_shape, product.dim) if arriving is not None else None
+        dx = tensor(pending_dx.wait(), ctx.x_shape, product.dim) if pending_dx is not None else None
         return dx, dw, dbias, None, None
 
 
 def _start_fetch(w_hk: Tensor, product: GridProduct) -> Pending[Tensor]:
-    """The weight with the rows that the axes of role t cut away; the last message is under way."""
+    """Gathers the weight's rows over the axes of role t; the last message is still under way."""
     pending: Pending[Tensor] = done(w_hk)
     for axis, sizes in product.fetch:
         pending = axis.all_gather_async(pending.wait(), 0, sizes)
@@ -250,40 +257,28 @@ def _start_fetch(w_hk: Tensor, product: GridProduct) -> Pending[Tensor]:
 
 
 def _send_weight_gradient(dw_hk: Tensor, parameter: Tensor, product: GridProduct) -> None:
-    """Sums the gradient over those who multiplied other rows with it, each keeping its part."""
+    """Reduce-scatters the gradient over the axes of role t; only the last message overlaps with what follows."""
     *before, (axis, sizes) = reversed(product.fetch)
     for earlier, cuts in before:
         dw_hk = earlier.reduce_scatter(dw_hk, 0, cuts)
     pending = axis.reduce_scatter_async(dw_hk, 0, sizes)
     if not product.overlap:
         pending.wait()
-    product.later.add(parameter, pending)
+    product.pending_gradients.add(parameter, pending)
 
 
-def _make_weight_gradient(
+def _accumulate_weight_gradient(
     parameter: Tensor, dys: Sequence[Tensor], panels: Sequence[Tensor], take: tuple[MoveStep, ...], product: GridProduct
 ) -> None:
-    """What the backward left for later, put in place."""
+    """Computes the weight gradient that an ``I`` action has deferred, and accumulates it."""
     if not product.keep:
-        panels, _, again = gather(panels[0], take)
-        again.wait()
+        panels, _, regathered = gather(panels[0], take)
+        regathered.wait()
     dw_hk = _weight_gradient(dys, panels)
     if product.fetch:
         _send_weight_gradient(dw_hk, parameter, product)
     else:
         add(parameter, dw_hk)
-
-
-def _out_sizes(give: Sequence[OperandMove], w_hk: Tensor) -> list[int]:
-    """The widths of the output's panels: the members' parts, where the first sum cuts features."""
-    if give and give[0].lies == "features":
-        return list(give[0].sizes())
-    return [w_hk.shape[0]]
-
-
-def _in_sizes(take: Sequence[MoveStep], w_hk: Tensor) -> list[int]:
-    """The widths of the input's panels: the members' parts, where the last gather joins features."""
-    return list(take[-1].sizes) if take and take[-1].lies == "features" else [w_hk.shape[1]]
 
 
 def _multiply(
@@ -294,7 +289,7 @@ def _multiply(
     bias_h: Tensor | None,
     out_sizes: Sequence[int],
 ) -> list[Tensor]:
-    """The output's panels; this rank's own panel of the input is multiplied while the others arrive."""
+    """Returns the output's panels; multiplies this rank's own panel of the input while the others arrive."""
     starts = [sum(panel.shape[1] for panel in panels[:i]) for i in range(len(panels))]
     ws = w_hk.split(list(out_sizes))
     biases = bias_h.split(list(out_sizes)) if bias_h is not None else [None] * len(ws)
@@ -314,6 +309,7 @@ def _multiply(
 
 
 def _input_gradient(dys: Sequence[Tensor], w_hk: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Returns dY W in panels of these widths, one for each member that the input's features are cut over."""
     ws = w_hk.split([dy.shape[1] for dy in dys])
     start, dxs = 0, []
     for width in widths:
@@ -328,6 +324,7 @@ def _input_gradient(dys: Sequence[Tensor], w_hk: Tensor, widths: Sequence[int]) 
 
 
 def _weight_gradient(dys: Sequence[Tensor], panels: Sequence[Tensor]) -> Tensor:
+    """Returns dY^T X, each pair of panels multiplied into its block of one tensor, without a copy."""
     if len(dys) == len(panels) == 1:
         return dys[0].T @ panels[0].conj()
     dw = dys[0].new_empty(sum(dy.shape[1] for dy in dys), sum(panel.shape[1] for panel in panels))
@@ -342,7 +339,7 @@ def _weight_gradient(dys: Sequence[Tensor], panels: Sequence[Tensor]) -> Tensor:
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
-    """The module's weight, read past what watches over those who read it."""
+    """Returns a module's parameter; a plain attribute read would be refused by :func:`~.weight_guard.guard`."""
     weight = module._parameters.get(name)
     assert weight is not None
     return weight

@@ -1,13 +1,13 @@
-"""torch's ``nn.MultiheadAttention`` on some of its heads or a part of one, with torch's weights, masks and dropout.
+"""Tensor-parallel ``nn.MultiheadAttention``, sharded by heads or inside a head, with torch's weights, masks, dropout.
 
-B samples, L queries, S keys, E width, N heads, D head width; n, d this rank's parts of N and D
+B samples, L queries, S keys, E width, N heads, D head width; n, d this rank's shards of N and D
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,19 @@ from shardwright.attention_scores import attend_dropping, masked, softmax_of_see
 from shardwright.comm.autograd import cut_to_shared, partial_to_whole, sum_gradient
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
-from shardwright.operators.linear import GridProduct, WeightFetch
+from shardwright.operators.linear import GridProduct, WeightFetch, weight_of
 from shardwright.operators.operand_moves import OperandMove, give, take
 from shardwright.rng import keyed_dropout_of
 
 
 @dataclass(frozen=True)
-class SomeHeads:
-    """What one rank computes of an attention, and the messages that it takes.
+class HeadShard:
+    """This rank's heads of an attention layer, and the collectives that computing them needs.
 
-    ``heads`` are this rank's; ``take`` brings each different input, and ``give`` the weights where they are asked for;
-    ``fetch`` brings a projection's rows, by the weight's name. ``together`` does both for queries, keys and values of
-    one input, whose weights are one. ``shares`` are the ranks that have one head together, each some of its elements,
-    where there are fewer heads than ranks: a score is the sum of their terms.
+    ``take`` all-gathers each distinct input, ``give`` sums the attention weights if they are wanted, ``fetch`` gathers
+    a projection's rows, by the weight's name. ``together`` is the grid product of queries, keys and values for
+    self-attention, whose three weights are one parameter. ``shares`` is the axis of the ranks that share one head, if
+    there are fewer heads than ranks: each holds some of its elements, and a score is the sum of their terms.
     """
 
     heads: tuple[int, ...]
@@ -41,23 +41,18 @@ class SomeHeads:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for those that share its head, where each of them knows the same."""
+        """Returns whether this rank, of those that share a head, is the one that adds what all compute alike."""
         return self.shares is None or self.shares.index == 0
 
     @property
     def rows(self) -> tuple[OperandMove, ...]:
-        """The moves that gather samples: what is known of each sample goes along."""
-        return tuple(move for move in self.take if move.lies == "rows")
-
-
-class _Masks(NamedTuple):
-    merged: Tensor | None
-    causal: bool
+        """Returns the all-gathers of samples among ``take``; masks of each sample go through them too."""
+        return tuple(move for move in self.take if move.layout == "rows")
 
 
 def multihead(
     module: nn.MultiheadAttention,
-    part: SomeHeads,
+    part: HeadShard,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -67,25 +62,31 @@ def multihead(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the module gives: its arguments and results are those of its own forward, whose weights are cut by heads.
+    """Computes ``nn.MultiheadAttention`` with weights sharded by heads; arguments and results are those of its forward.
 
-    Shapes: query (B, L, E) or as the module takes it; in_proj_weight (3 n d, E), out_proj.weight (E, n d).
-    Traffic: ``take`` of each different input, and of masks of each sample where it gathers samples; ``fetch`` of each
-        projection; the out-projection's own; ``give`` of the weights, B*L*S elements, or N times as many, if asked for;
-        over ``shares`` an all-reduce of the scores, B*L*S elements, forward, and one of their gradient.
-    Raises: PlanError: samples that are not in a dim of their own.
+    Shapes: query (B, L, E) or another that the module accepts; in_proj_weight (3 n d, E), out_proj.weight (E, n d).
+    Traffic: ``take`` of each distinct input, and of each sample's masks where it gathers samples; ``fetch`` of each
+        projection; the out-projection's own; ``give`` of the weights, if they are wanted: B*L*S elements, or N times
+        as many; over ``shares`` an all-reduce of the scores, B*L*S elements, forward, and one of their gradient.
+    Raises: PlanError: unbatched inputs where the layout cuts samples.
     """
     batched = query.dim() == 3
     if part.rows and not batched:
         raise PlanError(
-            "attention without samples cannot gather them",
-            given=f"a query of shape {list(query.shape)}, on a layout that cuts samples here",
+            "attention without a dim of samples cannot gather samples",
+            given=f"a query of shape {list(query.shape)}, in a layout that cuts samples here",
             allowed="(samples, tokens, features)",
-            fix="give it a dim of samples, or keep the layer 'copied' with roles",
+            fix="add a dim of samples, or keep the layer 'copied' with roles",
         )
-    q_BnLd, k_BnSd, v_BnSd = (_heads(x, len(part.heads)) for x in _project(module, part, query, key, value))
-    masks = _masks(module, part, query.dtype, key_padding_mask, attn_mask, causal=is_causal, need_weights=need_weights)
-    y_BnLd, weights = _attend(module, part.shares, q_BnLd, k_BnSd, v_BnSd, masks, need_weights=need_weights)
+    projected = _project(module, part, query, key, value)
+    q_BnLd, k_BnSd, v_BnSd = (x.unflatten(-1, (len(part.heads), -1)).transpose(1, 2) for x in projected)
+    if is_causal and attn_mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    causal = is_causal and key_padding_mask is None and not need_weights  # then torch ignores the mask for its own
+    mask = None if causal else _merged_mask(module, part, query.dtype, key_padding_mask, attn_mask)
+    y_BnLd, weights = _attend(
+        module, part.shares, q_BnLd, k_BnSd, v_BnSd, mask, causal=causal, need_weights=need_weights
+    )
     y_BLE = cast(Tensor, module.out_proj(y_BnLd.transpose(1, 2).flatten(2)))
     if weights is not None:
         weights = _whole_weights(weights, part, module.num_heads, average=average_attn_weights)
@@ -101,85 +102,61 @@ def _samples_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
     return x if module.batch_first else x.transpose(0, 1)
 
 
-def _heads(x: Tensor, num_heads: int) -> Tensor:
-    by_head: Tensor = x.unflatten(-1, (num_heads, -1))
-    return by_head.transpose(1, 2)
-
-
 def _project(
-    module: nn.MultiheadAttention, part: SomeHeads, query: Tensor, key: Tensor, value: Tensor
+    module: nn.MultiheadAttention, part: HeadShard, query: Tensor, key: Tensor, value: Tensor
 ) -> Sequence[Tensor]:
-    """Queries, keys and values of this rank's heads, side by side."""
-    own = module._parameters
-    weight, bias = own["in_proj_weight"], own["in_proj_bias"]
+    """Returns queries, keys and values of this rank's heads, side by side."""
+    weight, bias = module._parameters["in_proj_weight"], module._parameters["in_proj_bias"]
     if part.together is not None and weight is not None and query is key and key is value:
         return part.together(_samples_first(module, query), weight, bias).chunk(3, dim=-1)
-    different = {id(x): x for x in (query, key, value)}
-    entered = {number: take(_samples_first(module, x), part.take) for number, x in different.items()}
+    distinct = {id(x): x for x in (query, key, value)}  # a tensor that comes twice is gathered once
+    gathered = {key: take(_samples_first(module, x), part.take) for key, x in distinct.items()}
     if weight is not None:
-        weights = _fetched(module, part, "in_proj_weight").chunk(3)
+        weights = _fetch(module, part, "in_proj_weight").chunk(3)
     else:
-        weights = tuple(_fetched(module, part, f"{name}_proj_weight") for name in "qkv")
+        weights = tuple(_fetch(module, part, f"{name}_proj_weight") for name in "qkv")
     biases: Sequence[Tensor | None] = (None, None, None) if bias is None else bias.chunk(3)
-    inputs = [entered[id(x)] for x in (query, key, value)]
+    inputs = [gathered[id(x)] for x in (query, key, value)]
     return [functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
 
 
-def _fetched(module: nn.MultiheadAttention, part: SomeHeads, name: str) -> Tensor:
-    weight = module._parameters[name]
-    assert weight is not None
-    fetched: Tensor = weight
+def _fetch(module: nn.MultiheadAttention, part: HeadShard, name: str) -> Tensor:
+    weight = weight_of(module, name)
     for axis, sizes in part.fetch.get(name, ()):
-        fetched = cut_to_shared(fetched, axis, 0, sizes)
-    return fetched
+        weight = cut_to_shared(weight, axis, 0, sizes)
+    return weight
 
 
-def _masks(
-    module: nn.MultiheadAttention,
-    part: SomeHeads,
-    dtype: torch.dtype,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    need_weights: bool,
-) -> _Masks:
-    """What is added to this rank's scores, as torch merges it: ``causal`` is a hint that its mask is that."""
-    if causal and mask is None:
-        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-    if causal and padding is None and not need_weights:
-        return _Masks(None, causal=True)
+def _merged_mask(
+    module: nn.MultiheadAttention, part: HeadShard, dtype: torch.dtype, padding: Tensor | None, mask: Tensor | None
+) -> Tensor | None:
+    """Merges the masks as torch does; returns what is added to the scores of this rank's heads."""
     merged = None
     if mask is not None:
-        merged = _shared(_added(mask, dtype), part)
-        if merged.dim() == 3:  # samples and heads in one dim
+        merged = _to_added(mask, dtype, part)
+        if merged.dim() == 3:  # samples and heads in one dim: gathered by samples, then cut by heads
             by_sample = merged.unflatten(0, (-1, module.num_heads))
             by_sample = take(by_sample.flatten(1), part.rows).unflatten(1, by_sample.shape[1:])
             merged = by_sample[:, list(part.heads)]
     if padding is not None:
-        padding_BS = _shared(_added(padding, dtype), part)
+        padding_BS = _to_added(padding, dtype, part)
         padding_BS = take(padding_BS if padding_BS.dim() == 2 else padding_BS.unsqueeze(0), part.rows)
         padding_B11S = padding_BS[:, None, None]
         merged = padding_B11S if merged is None else merged + padding_B11S
     if merged is not None and merged.requires_grad and not part.is_first:
-        merged = merged.view_as(merged)  # not a leaf, which would keep the hook
-        merged.register_hook(torch.zeros_like)  # those that share a head have the same gradient: one gives it
-    return _Masks(merged, causal=False)
+        merged = merged.view_as(merged)  # a hook on a leaf would stay after this call
+        merged.register_hook(torch.zeros_like)  # ranks that share a head have equal gradients: one contributes it
+    return merged
 
 
-def _shared(mask: Tensor, part: SomeHeads) -> Tensor:
-    """A mask that all members see and each uses for its heads: its gradient, if there is one, is their sum."""
+def _to_added(mask: Tensor, dtype: torch.dtype, part: HeadShard) -> Tensor:
+    """Returns a mask as numbers to add to scores; its gradient is summed over the members that use it."""
+    if not mask.is_floating_point():
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)  # True hides
     for move in part.take:
-        if move.lies == "whole" and mask.requires_grad:
+        if move.layout == "whole" and mask.requires_grad:
             mask = sum_gradient(mask, move.axis)
     return mask
-
-
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as numbers to add; of bools, True hides."""
-    if mask.is_floating_point():
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
 
 
 def _attend(
@@ -188,33 +165,33 @@ def _attend(
     q_BnLd: Tensor,
     k_BnSd: Tensor,
     v_BnSd: Tensor,
-    masks: _Masks,
+    mask: Tensor | None,
     *,
+    causal: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     drop = keyed_dropout_of(module)
     if not need_weights and shares is None:
         if drop is not None:
-            return attend_dropping(q_BnLd, k_BnSd, v_BnSd, masks.merged, causal=masks.causal, drop=drop), None
+            return attend_dropping(q_BnLd, k_BnSd, v_BnSd, mask, causal=causal, drop=drop), None
         attend = functional.scaled_dot_product_attention
-        return attend(q_BnLd, k_BnSd, v_BnSd, masks.merged, is_causal=masks.causal), None
-    terms_BnLS = q_BnLd @ k_BnSd.mT * module.head_dim**-0.5
-    scores_BnLS = masked(_summed(terms_BnLS, shares), masks.merged, causal=masks.causal)
-    weights_BnLS = scores_BnLS.softmax(dim=-1) if need_weights else softmax_of_seen(scores_BnLS)  # as torch's two ways
+        return attend(q_BnLd, k_BnSd, v_BnSd, mask, is_causal=causal), None
+    scores_BnLS = q_BnLd @ k_BnSd.mT * module.head_dim**-0.5
+    if shares is not None:
+        scores_BnLS = partial_to_whole(scores_BnLS, shares)
+    scores_BnLS = masked(scores_BnLS, mask, causal=causal)
+    # as torch: a query that sees no key gets NaN if weights are wanted, and zeros if not
+    weights_BnLS = scores_BnLS.softmax(dim=-1) if need_weights else softmax_of_seen(scores_BnLS)
     weights_BnLS = weights_BnLS if drop is None else drop(weights_BnLS)
     if shares is not None:
-        weights_BnLS = sum_gradient(weights_BnLS, shares)  # each weighs its own elements of the values
+        weights_BnLS = sum_gradient(weights_BnLS, shares)  # each rank weighs its own elements of the values
     return weights_BnLS @ v_BnSd, weights_BnLS if need_weights else None
 
 
-def _summed(terms: Tensor, shares: Axis | None) -> Tensor:
-    return terms if shares is None else partial_to_whole(terms, shares)
-
-
-def _whole_weights(weights_BnLS: Tensor, part: SomeHeads, num_heads: int, *, average: bool) -> Tensor:
-    """The weights of all heads, or their mean, for this rank's own samples."""
+def _whole_weights(weights_BnLS: Tensor, part: HeadShard, num_heads: int, *, average: bool) -> Tensor:
+    """Returns the attention weights of all heads, or their mean, for this rank's own samples."""
     if not part.is_first:
-        weights_BnLS = weights_BnLS * 0  # a term of the sum that is not there, and takes part in the backward
+        weights_BnLS = weights_BnLS * 0  # adds nothing to the sum, but stays in the graph, whose backward sends
     if average:
         return give(weights_BnLS.sum(dim=1) / num_heads, part.give)
     shape = (weights_BnLS.shape[0], num_heads, *weights_BnLS.shape[2:])

@@ -1,9 +1,9 @@
-"""LayerNorm and RMSNorm of features that are cut: each rank tells what it knows of a token, in two numbers or one.
+"""LayerNorm and RMSNorm of sharded features: for each token the ranks exchange its statistics, two numbers or one.
 
 Squares are never subtracted from squares: at a mean of 1,000 that loses every digit. Means and sums of squared
-differences are combined instead.
+differences (M2) are combined instead.
 
-N tokens, F features; f this rank's part of F
+N tokens, F features; f this rank's shard of F; p partial sums, one or two for each token
 """
 
 from __future__ import annotations
@@ -19,44 +19,56 @@ from shardwright.comm.autograd import once
 from shardwright.comm.axis import Axis
 
 Split = tuple[Axis, tuple[int, ...]]
-"""An axis, and how many features each of its members answers for."""
+"""An axis, and how many features each of its members holds."""
 
 
 def _statistics(x_Nf: Tensor, splits: Sequence[Split]) -> tuple[Tensor, Tensor]:
-    """Each token's mean over all features, and its sum of squared differences from that."""
+    """Returns each token's mean over all features, and its sum of squared differences from that mean."""
     mean_N = x_Nf.mean(dim=1)
-    mean_N = mean_N + (x_Nf - mean_N.unsqueeze(1)).mean(dim=1)  # the digits that a large mean has lost
+    mean_N = mean_N + (x_Nf - mean_N.unsqueeze(1)).mean(dim=1)  # adds the digits that a large mean has lost
     m2_N = (x_Nf - mean_N.unsqueeze(1)).square().sum(dim=1)
     for axis, counts in splits:
-        known_A2N = axis.all_gather(torch.stack((mean_N, m2_N)).unsqueeze(0))
+        statistics_A2N = axis.all_gather(torch.stack((mean_N, m2_N)).unsqueeze(0))
         counts_A1 = torch.tensor(counts, dtype=x_Nf.dtype, device=x_Nf.device).unsqueeze(1)
-        means_AN, m2s_AN = known_A2N[:, 0], known_A2N[:, 1]
+        means_AN, m2s_AN = statistics_A2N[:, 0], statistics_A2N[:, 1]
         # around one of the means, so that only differences are averaged
         mean_N = means_AN[0] + ((means_AN - means_AN[0]) * counts_A1).sum(dim=0) / counts_A1.sum()
         m2_N = m2s_AN.sum(dim=0) + ((means_AN - mean_N).square() * counts_A1).sum(dim=0)
     return mean_N, m2_N
 
 
-def _like(x: Tensor, y_Nf: Tensor, *, kept: Tensor) -> Tensor:
-    """The output as ``x`` lies, for code that may write into it: no view, and not what the backward keeps."""
-    y_Nf = y_Nf.clone() if y_Nf is kept and x.dtype == kept.dtype else y_Nf.to(x.dtype)
-    return y_Nf.view(x.shape).detach()
+class _CutNorm(Function):
+    """LayerNorm where ``centered``, else RMSNorm: without a mean, and without a bias."""
 
-
-class _LayerNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w_f: Tensor | None, b_f: Tensor | None, eps: float, size: int, splits: tuple[Split, ...]
+        ctx: Any,
+        x: Tensor,
+        w_f: Tensor | None,
+        b_f: Tensor | None,
+        eps: float,
+        size: int,
+        splits: tuple[Split, ...],
+        centered: bool,
     ) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x_Nf = x.reshape(-1, x.shape[-1]).to(dtype)
-        mean_N, m2_N = _statistics(x_Nf, splits)
-        scale_N = (m2_N / size + eps).rsqrt_()
-        normed_Nf = (x_Nf - mean_N.unsqueeze(1)).mul_(scale_N.unsqueeze(1))
+        x_Nf = x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))
+        if centered:
+            mean_N, squares_N = _statistics(x_Nf, splits)
+            x_Nf = x_Nf - mean_N.unsqueeze(1)
+        else:
+            squares_N = x_Nf.square().sum(dim=1)
+            for axis, _ in splits:
+                squares_N = axis.all_reduce(squares_N)
+        scale_N = (squares_N / size + eps).rsqrt_()
+        # only centered features are a tensor of their own; else x_Nf may be the layer's input
+        normed_Nf = x_Nf.mul_(scale_N.unsqueeze(1)) if centered else x_Nf * scale_N.unsqueeze(1)
         ctx.save_for_backward(normed_Nf, scale_N, w_f)
-        ctx.size, ctx.splits, ctx.dtype = size, splits, x.dtype
+        ctx.size, ctx.splits, ctx.dtype, ctx.centered = size, splits, x.dtype, centered
         y_Nf = normed_Nf if w_f is None else normed_Nf * w_f
-        return _like(x, y_Nf if b_f is None else y_Nf + b_f, kept=normed_Nf)
+        y_Nf = y_Nf if b_f is None else y_Nf + b_f
+        # code that follows may write into the output: it is no view, and not the tensor that the backward keeps
+        y_Nf = y_Nf.clone() if y_Nf is normed_Nf and x.dtype == y_Nf.dtype else y_Nf.to(x.dtype)
+        return y_Nf.view(x.shape).detach()
 
     @staticmethod
     @once
@@ -64,48 +76,25 @@ class _LayerNorm(Function):
         normed_Nf, scale_N, w_f = ctx.saved_tensors
         dy_Nf = dy.reshape(normed_Nf.shape).to(normed_Nf.dtype)
         g_Nf = dy_Nf if w_f is None else dy_Nf * w_f
-        sums_2N = torch.stack((g_Nf.sum(dim=1), (g_Nf * normed_Nf).sum(dim=1)))
+        terms = [(g_Nf * normed_Nf).sum(dim=1)]
+        if ctx.centered:
+            terms.append(g_Nf.sum(dim=1))
+        sums_pN = torch.stack(terms)
         for axis, _ in ctx.splits:
-            sums_2N = axis.all_reduce(sums_2N)
-        mean_2N1 = (sums_2N / ctx.size).unsqueeze(2)
-        dx_Nf = (g_Nf - mean_2N1[0] - normed_Nf * mean_2N1[1]) * scale_N.unsqueeze(1)
+            sums_pN = axis.all_reduce(sums_pN)
+        means_pN1 = (sums_pN / ctx.size).unsqueeze(2)
+        if ctx.centered:
+            g_Nf = g_Nf - means_pN1[1]
+        dx_Nf = (g_Nf - normed_Nf * means_pN1[0]) * scale_N.unsqueeze(1)
         dw_f = (dy_Nf * normed_Nf).sum(dim=0) if ctx.needs_input_grad[1] else None
         db_f = dy_Nf.sum(dim=0) if ctx.needs_input_grad[2] else None
-        return dx_Nf.to(ctx.dtype).view(dy.shape), dw_f, db_f, None, None, None
-
-
-class _RMSNorm(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w_f: Tensor | None, eps: float, size: int, splits: tuple[Split, ...]) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x_Nf = x.reshape(-1, x.shape[-1]).to(dtype)
-        squares_N = x_Nf.square().sum(dim=1)
-        for axis, _ in splits:
-            squares_N = axis.all_reduce(squares_N)
-        scale_N = (squares_N / size + eps).rsqrt_()
-        normed_Nf = x_Nf * scale_N.unsqueeze(1)
-        ctx.save_for_backward(normed_Nf, scale_N, w_f)
-        ctx.size, ctx.splits, ctx.dtype = size, splits, x.dtype
-        return _like(x, normed_Nf if w_f is None else normed_Nf * w_f, kept=normed_Nf)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        normed_Nf, scale_N, w_f = ctx.saved_tensors
-        dy_Nf = dy.reshape(normed_Nf.shape).to(normed_Nf.dtype)
-        g_Nf = dy_Nf if w_f is None else dy_Nf * w_f
-        sums_N = (g_Nf * normed_Nf).sum(dim=1)
-        for axis, _ in ctx.splits:
-            sums_N = axis.all_reduce(sums_N)
-        dx_Nf = (g_Nf - normed_Nf * (sums_N / ctx.size).unsqueeze(1)) * scale_N.unsqueeze(1)
-        dw_f = (dy_Nf * normed_Nf).sum(dim=0) if ctx.needs_input_grad[1] else None
-        return dx_Nf.to(ctx.dtype).view(dy.shape), dw_f, None, None, None
+        return dx_Nf.to(ctx.dtype).view(dy.shape), dw_f, db_f, None, None, None, None
 
 
 def cut_layer_norm(
     x_f: Tensor, w_f: Tensor | None, b_f: Tensor | None, *, eps: float, size: int, splits: Sequence[Split]
 ) -> Tensor:
-    """LayerNorm over ``size`` features, of which this rank holds some.
+    """Computes LayerNorm over ``size`` features sharded over ranks, which all-gather each token's statistics.
 
     Shapes: x_f (..., F / cut); w_f, b_f (F / cut,); returns like x_f.
     Traffic: for each axis, forward one all-gather of two numbers for each token and member, backward one all-reduce
@@ -122,15 +111,15 @@ def cut_layer_norm(
     >>> torch.allclose(whole, torch.nn.functional.layer_norm(x, (4,), eps=0.0))
     True
     """
-    return cast(Tensor, _LayerNorm.apply(x_f, w_f, b_f, eps, size, tuple(splits)))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _CutNorm.apply(x_f, w_f, b_f, eps, size, tuple(splits), True))  # type: ignore[no-untyped-call]
 
 
 def cut_rms_norm(x_f: Tensor, w_f: Tensor | None, *, eps: float | None, size: int, splits: Sequence[Split]) -> Tensor:
-    """RMSNorm over ``size`` features, of which this rank holds some.
+    """Computes RMSNorm over ``size`` features sharded over ranks, which all-reduce each token's sum of squares.
 
     Shapes: x_f (..., F / cut); w_f (F / cut,); returns like x_f.
     Traffic: for each axis, forward and backward one all-reduce of one number for each token.
     Source: Zhang, Sennrich 2019, arXiv:1910.07467.
     """
     eps = torch.finfo(x_f.dtype).eps if eps is None else eps
-    return cast(Tensor, _RMSNorm.apply(x_f, w_f, eps, size, tuple(splits)))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _CutNorm.apply(x_f, w_f, None, eps, size, tuple(splits), False))  # type: ignore[no-untyped-call]

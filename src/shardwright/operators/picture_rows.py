@@ -1,4 +1,4 @@
-"""Which rows of a picture an operator reads for which rows of its output; integers only.
+"""Picture rows: which rows of a picture an operator reads to compute some rows of its output; integers only.
 
 ::
 
@@ -6,8 +6,9 @@
     rank 1           4 | 5 6 7 8 9 | 10      and reads rows 4 and 10 of others, its *halo*
     rank 2                       9 | 10 11 12 |
 
-A *resize* says how many rows come out, and which rows go into some of them: the *span*, first and stop, which may lie
-outside the picture, where its border says what is found.
+A *resize* (window, enlargement or transposed convolution) computes how many rows come out, and the *span* of rows that
+some of them read, first and stop. A span may reach outside the picture; the ``border`` is what is found there. The
+spatial strategy plans and prices halos with these functions, and :mod:`~shardwright.operators.halo` sends them.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from shardwright.mesh import balanced
 from shardwright.sharding.box import Range
 
 Border = Literal["constant", "reflect", "replicate", "circular"]
-"""What lies outside a picture: one number, or its own rows, as torch's ``padding_mode`` has it."""
+"""What is found outside a picture: one number, or its own rows, as with torch's ``padding_mode``."""
 
 Runs = tuple[Range, ...]
-"""Rows in the order in which they are read; some may come again."""
+"""Ranges of rows in the order in which they are read; a row may be read more than once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """What one output reads along one dim: a kernel's reach, the steps between outputs, padding outside.
+    """A convolution or pooling along one dim: one output reads a window of rows.
 
-    ``after`` is the padding after the last row, where it is not that before the first; ``ceil`` lets a last window hang
-    over the end, as torch's ``ceil_mode`` does.
+    ``padding`` is before the first row and, unless ``after`` is given, after the last. ``ceil`` lets the last window
+    reach beyond the end, as torch's ``ceil_mode``.
     """
 
     kernel: int
@@ -47,45 +48,37 @@ class SlidingWindow:
 
     @property
     def reach(self) -> int:
-        """From the first row that an output reads to the row after the last."""
+        """Returns the number of rows from the first to the last that one output reads."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
     def paddings(self) -> tuple[int, int]:
-        """Before the first row and after the last."""
+        """Returns the padding before the first row and after the last."""
         return self.padding, self.padding if self.after is None else self.after
 
     def num_outputs(self, size: int) -> int:
-        """How many outputs so many rows have.
-
-        >>> SlidingWindow(3).num_outputs(5), SlidingWindow(3, stride=2, padding=1).num_outputs(5)
-        (3, 3)
-        """
+        """Returns the number of output rows for ``size`` input rows."""
         room = size + sum(self.paddings) - self.reach
         if not self.ceil:
             return room // self.stride + 1
         num = -(-room // self.stride) + 1
-        return num - 1 if (num - 1) * self.stride >= size + self.padding else num  # it would see padding alone
+        return num - 1 if (num - 1) * self.stride >= size + self.padding else num  # the last would see padding alone
 
     def span(self, outputs: Range, size: int = 0) -> Range:
-        """The rows that these outputs read; below zero, and from ``size`` on, lies the border.
-
-        >>> SlidingWindow(3, padding=1).span((0, 2)), SlidingWindow(3, padding=1).span((2, 2))
-        ((-1, 3), (0, 0))
-        """
+        """Returns the input rows (first, stop) that ``outputs`` read; rows outside 0 to ``size`` are the border."""
         first, stop = outputs
         if first == stop:
             return 0, 0
         return first * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.reach
 
     def skip(self, outputs: Range, size: int) -> int:
-        """How many rows too many are computed before the first of these: none."""
+        """Returns how many rows to drop before ``outputs`` when the operator runs on their span of input rows: none."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
-class Enlarged:
-    """Each row gives ``factor`` rows, made of itself and of ``margin`` rows on either side."""
+class Upsampling:
+    """An upsampling along one dim: each input row gives ``factor`` rows, from it and ``margin`` rows on either side."""
 
     factor: int
     margin: int = 0
@@ -93,32 +86,24 @@ class Enlarged:
     reach: int = 1
 
     def num_outputs(self, size: int) -> int:
-        """How many rows come out.
-
-        >>> Enlarged(2).num_outputs(5)
-        10
-        """
+        """Returns the number of output rows for ``size`` input rows."""
         return size * self.factor
 
     def span(self, outputs: Range, size: int = 0) -> Range:
-        """The rows that these outputs are made of.
-
-        >>> Enlarged(2).span((3, 6)), Enlarged(2, margin=1).span((0, 3))
-        ((1, 3), (-1, 3))
-        """
+        """Returns the input rows (first, stop) that the output rows ``outputs`` read."""
         first, stop = outputs
         if first == stop:
             return 0, 0
         return first // self.factor - self.margin, (stop - 1) // self.factor + 1 + self.margin
 
     def skip(self, outputs: Range, size: int) -> int:
-        """How many rows too many are computed before the first of these."""
+        """Returns how many rows to drop before ``outputs`` when the operator runs on their span of input rows."""
         return outputs[0] - self.span(outputs)[0] * self.factor
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """A transposed convolution: row i adds to the ``kernel`` rows from i * stride on; ``more`` rows at the end."""
+class TransposedWindow:
+    """A transposed convolution: input row i adds to ``kernel`` rows from i * stride on; ``more`` is output padding."""
 
     kernel: int
     stride: int = 1
@@ -129,19 +114,11 @@ class Spread:
     reach: int = 1
 
     def num_outputs(self, size: int) -> int:
-        """How many rows come out.
-
-        >>> Spread(2, stride=2).num_outputs(5), Spread(3, stride=2, padding=1, more=1).num_outputs(5)
-        (10, 10)
-        """
+        """Returns the number of output rows for ``size`` input rows."""
         return (size - 1) * self.stride - 2 * self.padding + self.dilation * (self.kernel - 1) + self.more + 1
 
     def span(self, outputs: Range, size: int = 0) -> Range:
-        """The rows that add to these outputs; one that does not, where none does.
-
-        >>> Spread(2, stride=2).span((3, 6), 5), Spread(3, stride=2, padding=1).span((0, 2), 5)
-        ((1, 3), (0, 2))
-        """
+        """Returns the input rows that add to the rows ``outputs``; one if none does, as an operator needs an input."""
         first, stop = outputs
         if first == stop:
             return 0, 0
@@ -150,15 +127,15 @@ class Spread:
         return low, max(low + 1, min((stop - 1 + self.padding) // self.stride + 1, size))
 
     def skip(self, outputs: Range, size: int) -> int:
-        """How many rows too many are computed before the first of these; below zero, how many too few."""
+        """Returns how many rows to drop before ``outputs`` when the operator runs on their span; below 0: to add."""
         return outputs[0] + self.padding - self.span(outputs, size)[0] * self.stride
 
 
-Resize = SlidingWindow | Enlarged | Spread
+Resize = SlidingWindow | Upsampling | TransposedWindow
 
 
 def row_ranges(sizes: Sequence[int]) -> tuple[Range, ...]:
-    """Where each member's rows lie in the whole.
+    """Returns each rank's range of rows (start, stop) in the whole picture, from how many rows each rank holds.
 
     >>> row_ranges((3, 0, 2))
     ((0, 3), (3, 3), (3, 5))
@@ -167,7 +144,7 @@ def row_ranges(sizes: Sequence[int]) -> tuple[Range, ...]:
 
 
 def balanced_rows(size: int, parts: int) -> tuple[int, ...]:
-    """How many rows each member holds of so many.
+    """Returns how many of ``size`` rows each of ``parts`` ranks holds in a balanced cut.
 
     >>> balanced_rows(7, 3)
     (3, 2, 2)
@@ -176,7 +153,7 @@ def balanced_rows(size: int, parts: int) -> tuple[int, ...]:
 
 
 def output_sizes(sizes: Sequence[int], resize: Resize) -> tuple[int, ...]:
-    """How many outputs each member computes: balanced, so some other number than its rows may call for.
+    """Returns how many output rows each rank computes: a balanced cut, however many input rows each holds.
 
     Raises: LayoutError: the window is larger than the picture.
 
@@ -188,16 +165,14 @@ def output_sizes(sizes: Sequence[int], resize: Resize) -> tuple[int, ...]:
         raise LayoutError(
             "the window is larger than the picture",
             given=f"{sum(sizes)} rows and {resize}",
-            allowed=f"{resize.reach - sum(resize.paddings)} rows or more"
-            if isinstance(resize, SlidingWindow)
-            else "one row or more",
+            allowed=f"{resize.reach - sum(resize.paddings) if isinstance(resize, SlidingWindow) else 1} rows or more",
             fix="use a smaller kernel or dilation, or more padding",
         )
     return balanced_rows(num_outputs, len(sizes))
 
 
 def runs_of(span: Range, size: int, border: Border) -> Runs:
-    """The picture's own rows that a span reads; what is a constant outside is left out.
+    """Returns the ranges of rows that a span reads: border rows as the rows that they repeat, constant ones left out.
 
     >>> runs_of((-1, 3), 5, "constant"), runs_of((-2, 3), 5, "reflect"), runs_of((-2, 3), 5, "circular")
     (((0, 3),), ((2, 3), (1, 2), (0, 3)), ((3, 5), (0, 3)))
@@ -208,17 +183,17 @@ def runs_of(span: Range, size: int, border: Border) -> Runs:
     if border == "constant":
         return inside
     above, below = range(first, min(stop, 0)), range(max(first, size), stop)
-    found: list[Range] = []
-    for run in (*(_behind(row, size, border) for row in above), *inside, *(_behind(r, size, border) for r in below)):
-        if found and found[-1][1] == run[0]:
-            found[-1] = found[-1][0], run[1]
+    runs: list[Range] = []
+    for run in (*(_mirrored(r, size, border) for r in above), *inside, *(_mirrored(r, size, border) for r in below)):
+        if runs and runs[-1][1] == run[0]:  # rows that follow each other travel as one range
+            runs[-1] = runs[-1][0], run[1]
         else:
-            found.append(run)
-    return tuple(found)
+            runs.append(run)
+    return tuple(runs)
 
 
-def _behind(row: int, size: int, border: Border) -> Range:
-    """The picture's own row that is found outside of it."""
+def _mirrored(row: int, size: int, border: Border) -> Range:
+    """Returns the picture's own row that the border repeats at a row outside."""
     if border == "reflect":
         row = -row if row < 0 else 2 * (size - 1) - row
     elif border == "replicate":
@@ -229,18 +204,14 @@ def _behind(row: int, size: int, border: Border) -> Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What each member reads of rows that lie cut: ``held[i]`` lie at member i, which reads ``needed[i]``."""
+class HaloRows:
+    """The halo of sharded rows on each rank of an axis: rank i holds the rows ``held[i]`` and reads ``needed[i]``."""
 
     held: tuple[Range, ...]
     needed: tuple[Runs, ...]
 
     def pieces(self, member: int) -> tuple[tuple[int, Range], ...]:
-        """What ``member`` reads, in order: whose rows, and which of the whole.
-
-        >>> reading_of((2, 2), SlidingWindow(3, padding=1)).pieces(0)
-        ((0, (0, 2)), (1, (2, 3)))
-        """
+        """Returns the rows that rank ``member`` reads, in order: pairs (rank that holds them, range of rows)."""
         return tuple(
             (holder, (max(a, c), min(b, d)))
             for a, b in self.needed[member]
@@ -249,37 +220,21 @@ class Reading:
         )
 
     def given(self, holder: int, member: int) -> Runs:
-        """The rows of ``holder`` that ``member`` reads."""
+        """Returns the ranges of rows held by rank ``holder`` that rank ``member`` reads."""
         return tuple(rows for at, rows in self.pieces(member) if at == holder)
 
     def num_given(self, holder: int, member: int) -> int:
-        """How many rows ``holder`` gives to ``member``.
-
-        >>> reading_of((3, 3), SlidingWindow(5, padding=2)).num_given(0, 1)
-        2
-        """
+        """Returns the number of rows held by rank ``holder`` that rank ``member`` reads."""
         return sum(b - a for a, b in self.given(holder, member))
 
 
 @lru_cache(maxsize=1024)
-def reading_of(sizes: tuple[int, ...], resize: Resize) -> Reading:
-    """What each member reads for its share of the outputs, of rows that lie in these sizes."""
+def reading_of(sizes: tuple[int, ...], resize: Resize) -> HaloRows:
+    """Returns which rows each rank holds, and reads (its halo) to compute its balanced share of the output rows.
+
+    >>> reading_of((2, 2), SlidingWindow(3, padding=1)).pieces(0)
+    ((0, (0, 2)), (1, (2, 3)))
+    """
     size = sum(sizes)
     spans = [resize.span(outputs, size) for outputs in row_ranges(output_sizes(sizes, resize))]
-    return Reading(row_ranges(sizes), tuple(runs_of(span, size, resize.border) for span in spans))
-
-
-__all__ = [
-    "Border",
-    "Enlarged",
-    "Reading",
-    "Resize",
-    "Runs",
-    "SlidingWindow",
-    "Spread",
-    "balanced_rows",
-    "output_sizes",
-    "reading_of",
-    "row_ranges",
-    "runs_of",
-]
+    return HaloRows(row_ranges(sizes), tuple(runs_of(span, size, resize.border) for span in spans))

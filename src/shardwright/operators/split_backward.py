@@ -1,13 +1,19 @@
-"""Linear layers and convolutions whose backward can be done in two: the input's gradient, later the weights'.
+"""Split backward: an action ``I`` computes input gradients, and the action ``W`` the weight gradients, later.
 
-The same products as in torch's own backward, in another order: nothing is computed twice.
+While ``I`` runs, Linear layers and convolutions append their weight-gradient computation to :class:`DeferredGradients`
+instead of running it; ``W`` runs it. The products are those of torch's own backward, in another order, so nothing is
+computed twice. All other layers compute their weight gradients in ``I``. Used by zero-bubble pipeline schedules.
+
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +24,62 @@ from shardwright.comm.autograd import once
 from shardwright.forward_stack import Rung, set_forward
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PACKAGE = __name__.partition(".")[0]
 
 
-class Leaves(Protocol):
-    """Who takes weight gradients that are wanted later."""
+@dataclass
+class DeferredGradients:
+    """Weight-gradient computations that one rank has deferred, by chunk and microbatch; see :func:`split_backward`."""
 
-    def takes(self, parameter: Tensor | None) -> bool:
-        """Whether this parameter's gradient is wanted later: asked in backward."""
-        ...
+    _computations: dict[tuple[int, int], list[Callable[[], None]]] = field(default_factory=dict)
+    _collecting: tuple[int, int] | None = None
 
-    def leave(self, work: Callable[[], None]) -> None:
-        """Keeps the work that makes it."""
-        ...
+    @contextmanager
+    def collecting(self, chunk: int, microbatch: int) -> Iterator[None]:
+        """Returns a context manager for an input-gradient backward (``I``): layers defer their weight gradients."""
+        self._collecting = (chunk, microbatch)
+        self._computations[self._collecting] = []
+        try:
+            yield
+        finally:
+            self._collecting = None
+
+    def accepts(self, parameter: Tensor | None) -> bool:
+        """Returns whether a layer's backward may now defer the gradient of ``parameter`` to the action ``W``.
+
+        Only during an action ``I``, and only if no hook of the user waits for autograd to accumulate the gradient. This
+        library's own hooks may be there: the executor counts a deferred gradient as complete at the action ``W``.
+        """
+        if self._collecting is None or parameter is None or not parameter.is_leaf or parameter._backward_hooks:
+            return False
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        return all(getattr(hook, "__module__", "").partition(".")[0] == _PACKAGE for hook in hooks.values())
+
+    def append(self, compute: Callable[[], None]) -> None:
+        """Keeps ``compute``, which accumulates a weight gradient, until this microbatch's weight backward (``W``)."""
+        assert self._collecting is not None, "gradients are deferred only while an action I runs"
+        self._computations[self._collecting].append(compute)
+
+    def run(self, chunk: int, microbatch: int) -> None:
+        """Computes the deferred weight gradients of a chunk and microbatch, in the order of their ``append``."""
+        with torch.no_grad():
+            for compute in self._computations.pop((chunk, microbatch), ()):
+                compute()
 
 
-def split_backward(model: nn.Module, deferred: Leaves) -> None:
-    """Lets every plain Linear and convolution of ``model`` leave its weights' gradients to ``deferred``.
+def split_backward(model: nn.Module, deferred: DeferredGradients) -> None:
+    """Makes every plain Linear and convolution of ``model`` defer its weight gradients to ``deferred``.
 
-    A layer that a strategy has given a forward of its own is left alone, and so is one whose weight is no leaf. Under
-    autocast both gradients are made at once, and so are those of a convolution of complex numbers or of one sample.
+    A layer whose forward a strategy has replaced keeps that forward. Both gradients are computed at once under
+    autocast, where a weight is no leaf, and in a convolution of complex numbers or of one unbatched sample.
 
-    >>> from shardwright.operators.deferred_gradients import DeferredGradients
     >>> model, deferred = nn.Linear(2, 2), DeferredGradients()
     >>> split_backward(model, deferred)
     >>> with deferred.collecting(0, 0):
     ...     model(torch.ones(1, 2)).sum().backward()
     >>> model.weight.grad is None
     True
-    >>> deferred.do(0, 0)
+    >>> deferred.run(0, 0)
     >>> model.weight.grad
     tensor([[1., 1.],
             [1., 1.]])
@@ -58,27 +92,25 @@ def split_backward(model: nn.Module, deferred: Leaves) -> None:
 
 
 def may_split(module: nn.Module) -> bool:
-    """Whether a layer's backward can be done in two: a Linear or convolution whose code is torch's own.
+    """Returns whether a layer's backward can be split: a Linear or convolution that runs torch's own code.
 
     >>> may_split(nn.Linear(2, 2)), may_split(nn.Conv1d(2, 2, 3, padding="same"))
     (True, False)
     """
-    convolution = any(runs_as(module, kind) for kind in CONVOLUTIONS)
-    return runs_as(module, nn.Linear) or (convolution and _is_plain(module))
+    if any(runs_as(module, kind) for kind in CONVOLUTIONS):
+        convolution: Any = module
+        return convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
+    return runs_as(module, nn.Linear)
 
 
-def _is_plain(convolution: Any) -> bool:
-    return convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
-
-
-def _is_cast(x: Tensor) -> bool:
-    """Whether autocast is on, under which a layer multiplies in another precision than its weights have."""
+def _autocasts(x: Tensor) -> bool:
+    """Whether autocast is on: a layer then multiplies in another dtype than its weights have."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-def _linear(layer: Any, deferred: Leaves, input: Tensor) -> Tensor:
+def _linear(layer: Any, deferred: DeferredGradients, input: Tensor) -> Tensor:
     weight, bias = layer.weight, layer.bias
-    if _is_cast(input):
+    if _autocasts(input):
         return nn.functional.linear(input, weight, bias)
     y: Tensor = _Linear.apply(input, weight, bias, deferred, (weight, bias))  # type: ignore[no-untyped-call]
     return y
@@ -86,10 +118,14 @@ def _linear(layer: Any, deferred: Leaves, input: Tensor) -> Tensor:
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_hk: Tensor, bias_h: Tensor | None, deferred: Leaves, owners: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w_hk: Tensor, bias_h: Tensor | None, deferred: DeferredGradients, owners: Any
+    ) -> Tensor:
         ctx.save_for_backward(x, w_hk)
         ctx.deferred, ctx.owners = deferred, owners
-        return nn.functional.linear(x, w_hk, bias_h).detach()  # no view: the code that follows may write into it
+        return nn.functional.linear(
+            x, w_hk, bias_h
+        ).detach()  # no view: the code that follows may write into it in place
 
     @staticmethod
     @once
@@ -99,25 +135,25 @@ class _Linear(Function):
         weight, bias = ctx.owners
         dy_nh, x_nk = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = (dy_nh @ w_hk.conj()).view(x.shape) if needs_x else None
-        later_w = needs_w and ctx.deferred.takes(weight)
-        later_bias = needs_bias and ctx.deferred.takes(bias)
-        if later_w or later_bias:
+        defer_w = needs_w and ctx.deferred.accepts(weight)
+        defer_bias = needs_bias and ctx.deferred.accepts(bias)
+        if defer_w or defer_bias:
 
-            def work() -> None:
-                if later_w:
+            def compute() -> None:
+                if defer_w:
                     add_product(weight, dy_nh, x_nk)
-                if later_bias:
+                if defer_bias:
                     add(bias, dy_nh.sum(0))
 
-            ctx.deferred.leave(work)
-        dw = dy_nh.T @ x_nk.conj() if needs_w and not later_w else None
-        return dx, dw, dy_nh.sum(0) if needs_bias and not later_bias else None, None, None
+            ctx.deferred.append(compute)
+        dw = dy_nh.T @ x_nk.conj() if needs_w and not defer_w else None
+        return dx, dw, dy_nh.sum(0) if needs_bias and not defer_bias else None, None, None
 
 
-def _convolution(layer: Any, deferred: Leaves, input: Tensor) -> Tensor:
-    if _is_cast(input) or input.dim() != layer.weight.dim() or layer.weight.is_complex():
-        whole: Tensor = type(layer).forward(layer, input)  # one sample, or two products of torch's own
-        return whole
+def _convolution(layer: Any, deferred: DeferredGradients, input: Tensor) -> Tensor:
+    if _autocasts(input) or input.dim() != layer.weight.dim() or layer.weight.is_complex():
+        unsplit: Tensor = type(layer).forward(layer, input)  # torch's own code also runs one sample, or complex numbers
+        return unsplit
     settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
     y: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
         input, layer.weight, layer.bias, deferred, (layer.weight, layer.bias), settings
@@ -128,7 +164,13 @@ def _convolution(layer: Any, deferred: Leaves, input: Tensor) -> Tensor:
 class _Convolution(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: Leaves, owners: Any, settings: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        deferred: DeferredGradients,
+        owners: Any,
+        settings: Any,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.deferred, ctx.owners, ctx.settings = deferred, owners, settings
@@ -141,33 +183,33 @@ class _Convolution(Function):
         x, kernel = ctx.saved_tensors
         weight, bias = ctx.owners
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        later_w = needs_w and ctx.deferred.takes(weight)
-        later_bias = needs_bias and ctx.deferred.takes(bias)
+        defer_w = needs_w and ctx.deferred.accepts(weight)
+        defer_bias = needs_bias and ctx.deferred.accepts(bias)
         stride, padding, dilation, groups = ctx.settings
 
         def gradients(*wanted: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
             sizes = None if bias is None else list(bias.shape)
-            found: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
+            computed: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
                 dy, x, kernel, sizes, stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
             )
-            return found
+            return computed
 
-        if later_w or later_bias:
+        if defer_w or defer_bias:
 
-            def work() -> None:
-                _, dw, dbias = gradients(False, later_w, later_bias)
+            def compute() -> None:
+                _, dw, dbias = gradients(False, defer_w, defer_bias)
                 for owner, gradient in ((weight, dw), (bias, dbias)):
                     if gradient is not None:
                         add(owner, gradient)
 
-            ctx.deferred.leave(work)
-        now = (needs_x, needs_w and not later_w, needs_bias and not later_bias)
+            ctx.deferred.append(compute)
+        now = (needs_x, needs_w and not defer_w, needs_bias and not defer_bias)
         dx, dw, dbias = gradients(*now) if any(now) else (None, None, None)
         return dx, dw, dbias, None, None, None
 
 
 def add(parameter: Any, gradient: Tensor) -> None:
-    """What autograd does at a leaf: the first gradient is taken as it is, others are added to it."""
+    """Accumulates a gradient as autograd does at a leaf: the first is stored as it is, later ones are added to it."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:
@@ -175,7 +217,7 @@ def add(parameter: Any, gradient: Tensor) -> None:
 
 
 def add_product(parameter: Any, dy_nh: Tensor, x_nk: Tensor) -> None:
-    """Adds a weight's gradient to what is there, in the same pass as the product."""
+    """Accumulates a linear layer's weight gradient dY^T X into ``parameter.grad``, without a temporary."""
     if parameter.grad is None:
         parameter.grad = dy_nh.T @ x_nk.conj()
     else:

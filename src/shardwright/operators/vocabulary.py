@@ -1,12 +1,14 @@
-"""Embedding and cross entropy over a vocabulary that is cut along one axis or several.
+"""Vocabulary-parallel embedding and cross entropy: the vocabulary is sharded along one axis or several.
 
-B batch, T tokens, H width, V vocabulary; v this rank's part of V
+The logits are never gathered: the members exchange three or four numbers for each token, as in Megatron.
+
+N tokens, H width, V vocabulary; v this rank's shard of V; p numbers for each token, A members of an axis
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +23,9 @@ from shardwright.operators.operand_moves import give as summed
 
 
 def check_inside(what: str, values: Tensor, size: int) -> None:
-    """Raises IndexError for a value that is no index of ``size`` things, as one device does.
+    """Raises IndexError if a token or class in ``values`` is not from 0 to ``size`` - 1, as torch does on one device.
 
-    On an accelerator the check would wait for it, so there it is left to the device's own assertion.
+    On an accelerator reading the values would synchronize, so there the check is an assertion on the device.
 
     >>> check_inside("token", torch.tensor([3, 9]), 8)
     Traceback (most recent call last):
@@ -48,32 +50,26 @@ def cut_embedding(
     give: Sequence[OperandMove],
     padding: int | None = None,
 ) -> Tensor:
-    """Looks tokens up in a table whose rows are cut; this rank holds some from ``start`` on.
+    """Looks up tokens in an embedding table whose rows are sharded; this rank's rows begin at token ``start``.
 
-    A rank that does not hold a token's row gives zeros, so the sum over those who share the table is the row. The row
-    of the token ``padding`` learns nothing from being looked up.
+    A rank that does not hold a token's row contributes zeros, so the sum over the ranks that share the table is that
+    row. Looking up the token ``padding`` gives its row no gradient.
 
     Shapes: tokens (samples, ...); w_vh (V / cut, H / cut); returns (samples, ..., H / cut).
-    Traffic: ``take`` of the tokens, forward; ``give`` of the rows found.
-    Raises: IndexError: a token outside the whole table.
+    Traffic: ``take`` of the tokens, forward; ``give`` of the looked-up rows.
+    Raises: IndexError: a token outside the unsharded table.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
     check_inside("token", tokens, vocabulary)
-    tokens = gathered_rows(tokens, take)
+    for axis, layout, sizes, dim in take:
+        if layout == "rows":
+            tokens = axis.all_gather(tokens, dim, sizes())
     local = tokens - start
     elsewhere = (local < 0) | (local >= w_vh.shape[0])
-    here = padding is not None and start <= padding < start + w_vh.shape[0]
-    unlearned = padding - start if padding is not None and here else None
-    rows = functional.embedding(local.masked_fill(elsewhere, 0), w_vh, unlearned)
+    is_padded = padding is not None and start <= padding < start + w_vh.shape[0]
+    local_padding = padding - start if padding is not None and is_padded else None
+    rows = functional.embedding(local.masked_fill(elsewhere, 0), w_vh, local_padding)
     return summed(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), give)
-
-
-def gathered_rows(values: Tensor, take: Sequence[OperandMove]) -> Tensor:
-    """Numbers for each token, of all members of each move: nothing flows back through them."""
-    for axis, lies, sizes, dim in take:
-        if lies == "rows":
-            values = axis.all_gather(values, dim, sizes())
-    return values
 
 
 class _CutCrossEntropy(Function):
@@ -93,13 +89,15 @@ class _CutCrossEntropy(Function):
         local = targets_N - start
         here = (local >= 0) & (local < logits_Nv.shape[1])
         local = local.masked_fill(~here, 0)
+        # Each member's numbers for a token: largest logit, sum of exponentials relative to it, then sums that just
+        # add up: the target's logit (zero where another member holds it) and, for label smoothing, all logits.
         top_N = logits_Nv.amax(dim=1)
         softmax_Nv = (logits_Nv - top_N.unsqueeze(1)).exp_()
-        own_N = logits_Nv.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
-        others = [own_N, logits_Nv.sum(dim=1)] if smoothing else [own_N]
-        numbers_pN = torch.stack([top_N, softmax_Nv.sum(dim=1), *others])
+        target_N = logits_Nv.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
+        sums = [target_N, logits_Nv.sum(dim=1)] if smoothing else [target_N]
+        numbers_pN = torch.stack([top_N, softmax_Nv.sum(dim=1), *sums])
         for axis in axes:
-            numbers_pN = _combined(axis.all_gather(numbers_pN.unsqueeze(0)))
+            numbers_pN = _combine(axis.all_gather(numbers_pN.unsqueeze(0)))
         loss_N = numbers_pN[1].log() + numbers_pN[0] - (1 - smoothing) * numbers_pN[2]
         if smoothing:
             loss_N -= smoothing / vocabulary * numbers_pN[3]
@@ -122,8 +120,8 @@ class _CutCrossEntropy(Function):
         return gradient_Nv.mul_(grad_N.unsqueeze(1)), None, None, None, None, None, None
 
 
-def _combined(all_ApN: Tensor) -> Tensor:
-    """What the members of an axis know of each token, as one: largest logit, sum of exponentials, plain sums."""
+def _combine(all_ApN: Tensor) -> Tensor:
+    """Returns the numbers of each token over all members: largest logit, sum of exponentials relative to it, sums."""
     top_N = all_ApN[:, 0].amax(dim=0)
     exponentials_N = (all_ApN[:, 1] * (all_ApN[:, 0] - top_N).exp()).sum(dim=0)
     return torch.cat((top_N.unsqueeze(0), exponentials_N.unsqueeze(0), all_ApN[:, 2:].sum(dim=0)))
@@ -140,15 +138,15 @@ def cut_cross_entropy(
     label_smoothing: float,
     take: Sequence[OperandMove] = (),
 ) -> tuple[Tensor, Tensor]:
-    """The sum and count of ``CrossEntropy`` on logits whose classes are cut over ``axes``, from ``start`` on here.
+    """Computes the cross entropy's (sum, count); the classes are sharded over ``axes``, on this rank from ``start`` on.
 
-    Each rank tells its largest logit, its sum of exponentials, the target's logit where it holds it, and with
-    label smoothing the sum of its logits; from these every rank has the whole softmax. Where the logits are those of
-    more samples than this rank's own, ``take`` says whose; the sum is of this rank's own.
+    The ranks exchange their largest logit, their sum of exponentials, the target's logit and, with label smoothing,
+    the sum of their logits; from these each computes its shard of the softmax. If the logits are of more samples than
+    this rank's own, ``take`` gathers the targets too; the sum is of this rank's own samples.
 
     Shapes: logits_v (samples, ..., V / cut); targets (own samples, ...); returns a 0-d sum and a 0-d int64 count.
     Traffic: forward, one all-gather over each axis of three numbers for each token, four with label smoothing; for
-        each move of ``take``, one of the targets forward and one of a number for each token backward.
+        each gather of ``take``, one of the targets forward and one of a number for each token backward.
     """
     if not take:
         check_same_shape("logits but for their last dim", logits_v.shape[:-1], "targets", targets.shape)
@@ -156,16 +154,9 @@ def cut_cross_entropy(
     flat = targets.transpose(0, dim).reshape(-1) if dim else targets.reshape(-1)
     counted = flat != ignore_index
     check_inside("target", flat.masked_fill(~counted, 0), vocabulary)
-    loss_N = cast(
-        Tensor,
-        _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            matrix(logits_v, dim),
-            flat.masked_fill(~counted, -1),
-            start,
-            vocabulary,
-            label_smoothing,
-            tuple(axes),
-            steps(take, logits_v.shape),
-        ),
+    logits_Nv, targets_N = matrix(logits_v, dim), flat.masked_fill(~counted, -1)
+    moves = steps(take, logits_v.shape)
+    loss_N: Tensor = _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits_Nv, targets_N, start, vocabulary, label_smoothing, tuple(axes), moves
     )
     return loss_N.masked_fill(~counted, 0.0).sum(), counted.sum()

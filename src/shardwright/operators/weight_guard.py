@@ -1,10 +1,14 @@
-"""A cut weight is for its own layer: whoever else reads it during a forward would compute with a part."""
+"""Weight guards: errors where code other than a sharded layer's own would compute with its shard of a weight.
+
+Tensor parallelism decides from the followed code how a layer is cut. Two things would make that wrong without a sign:
+calling the layer from elsewhere (:class:`CallGuard`), and reading its weight as an attribute (:func:`guard`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -17,30 +21,27 @@ from shardwright.forward_stack import Forward, Rung, wrap
 
 
 @dataclass
-class Forwarding:
-    """Whether the whole model's forward is under way."""
+class ForwardFlag:
+    """A flag that tells whether a forward of the whole model is under way."""
 
     active: bool = False
 
     def watch(self, model: nn.Module) -> None:
-        """Follows the forwards of ``model``."""
+        """Registers hooks that set the flag while a forward of ``model`` runs."""
 
-        def begin(*_: Any) -> None:
-            self.active = True
+        def mark(active: bool, *_: Any) -> None:
+            self.active = active
 
-        def end(*_: Any) -> None:
-            self.active = False
-
-        model.register_forward_pre_hook(begin)
-        model.register_forward_hook(end, always_call=True)
+        model.register_forward_pre_hook(partial(mark, True))
+        model.register_forward_hook(partial(mark, False), always_call=True)
 
 
 @dataclass
-class Running:
-    """The modules whose forwards are under way, the outermost first.
+class CallGuard:
+    """Tracks which modules' forwards are under way, and refuses calls of sharded layers from code that was not planned.
 
-    ``containers`` pass on the calls of others. ``apart`` are the modules whose code a pipeline runs call by call, in
-    place of their forwards; empty without one. ``by`` is the strategy whose cut layers are kept.
+    ``containers`` are modules like ``nn.Sequential`` that only pass on calls. ``apart`` are the modules whose code a
+    pipeline stage runs call by call, without their forwards. ``by`` is the strategy that shards the layers.
     """
 
     containers: Collection[str] = ()
@@ -49,7 +50,7 @@ class Running:
     _paths: list[str] = field(default_factory=list)
 
     def follow(self, module: nn.Module, path: str) -> None:
-        """Takes part in what ``path`` runs."""
+        """Wraps the module's forward to track when it runs, so that calls of sharded layers have a known caller."""
 
         def around(forward: Forward) -> Forward:
             @wraps(forward)
@@ -64,74 +65,75 @@ class Running:
 
         wrap(module, Rung.FOLLOWED, "notes that it runs", by=self.by, around=around)
 
-    def keep(self, module: nn.Module, path: str, home: AllowedCallers) -> None:
-        """Makes it an error to call the module from elsewhere than its home.
+    def restrict(self, module: nn.Module, path: str, allowed: AllowedCallers) -> None:
+        """Makes a call of the sharded layer at ``path`` an error, unless it comes from the ``allowed`` modules' code.
 
         >>> class Pair(nn.Sequential):
         ...     pass
-        >>> pair, running = Pair(nn.Linear(2, 4), nn.Linear(4, 2)), Running()
-        >>> running.follow(pair, "pair")
-        >>> running.keep(pair[0], "pair.0", AllowedCallers.of("pair"))
+        >>> pair, calls = Pair(nn.Linear(2, 4), nn.Linear(4, 2)), CallGuard()
+        >>> calls.follow(pair, "pair")
+        >>> calls.restrict(pair[0], "pair.0", AllowedCallers.of("pair"))
         >>> pair(torch.ones(2)).shape
         torch.Size([2])
         >>> pair[0](torch.ones(2))
         Traceback (most recent call last):
-        shardwright.errors.PlanError: 'pair.0' is cut, and what calls it is not the code that was followed to cut it
+        shardwright.errors.PlanError: 'pair.0' is sharded, and is called by other code than the plan was made for
           given:   a call from outside the model's forward
           allowed: calls from the forward of 'pair'
-          fix:     keep it whole: --role pair.0=copied, or roles={"pair.0": "copied"}
+          fix:     keep it replicated: --role pair.0=copied, or roles={"pair.0": "copied"}
         """
 
         def around(forward: Forward) -> Forward:
             @wraps(forward)
             def run(*args: Any, **named: Any) -> Any:
-                if not self._is_home(home):
-                    raise _called_elsewhere(path, home, self._paths)
+                if not self._is_allowed(allowed):
+                    raise _called_elsewhere(path, allowed, self._paths)
                 return forward(*args, **named)
 
             return run
 
-        callers = ", ".join(each or "the model" for each in sorted(home.callers))
+        callers = ", ".join(each or "the model" for each in sorted(allowed.callers))
         wrap(module, Rung.CALLERS, f"called by {callers} alone", by=self.by, around=around)
 
-    def _is_home(self, home: AllowedCallers) -> bool:
-        if home.is_caller(self._paths, self.containers):
+    def _is_allowed(self, allowed: AllowedCallers) -> bool:
+        if allowed.is_caller(self._paths, self.containers):
             return True
-        # a backward computes single modules again; a pipeline runs the calls of a module without it
-        again = torch._C._current_graph_task_id() != -1
-        if not again and home.owner not in self.apart:
+        # a backward recomputes single modules, and a pipeline stage runs calls of a module without its forward:
+        # of these the callers outside are missing from the paths
+        recomputes = torch._C._current_graph_task_id() != -1
+        if not recomputes and allowed.owner not in self.apart:
             return False
-        named = [path for path in self._paths if path not in self.containers]
-        return named[-1] in home.callers if named else again or not home.callers.isdisjoint(self.apart)
+        callers = [path for path in self._paths if path not in self.containers]
+        return callers[-1] in allowed.callers if callers else recomputes or not allowed.callers.isdisjoint(self.apart)
 
 
-def _called_elsewhere(path: str, home: AllowedCallers, running: list[str]) -> PlanError:
+def _called_elsewhere(path: str, allowed: AllowedCallers, running: list[str]) -> PlanError:
     def spelled(name: str) -> str:
         return f"'{name}'" if name else "the model"
 
-    callers = {home.owner} if home.owner in home.callers else home.callers
+    callers = {allowed.owner} if allowed.owner in allowed.callers else allowed.callers
     return PlanError(
-        f"'{path}' is cut, and what calls it is not the code that was followed to cut it",
+        f"'{path}' is sharded, and is called by other code than the plan was made for",
         given=f"a call from {spelled(running[-1])}" if running else "a call from outside the model's forward",
         allowed=f"calls from the forward of {', '.join(map(spelled, sorted(callers)))}",
-        fix=f'keep it whole: --role {path}=copied, or roles={{"{path}": "copied"}}',
+        fix=f'keep it replicated: --role {path}=copied, or roles={{"{path}": "copied"}}',
     )
 
 
-def guard(module: nn.Module, path: str, forwarding: Forwarding, readable: Collection[str] = ()) -> None:
-    """Makes reading the module's parameters an error during a forward; its own forward must not use attributes.
+def guard(module: nn.Module, path: str, forward: ForwardFlag, readable: Collection[str] = ()) -> None:
+    """Makes reading the module's parameters during a forward an error, except for those that are ``readable``.
 
-    Functional tying, ``F.linear(x, model.token.weight)``, is what this finds. Those that are ``readable`` may be looked
-    at all the same.
+    This finds functional tying, ``F.linear(x, model.token.weight)``. The module's own forward reads its parameters
+    through :func:`~shardwright.operators.linear.weight_of`.
 
-    >>> layer, forwarding = nn.Linear(2, 2), Forwarding()
-    >>> guard(layer, "head", forwarding)
+    >>> layer, forward = nn.Linear(2, 2), ForwardFlag()
+    >>> guard(layer, "head", forward)
     >>> layer.weight.shape
     torch.Size([2, 2])
-    >>> forwarding.active = True
+    >>> forward.active = True
     >>> layer.weight
     Traceback (most recent call last):
-    shardwright.errors.PlanError: 'head.weight' is cut, and something other than its own layer reads it
+    shardwright.errors.PlanError: 'head.weight' is sharded, and is read by other code than its own layer
       given:   an attribute read during the forward
       allowed: calling 'head'; one parameter in two layers: head.weight = token.weight
       fix:     call the layer, or assign the parameter to the layer that shares it
@@ -139,9 +141,9 @@ def guard(module: nn.Module, path: str, forwarding: Forwarding, readable: Collec
 
     def reader(name: str) -> property:
         def read(self: nn.Module) -> Tensor | None:
-            if forwarding.active:
+            if forward.active:
                 raise PlanError(
-                    f"'{path}.{name}' is cut, and something other than its own layer reads it",
+                    f"'{path}.{name}' is sharded, and is read by other code than its own layer",
                     given="an attribute read during the forward",
                     allowed=f"calling '{path}'; one parameter in two layers: head.weight = token.weight",
                     fix="call the layer, or assign the parameter to the layer that shares it",
@@ -151,6 +153,7 @@ def guard(module: nn.Module, path: str, forwarding: Forwarding, readable: Collec
         return property(read)
 
     kind = type(module)
-    held = [name for name, parameter in module._parameters.items() if parameter is not None]
-    names: dict[str, Any] = {name: reader(name) for name in held if name not in readable}
+    # Properties of a subclass: torch keeps parameters in a dict, which only an attribute of the class comes before.
+    guarded = [name for name, parameter in module._parameters.items() if parameter is not None and name not in readable]
+    names: dict[str, Any] = {name: reader(name) for name in guarded}
     module.__class__ = type(kind.__name__, (kind,), {**names, GUARDED: kind_of(module), "__module__": kind.__module__})

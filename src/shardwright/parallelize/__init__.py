@@ -1,8 +1,12 @@
-"""``parallelize``: a plain model and a layout in, this rank's part and its step out."""
+"""``parallelize``: turns a plain model and a layout into a ``Run``, this rank's part of the model.
+
+The order is fixed: check, plan (pure, on the meta device), place this rank's parameters, compare all ranks, let each
+strategy change the modules, then build what every run has: gradient sync, activation checkpointing, the executor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,44 +21,25 @@ from shardwright.comm.world import World
 from shardwright.layout import Layout
 from shardwright.models.losses import CrossEntropy
 from shardwright.operators.batch_norm import share_statistics
-from shardwright.operators.deferred_gradients import DeferredGradients
-from shardwright.parallelize.auto import samples_of, tokens_of
-from shardwright.parallelize.checks import check_loss, check_model, check_trains, check_world
+from shardwright.operators.split_backward import DeferredGradients
+from shardwright.parallelize.checks import check_loss, check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
-from shardwright.parallelize.layer_alone import LayerAlone, layer_alone
-from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, structural_copy, without_storage
+from shardwright.parallelize.planning import job_for, make_plan, structural_copy
 from shardwright.parallelize.run import Run
-from shardwright.parallelize.same_start import check_same_start
-from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import sync_axes
 from shardwright.rng import RngTracker, key_dropout
-from shardwright.runtime.activation_checkpointing import checkpoint_activations, offload_activations
+from shardwright.runtime.activation_checkpointing import checkpoint_activations
+from shardwright.runtime.activation_offload import offload_activations
 from shardwright.runtime.buffer_writes import BufferWrites
 from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.runtime.executor import Executor
 from shardwright.runtime.gradient_sync import GradientSync
 from shardwright.runtime.mixed_precision import MasterWeights, cast_buffers
-from shardwright.strategies.pipeline.agreement import check_same_code, lines_of
+from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 from shardwright.strategy import Strategy, apply_in_turn
 
-__all__ = [
-    "LayerAlone",
-    "Run",
-    "StepTraffic",
-    "check_loss",
-    "check_model",
-    "check_trains",
-    "job_for",
-    "layer_alone",
-    "make_plan",
-    "parallelize",
-    "place_parameters",
-    "samples_of",
-    "structural_copy",
-    "tokens_of",
-    "without_storage",
-]
+__all__ = ["parallelize"]
 
 
 def parallelize(
@@ -72,23 +57,31 @@ def parallelize(
     stop_at_nan: bool = False,
     offload_folder: str | Path | None = None,
 ) -> Run:
-    """This rank's part of a plain one-device model under a layout.
+    """Returns this rank's part of a plain one-device model under a layout, ready for training steps.
 
-    Build ``model`` under ``torch.device("meta")`` and no rank ever holds the whole; a model that has values, the same
-    on every rank, is cut as it is. ``model`` itself is left alone. ``loss(output, targets)`` gives (sum, count), cross
-    entropy when left out. ``seed`` fixes initial values and dropout, whatever the layout. ``num_tokens`` is how many
-    one microbatch of one model copy will have: modes that weigh activations against weights choose by it. ``roles``
-    go before what is found out of single layers: patterns of names, and "column", "row" or "copied". ``example`` are
-    the inputs of a global batch, of which shapes alone count: stages are balanced by what layers cost on them, and
-    modes that would leave ranks without a sample cut the sequences instead, if the model allows it. A model whose
-    parts a person has put on several devices is cut into stages there. ``seconds``, by module and the same on every
-    rank, are what :func:`time_layers` measured: stages are balanced by them. With ``stop_at_nan`` a step whose
-    gradients are not finite raises a PlanError that names a parameter; in fp16 such a step is left out, and counted.
-    State that the layout offloads to disk goes to files in ``offload_folder``, the system's temporary one by default;
-    where that is memory (tmpfs), name one on a disk.
+    All ranks call it. ``model`` itself is left alone; a copy of its structure is sharded. On the meta device
+    (``torch.device("meta")``) its values are drawn shard by shard, so that no rank ever holds the whole model.
 
-    Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model cannot say how it
-        starts, ranks were given different ones, or state cannot be offloaded. All are raised on every rank, before the
+    Args:
+        model: the plain model; one with values must have the same on every rank. If its parts are on several devices,
+            pipeline stages begin where the device changes.
+        layout: the layout line, such as ``"dp2/zero3 tp2 bf16"``.
+        world: this rank's world, as :func:`launch` passes it.
+        loss: called as ``loss(output, targets)``; returns (sum, count). Cross entropy by default.
+        seed: fixes initial values and dropout, equally under every layout.
+        num_tokens: tokens of one microbatch of one model copy; some modes weigh activations against weights by it.
+        strategies: the strategies to use instead of those that the layout selects.
+        roles: "column", "row" or "copied" for single layers, by patterns of names; they override the analysis.
+        example: the inputs of a global batch, of which only shapes are read. Stages are balanced by the cost of layers
+            on it, and modes that would leave ranks without a sample cut sequences instead, if the model allows it.
+        seconds: forward times by module, from :func:`time_layers`, the same on every rank; they balance the stages.
+        stop_at_nan: whether a step with gradients that are not finite raises a PlanError that names a parameter. In
+            fp16 such a step is skipped and counted instead.
+        offload_folder: folder for state that the layout offloads to disk, by default the system's temporary folder;
+            where that is in memory (tmpfs), name one on a disk.
+
+    Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model does not define its
+        initial values, ranks were given different models, or state cannot be offloaded. All ranks raise, before the
         first step.
 
     >>> import torch, shardwright as sw
@@ -111,60 +104,69 @@ def parallelize(
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
     everyone = world.everyone()
-    if plan.stages is not None:
+    if plan.stages is not None:  # stages that were cut from different code would wait for each other's messages
         check_same_code(everyone.for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
     place_parameters(job.model, {**plan.compute, **plan.buffers}, plan.mesh.coord(world.rank), seed, world.device)
     check_same_start(everyone.for_strategy("core"), world, model, seed)
-    return _run_of(job, plan, chosen, world, everyone, seed, stop_at_nan)
+    return _run_of(job, plan, chosen, world, {**_axes(plan, world), "world": everyone}, seed, stop_at_nan)
 
 
 def _run_of(
-    job: Job, plan: Plan, chosen: Sequence[Strategy], world: World, everyone: Axis, seed: int, stop_at_nan: bool
+    job: Job,
+    plan: Plan,
+    chosen: Sequence[Strategy],
+    world: World,
+    axes: Mapping[str, Axis],
+    seed: int,
+    stop_at_nan: bool,
 ) -> Run:
-    """This rank's run: its part of every tensor, what each strategy adds, and the executor that fires their events."""
+    """Builds the run from a job whose model has this rank's values: applies each strategy, then the common parts."""
     coord = plan.mesh.coord(world.rank)
     shard = plan.batch_shard(coord)
     rng = RngTracker(seed)
     job = job._replace(batch_shard=shard, rng=rng, deferred=DeferredGradients())
     job.loss.to(world.device)
-    axes = {**_axes(plan, world), "world": everyone}
-    rows = {m: partial(shard.samples, r) for m, r in plan.row_moves.items()}
-    key_dropout(job.model, rng, plan.slices(coord), rows, _tokens(job.model, plan, shard))
-    if plan.layout.precision != "fp32":  # torch's own takes no weights that are narrower than the statistics
+    rows = {module: partial(shard.samples, moves) for module, moves in plan.row_moves.items()}
+    paths = [path for path, _ in job.model.named_modules()] if plan.token_axes else []
+    tokens = {
+        path: partial(shard.slices, plan.row_moves.get(path, ()), plan.token_dims.get(path, (1,))) for path in paths
+    }
+    key_dropout(job.model, rng, plan.slices(coord), rows, tokens)
+    mixed = plan.layout.precision != "fp32"
+    if mixed:  # torch's own BatchNorm takes no weights that are narrower than its statistics
         share_statistics((norm for _, norm in batch_norms(job.model)), (), always=True)
     support_empty_batches(job.model)
     job, added = apply_in_turn(chosen, job, axes, plan)
     applied = list(added)
-    resting = {name: parameter for one in applied for name, parameter in one.parameters.items()}
-    if plan.layout.precision != "fp32":
-        masters = MasterWeights(job.model, plan, resting)
+    stored = {name: parameter for each in applied for name, parameter in each.parameters.items()}
+    if mixed:
+        # after the strategies: parameters whose state ZeRO shards have their master weights there already
+        masters = MasterWeights(job.model, plan, stored)
         cast_buffers(job.model, plan)
         applied.append(masters.applied())
-        resting |= {name: masters.masters[name] for name in masters.fp32_sums}
-    late = frozenset[str]().union(*(one.late for one in applied))
+        stored |= {name: masters.masters[name] for name in masters.fp32_sums}
 
-    def joined(names: tuple[str, ...]) -> Axis:
-        return axes["+".join(names)].for_strategy(_strategy_on(names[0], chosen))
+    def sync_axis(names: tuple[str, ...]) -> Axis:
+        # recorded as the traffic of the strategy that cuts the slowest of these axes
+        known = layout_axes()
+        owner = next((s.name for s in chosen if names[0] in known[s.axis].all_mesh_axes), "core")
+        return axes["+".join(names)].for_strategy(owner)
 
-    summed = [one.summed for one in applied]
-    sync = GradientSync(job.model, plan, coord, joined, resting, lambda unit: all(each(unit) for each in summed))
+    ready = [each.summed for each in applied]
+    sync = GradientSync(job.model, plan, coord, sync_axis, stored, lambda group: all(check(group) for check in ready))
+    # after every strategy, so that the modules that run again in the backward are the sharded ones
     checkpoint_activations(job, plan)
     offload_activations(job, plan, applied, axes["world"])
-    events = [*(one.events for one in applied), sync.events()]
-    work = next((one.work for one in applied if one.work is not None), None)
-    written = None if plan.layout.own_statistics else BufferWrites(job.model)
-    executor = Executor(job.model, plan.param_groups, events, rng, shard, late, work, job.deferred, written)
+    events = [*(each.events for each in applied), sync.events()]
+    late = frozenset[str]().union(*(each.late for each in applied))
+    work = next((each.work for each in applied if each.work is not None), None)
+    buffer_writes = None if plan.layout.own_statistics else BufferWrites(job.model)
+    executor = Executor(job.model, plan.param_groups, events, rng, shard, late, work, job.deferred, buffer_writes)
     return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan)
 
 
-def _tokens(model: nn.Module, plan: Plan, shard: BatchShard) -> Mapping[str, Callable[[Sequence[int]], Any]]:
-    """Which tokens each layer sees, where sequences are cut."""
-    paths = [path for path, _ in model.named_modules()] if plan.token_axes else []
-    return {p: partial(shard.slices, plan.row_moves.get(p, ()), plan.token_dims.get(p, (1,))) for p in paths}
-
-
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:
-    """The mesh's axes, and the joined ones over which gradients or losses are summed; in one order everywhere."""
+    """Returns the mesh's axes and the joined ones that sum gradients or losses, created in one order on all ranks."""
     axes = world.axes(plan.mesh)
     joined = {sync_axes(plan, name) for name in plan.compute}
     joined.add(tuple(sorted(plan.loss_axes, key=plan.mesh.axes.index)))
@@ -172,9 +174,3 @@ def _axes(plan: Plan, world: World) -> dict[str, Axis]:
         if len(names) > 1:
             axes["+".join(names)] = world.axis("+".join(names), plan.mesh.groups(names))
     return axes
-
-
-def _strategy_on(mesh_axis: str, chosen: Sequence[Strategy]) -> str:
-    """Who cut the axis that makes a gradient partial: its sync is recorded as that strategy's."""
-    known = layout_axes()
-    return next((s.name for s in chosen if mesh_axis in known[s.axis].all_mesh_axes), "core")

@@ -1,9 +1,10 @@
-"""``tp8/auto``: the tensor-parallel mode and the grid that send least for this model."""
+"""Chooses tensor-parallel grids: ``tp8/auto`` takes the one that sends least, errors suggest those that fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -11,21 +12,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from shardwright.axes import mesh_axes
-from shardwright.errors import LayoutError
+from shardwright.errors import GridError, LayoutError
+from shardwright.grid_shapes import NUM_SIDES, shapes
 from shardwright.layout import Factor, Layout, Option
 from shardwright.plan.batch_shard import is_sequence
+from shardwright.plan.plan import Job, Plan
+from shardwright.strategies import choose
 
 AUTO = "auto"
 
 
 def candidates(factor: Factor) -> Iterator[Factor]:
-    """Every mode that cuts weights over all of so many ranks, on every grid, the simplest first.
+    """Yields the tensor-parallel modes that shard weights over all ranks (1D, 2D, 3D) on every grid, simplest first.
 
     2.5D is not among them: it copies weights over its depth, so with enough tokens a depth of all ranks would always
-    send least, and hold the whole model.
-
-    >>> [str(each) for each in candidates(Factor("tp", (4,), (Option("auto"),)))][:5]
-    ['tp4', 'tp4/sp', 'tp1x4/2d', 'tp2x2/2d', 'tp4x1/2d']
+    send least, and each rank would hold the whole model.
     """
     size = factor.size
     others = tuple(option for option in factor.options if option.name != AUTO)
@@ -40,10 +41,10 @@ def candidates(factor: Factor) -> Iterator[Factor]:
 
 
 def settle(layout: Layout, price: Callable[[Layout], float]) -> Layout:
-    """The layout with ``auto`` replaced by the mode of the lowest price; the simplest of equal ones.
+    """Returns the layout with ``auto`` replaced by the mode that sends the fewest bytes; of equal ones, the simplest.
 
-    ``price`` plans a layout and says what it sends. Raises: LayoutError: no mode fits the model; the text of the
-    plainest.
+    ``price`` plans a layout and returns the bytes it sends. Raises: LayoutError: no mode fits the model; the error is
+    that of the simplest.
     """
     factor = layout.factor("tp")
     auto = factor.option(AUTO) if factor is not None else None
@@ -56,31 +57,25 @@ def settle(layout: Layout, price: Callable[[Layout], float]) -> Layout:
             allowed=f"tp{factor.size}/auto",
             fix=f"write tp{factor.size}/auto",
         )
+    others = tuple(f for f in layout.factors if f.axis != "tp")
     best: tuple[float, Layout] | None = None
-    refusal: LayoutError | None = None
+    errors: list[LayoutError] = []
     for candidate in candidates(factor):
-        others = tuple(f for f in layout.factors if f.axis != "tp")
         tried = replace(layout, factors=(*others, candidate))
         try:
             sent = price(tried)
         except LayoutError as error:
-            refusal = refusal or error
+            errors.append(error)
             continue
-        if best is None or sent < best[0] * (1 - 1e-9):
+        if best is None or sent < best[0] * (1 - 1e-9):  # equal but for rounding: the simpler one, which came first
             best = (sent, tried)
     if best is None:
-        assert refusal is not None, "there is always the plainest"
-        raise refusal
+        raise errors[0]
     return best[1]
 
 
 def tokens_of(inputs: Any, layout: Layout) -> int:
-    """The tokens of one microbatch of one model copy: of integers each one, of numbers all but their last dim.
-
-    >>> import torch
-    >>> tokens_of(torch.zeros(8, 16, dtype=torch.int64), Layout.parse("dp2 mb2 tp4"))
-    32
-    """
+    """Returns how many tokens one microbatch of one model copy has: each integer or feature vector counts as one."""
     tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
     if not tensors:
         return 1
@@ -90,13 +85,7 @@ def tokens_of(inputs: Any, layout: Layout) -> int:
 
 
 def samples_of(inputs: Any, layout: Layout) -> int | None:
-    """The samples of the smallest microbatch of one model copy; None where they are not sequences of tokens.
-
-    >>> import torch
-    >>> tokens, pictures = torch.zeros(5, 16, dtype=torch.int64), torch.zeros(5, 16)
-    >>> samples_of(tokens, Layout.parse("dp2 tp4")), samples_of(pictures, Layout.parse("tp4"))
-    (2, None)
-    """
+    """Returns how many samples the smallest microbatch of one model copy has; None if they are not token sequences."""
     tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
     if not tensors or not all(map(is_sequence, tensors)):
         return None
@@ -104,5 +93,54 @@ def samples_of(inputs: Any, layout: Layout) -> int | None:
 
 
 def num_shares(layout: Layout) -> int:
-    """In how many parts, microbatches of all model copies, a global batch goes through the model."""
+    """Returns into how many parts a global batch is divided: microbatches times model copies."""
     return layout.num_microbatches * prod(layout.mesh[axis] for axis in mesh_axes("copies"))
+
+
+MAX_SUGGESTIONS = 12
+"""The most grids that are tried for an error's ``fix``, and the most smaller numbers of ranks."""
+
+
+def with_suggestions(error: GridError, job: Job, layout: Layout) -> LayoutError:
+    """Returns the error with grid shapes that fit the model in its ``fix``: for as many ranks, or else for fewer."""
+    factor = layout.factor("tp")
+    if factor is None:
+        return error
+    same = [each for each in islice(_factors(factor, factor.size), MAX_SUGGESTIONS) if _fits(job, layout, each)]
+    fewer = (each for n in _fewer_ranks(factor.size) for each in _extremes(factor, n) if _fits(job, layout, each))
+    lines = [str(each) for each in same or islice(fewer, 1)]
+    fix = ", ".join(lines) + f", or dp{factor.size}" if lines else f"dp{factor.size}; no grid that was tried fits"
+    return LayoutError(error.what, given=error.given, allowed=error.allowed, fix=f"write {fix}")
+
+
+def _fewer_ranks(num_ranks: int) -> list[int]:
+    """Returns smaller numbers of ranks to try, largest first: those just below, then halves of halves."""
+    halves = [num_ranks >> shift for shift in range(1, num_ranks.bit_length() - 1)]
+    return sorted({*range(max(2, num_ranks - MAX_SUGGESTIONS // 2), num_ranks), *halves}, reverse=True)
+
+
+def _extremes(factor: Factor, num_ranks: int) -> list[Factor]:
+    """Returns the most and the least even grid of ``num_ranks`` ranks."""
+    found = list(_factors(factor, num_ranks))
+    return list(dict.fromkeys((found[0], found[-1])))
+
+
+def _factors(factor: Factor, num_ranks: int) -> Iterator[Factor]:
+    """Yields the factor's mode on every grid of ``num_ranks``; if these are all its ranks, also 1D over them."""
+    mode = next((option.name for option in factor.options if option.name in NUM_SIDES), "")
+    for sides in shapes(mode, num_ranks):
+        yield Factor("tp", sides, factor.options)
+    if mode and num_ranks == factor.size:
+        yield Factor("tp", (num_ranks,), tuple(o for o in factor.options if o.name not in (mode, "regather")))
+
+
+def _fits(job: Job, layout: Layout, factor: Factor) -> bool:
+    tried = replace(layout, factors=tuple(factor if each.axis == "tp" else each for each in layout.factors))
+    plan = Plan.of(job, tried)
+    try:
+        for strategy in choose(tried):
+            if strategy.axis == "tp":
+                strategy.place(job, plan)
+    except LayoutError:
+        return False
+    return True

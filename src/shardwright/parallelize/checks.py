@@ -1,16 +1,17 @@
-"""What no layout can do anything about: models that are refused as they come, before anything is planned."""
+"""Checks of models, losses, optimizers, batches and ranks that hold under any strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from shardwright.analysis.batch_dependence import iterates, sees_batch
+from shardwright.analysis.batch_norms import iterates, sees_batch
+from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest
+from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.errors import LayoutError, PlanError
 from shardwright.layout import Layout
@@ -18,60 +19,58 @@ from shardwright.plan.plan import Plan
 from shardwright.strategy import check_table
 
 
-class _Refusal(NamedTuple):
-    what: str
-    given: str
-    allowed: str
-    fix: str
-
-
 def check_model(model: nn.Module) -> None:
-    """Raises PlanError for a model that cannot be copied, cut or summed, with what to write instead.
-
-    >>> check_model(nn.Sequential(nn.LazyLinear(4)))
-    Traceback (most recent call last):
-    shardwright.errors.PlanError: the parameter '0.weight' has no shape yet
-      given:   a lazy module that has not been called
-      allowed: parameters of known shapes
-      fix:     call the model once on a batch, or give the layer its sizes: nn.Linear(in, out)
-    """
-    for refusal in (*_of_parameters(model), *_of_modules(model)):
-        raise PlanError(refusal.what, given=refusal.given, allowed=refusal.allowed, fix=refusal.fix)
+    """Raises PlanError for a model that cannot be copied or sharded, or whose gradients cannot be summed over ranks."""
+    for name, parameter in model.named_parameters():
+        lazy: bool = is_lazy(parameter)
+        if lazy:
+            raise PlanError(
+                f"the parameter '{name}' has no shape yet",
+                given="a lazy module that has not been called",
+                allowed="parameters of known shapes",
+                fix="call the model once on a batch, or give the layer its sizes: nn.Linear(in, out)",
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise PlanError(
+                f"the parameter '{name}' has a hook on its gradient",
+                given="a hook by register_hook or register_post_accumulate_grad_hook",
+                allowed="parameters without hooks: a rank's own gradient is a term, or a part, of what one would see",
+                fix="change run.parameters[name].grad between step() and the optimizer's step",
+            )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise PlanError(
+                f"the gradient of the table '{path}' is sparse",
+                given=f"{type(module).__name__}(sparse=True)",
+                allowed="tables whose gradients are dense: ranks sum them",
+                fix="leave out sparse=True",
+            )
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                raise PlanError(
+                    f"'{f'{path}.{name}'.lstrip('.')}' was computed from parameters, and cannot be copied with them",
+                    given=f"{type(module).__name__} with a tensor that has a history, as torch.nn.utils.weight_norm "
+                    "leaves",
+                    allowed="modules that compute such tensors in forward, and torch's parametrizations",
+                    fix="use torch.nn.utils.parametrizations.weight_norm, or keep the tensor out of the module",
+                )
 
 
 def check_loss(loss: nn.Module) -> None:
-    """Raises PlanError for a loss with parameters that want gradients: a run trains its model's, and no others.
-
-    >>> check_loss(nn.Linear(1, 1).requires_grad_(False))
-    >>> check_loss(nn.PReLU())
-    Traceback (most recent call last):
-    shardwright.errors.PlanError: the loss has a parameter that would never be trained: 'weight'
-      given:   PReLU with 1 parameter that wants a gradient
-      allowed: losses of the output and the targets; buffers and frozen parameters may be inside
-      fix:     put into the model what learns, and a penalty on its parameters too; freeze what does not
-    """
+    """Raises PlanError for a loss with parameters that require gradients: only the model's are trained."""
     names = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
     if names:
-        several = f"{len(names)} parameters that want a gradient"
+        several = f"{len(names)} parameters that require a gradient"
         raise PlanError(
             f"the loss has a parameter that would never be trained: '{names[0]}'",
-            given=f"{type(loss).__name__} with {several if names[1:] else '1 parameter that wants a gradient'}",
+            given=f"{type(loss).__name__} with {several if names[1:] else '1 parameter that requires a gradient'}",
             allowed="losses of the output and the targets; buffers and frozen parameters may be inside",
-            fix="put into the model what learns, and a penalty on its parameters too; freeze what does not",
+            fix="move the parameters into the model, and a penalty on them too, or freeze them",
         )
 
 
 def check_microbatches(model: nn.Module, layout: Layout) -> None:
-    """Raises LayoutError for layers that count batches, or look at one as a whole, where ``mb`` cuts it.
-
-    >>> check_microbatches(nn.BatchNorm1d(2), Layout.parse("mb4/own-statistics"))
-    >>> check_microbatches(nn.Sequential(nn.BatchNorm1d(2)), Layout.parse("mb4"))
-    Traceback (most recent call last):
-    shardwright.errors.LayoutError: '0' computes statistics over the batch, which 'mb' cuts
-      given:   BatchNorm1d under mb4
-      allowed: layers that treat each sample alone; under mb4/own-statistics each microbatch has its own statistics
-      fix:     write mb4/own-statistics, leave out mb, or use GroupNorm or LayerNorm
-    """
+    """Raises LayoutError for layers, such as BatchNorm, whose result or state depends on how ``mb`` cuts the batch."""
     if layout.num_microbatches == 1:
         return
     number, own = f"mb{layout.num_microbatches}", replace(layout, own_statistics=True)
@@ -80,7 +79,7 @@ def check_microbatches(model: nn.Module, layout: Layout) -> None:
         if layout.own_statistics or not (sees_batch(module) or iterates(module)):
             continue
         raise LayoutError(
-            f"'{name}' changes what it keeps with every call, and 'mb' makes several of one"
+            f"'{name}' changes its state with every call, and 'mb' makes several calls of one"
             if iterates(module)
             else f"'{name}' computes statistics over the batch, which 'mb' cuts",
             given=f"{type(module).__name__} under {layout}",
@@ -91,17 +90,7 @@ def check_microbatches(model: nn.Module, layout: Layout) -> None:
 
 
 def check_renormed(model: nn.Module, plan: Plan) -> None:
-    """Raises PlanError for tables that change their own rows, where what rests is not what they change.
-
-    >>> from shardwright.plan.plan import Job
-    >>> table = nn.Embedding(9, 3, max_norm=1.0)
-    >>> check_renormed(table, Plan.of(Job(table, nn.Identity()), Layout.parse("bf16")))
-    Traceback (most recent call last):
-    shardwright.errors.PlanError: the rows that the table '' rescales would never reach what the optimizer steps
-      given:   Embedding with max_norm=1.0 under bf16, which steps another copy of it
-      allowed: with max_norm layouts in fp32 without zero, such as single
-      fix:     leave out max_norm, or bf16, fp16 and zero
-    """
+    """Raises PlanError for embeddings with ``max_norm``, which rescale rows, if the optimizer steps another copy."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
@@ -121,10 +110,10 @@ def check_renormed(model: nn.Module, plan: Plan) -> None:
 
 
 def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
-    """Raises PlanError for a batch so small that a microbatch would have nothing to take statistics of its own from."""
-    number, first = plan.layout.num_microbatches, dict.fromkeys(plan.mesh.axes, 0)  # of a balanced cut, the largest
-    here = len(plan.batch_shard(first).local_samples(num_global))
-    if not plan.layout.own_statistics or here >= number:
+    """Raises PlanError if every rank would have an empty microbatch and layers like BatchNorm need its statistics."""
+    # the first rank has the most samples of a balanced cut: all ranks decide by it, and so alike
+    number, first = plan.layout.num_microbatches, dict.fromkeys(plan.mesh.axes, 0)
+    if not plan.layout.own_statistics or len(plan.batch_shard(first).local_samples(num_global)) >= number:
         return
     if any(sees_batch(module) or iterates(module) for module in model.modules()):
         raise PlanError(
@@ -136,72 +125,26 @@ def check_full(model: nn.Module, plan: Plan, num_global: int) -> None:
 
 
 def check_trains(plan: Plan) -> None:
-    """Raises PlanError where a step has nothing to compute a gradient of."""
+    """Raises PlanError if no parameter of the model is trained."""
     if not set(plan.compute) - set(plan.frozen):
         raise PlanError(
-            "no parameter of the model wants a gradient, so there is nothing to train",
+            "no parameter of the model requires a gradient, so there is nothing to train",
             given=f"{len(plan.compute)} parameters, all with requires_grad=False",
             allowed="one or more parameters to train; evaluate() and predict() need none",
-            fix="call requires_grad_() on what is to be trained",
+            fix="call requires_grad_() on the parameters to train",
         )
 
 
-def _of_parameters(model: nn.Module) -> Iterator[_Refusal]:
-    for name, parameter in model.named_parameters():
-        lazy: bool = is_lazy(parameter)
-        if lazy:
-            yield _Refusal(
-                f"the parameter '{name}' has no shape yet",
-                "a lazy module that has not been called",
-                "parameters of known shapes",
-                "call the model once on a batch, or give the layer its sizes: nn.Linear(in, out)",
-            )
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            yield _Refusal(
-                f"the parameter '{name}' has a hook on its gradient",
-                "a hook by register_hook or register_post_accumulate_grad_hook",
-                "parameters without hooks: a rank's own gradient is a term, or a part, of what one would see",
-                "change run.parameters[name].grad between step() and the optimizer's step",
-            )
-
-
-def _of_modules(model: nn.Module) -> Iterator[_Refusal]:
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            yield _Refusal(
-                f"the gradient of the table '{path}' is sparse",
-                f"{type(module).__name__}(sparse=True)",
-                "tables whose gradients are dense: ranks sum them",
-                "leave out sparse=True",
-            )
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                yield _Refusal(
-                    f"'{f'{path}.{name}'.lstrip('.')}' was computed from parameters, and cannot be copied with them",
-                    f"{type(module).__name__} with a tensor that has a history, as torch.nn.utils.weight_norm leaves",
-                    "modules that compute such tensors in forward, and torch's parametrizations",
-                    "use torch.nn.utils.parametrizations.weight_norm, or keep the tensor out of the module",
-                )
-
-
 def check_frozen(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> None:
-    """Raises PlanError where a parameter was frozen, or no longer is, since the model was laid out.
-
-    >>> check_frozen(dict(nn.Linear(1, 1).requires_grad_(False).named_parameters()), ())
-    Traceback (most recent call last):
-    shardwright.errors.PlanError: the parameter 'weight' was frozen since the model was laid out
-      given:   requires_grad=False
-      allowed: parameters that learn, or do not, as they did then: what is sent was planned for that
-      fix:     save a checkpoint, freeze the plain model's, parallelize again, and load
-    """
+    """Raises PlanError if a parameter was frozen, or no longer is, since the model was laid out."""
     for name, parameter in parameters.items():
         if parameter.requires_grad == (name in frozen):
             how = "no longer is frozen since" if parameter.requires_grad else "was frozen since"
             raise PlanError(
                 f"the parameter '{name}' {how} the model was laid out",
                 given=f"requires_grad={parameter.requires_grad}",
-                allowed="parameters that learn, or do not, as they did then: what is sent was planned for that",
-                fix="save a checkpoint, freeze the plain model's, parallelize again, and load",
+                allowed="parameters that are trained or frozen as they were then: the traffic was planned for that",
+                fix="save a checkpoint, freeze the plain model's parameters, parallelize again, and load",
             )
 
 
@@ -217,13 +160,53 @@ def check_world(plan: Plan, world: World) -> None:
 
 
 def check_own(optimizer: torch.optim.Optimizer, own: Iterable[Tensor], plan: Plan) -> None:
-    """Raises PlanError where an optimizer steps what is not among a run's parameters, and so learns nothing."""
-    known = {id(parameter) for parameter in own}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    """Raises PlanError for an optimizer over tensors other than a run's parameters: its steps would change nothing."""
+    own_ids = {id(parameter) for parameter in own}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own_ids]
     if foreign:
         raise PlanError(
             f"{type(optimizer).__name__} would step {len(foreign)} tensors that are not among run.parameters",
-            given=f"one of shape {list(foreign[0].shape)}, under {plan.layout}; run.model's own are not what rests",
+            given=f"one of shape {list(foreign[0].shape)}, under {plan.layout}; run.model's own are not stored",
             allowed="the tensors of run.parameters, each by its name in the plain model",
             fix="leave the tensors out, or pass run.parameters.values(), or groups of run.parameters[name]",
         )
+
+
+def check_same_start(everyone: Axis, world: World, model: nn.Module, seed: int) -> None:
+    """Raises PlanError, on every rank, unless all begin with the same parameters, buffers and seed.
+
+    Copies that start different stay different, and their summed gradients mean nothing. Sparse tensors are compared by
+    shape only. Traffic: one all-reduce of two numbers; two if ranks are threads and do not share the tensors.
+    """
+    if everyone.size == 1 or everyone.device.type == "meta":  # no peers, or no values: spare the digests
+        return
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def address(tensor: Tensor) -> str:
+        return f"{tensor.device} {tensor.data_ptr()} {tensor.stride()}"
+
+    if world.local and first_difference_async(everyone, _lines(seed, tensors, address))() is None:
+        return  # threads that were given one model: no need to read its values
+    check_agreement(
+        everyone, _lines(seed, tensors, lambda tensor: f"values {tensor_digest(tensor)}"), _different_models
+    )
+
+
+def _lines(seed: int, tensors: Mapping[str, Tensor], content: Callable[[Tensor], str]) -> list[str]:
+    """Returns one line for the seed and each tensor, to compare between ranks."""
+    lines = [f"seed {seed}"]
+    for name, tensor in tensors.items():
+        has_values = not tensor.is_meta and tensor.layout is torch.strided
+        values = content(tensor) if has_values else "without values"
+        lines.append(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, {values}")
+    return lines
+
+
+def _different_models(found: Difference) -> PlanError:
+    return PlanError(
+        "ranks were given different models, and would train copies that are none, or mix parts of several",
+        given=str(found),
+        allowed="the same parameters, buffers and seed on every rank",
+        fix="build the model under sw.without_values(), which starts alike anywhere, or once before launch(), or "
+        "load one checkpoint on every rank; where ranks are processes, torch.manual_seed(0) before building does",
+    )

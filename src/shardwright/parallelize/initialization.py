@@ -1,6 +1,6 @@
-"""Parameters, drawn one leaf module at a time and cut at once, so that no rank ever holds the whole model.
+"""Initial values, drawn one leaf module at a time and sharded at once, so that no rank ever holds the whole model.
 
-The numbers depend on the seed and on the module's name alone: every layout, and one device, start from the same.
+The numbers depend on the seed and the module's name only: every layout, and one device, start from the same.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,117 +20,106 @@ from shardwright.mesh import Coord
 from shardwright.sharding.box import cut
 from shardwright.sharding.tensor_layout import TensorLayout
 
-_DRAWING = threading.Lock()
-"""torch's default generator belongs to the process, and ranks may be threads of one: they draw in turn."""
+_GENERATOR_LOCK = threading.Lock()
+"""Held while drawing: ranks may be threads of one process, which share torch's default generator."""
 
 
 def place_parameters(
-    model: nn.Module, lies: Mapping[str, TensorLayout], coord: Coord, seed: int, device: torch.device
+    model: nn.Module, layouts: Mapping[str, TensorLayout], coord: Coord, seed: int, device: torch.device
 ) -> None:
-    """Gives ``model`` this rank's part of every parameter and buffer, in place; ties stay tied.
+    """Replaces every parameter and buffer of ``model`` by this rank's part, in place; tied ones stay tied.
 
-    A module on the meta device is drawn whole, by the model's own ``_init_weights(module)`` where it has one (the
-    convention of the transformers library) and otherwise by the module's ``reset_parameters``, then cut. A module
-    with values is cut as it is.
+    A module on the meta device is drawn whole, by the model's ``_init_weights(module)`` if it has one (the convention
+    of the transformers library) or else by the module's ``reset_parameters``, then sharded. A module with values is
+    sharded as it is. Names without an entry in ``layouts`` keep their whole tensors.
 
-    Raises: PlanError: a module on the meta device that says nowhere how it starts.
-
-    >>> with torch.device("meta"):
-    ...     model = nn.Linear(2, 3)
-    >>> place_parameters(model, {}, {}, seed=0, device=torch.device("cpu"))
-    >>> model.weight.device.type, model.weight.shape
-    ('cpu', torch.Size([3, 2]))
+    Raises: PlanError: a module on the meta device does not define its initial values.
     """
     names = {(id(module), own): name for _, module, own, name in owners(model)}
     placed: dict[str, nn.Parameter] = {}
-    tied: dict[int, tuple[Tensor, Tensor]] = {}  # by its id, a buffer as it was, which keeps the id, and as it is now
+    tied: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the old buffer: it, so that the id stays taken, and the new
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        if own and all(_is_elsewhere(lies.get(names[id(module), key]), coord) for key in own):
+        if own and all(_is_elsewhere(layouts.get(names[id(module), key]), coord) for key in own):
             for key in own:
-                module._parameters[key] = None  # another stage has it
+                module._parameters[key] = None  # these belong to another pipeline stage: draw and allocate nothing
             continue
         requires_grad = {key: parameter.requires_grad for key, parameter in own.items()}
         _tie(module, tied)
         buffers = dict(module.named_buffers(recurse=False))
         if device.type != "meta" and any(tensor.is_meta for tensor in (*own.values(), *buffers.values())):
             _draw(model, path, module, seed)
-        for key, value in _values(module, device).items():
-            if key in buffers:
-                before = buffers[key]
-                if id(before) not in tied:
-                    at = lies.get(f"{path}.{key}".lstrip("."))
-                    now = value if at is None else cut(value, at.pieces(coord), at.local_shape(coord))
-                    tied[id(before)], tied[id(now)] = (before, now), (now, now)
-                module._buffers[key] = tied[id(before)][1]
+        for key, before in buffers.items():
+            if id(before) not in tied:
+                value = module._buffers[key].to(device, copy=True)
+                now = _local_part(value, layouts.get(f"{path}.{key}".lstrip(".")), coord)
+                tied[id(before)], tied[id(now)] = (before, now), (now, now)
+            module._buffers[key] = tied[id(before)][1]
+        for key, value in module._parameters.items():
+            if value is None:
                 continue
             name = names[id(module), key]
             if name not in placed:
-                part = value.detach()
-                if name in lies:
-                    at = lies[name]
-                    part = cut(part, at.pieces(coord), at.local_shape(coord))
+                part = _local_part(value.detach(), layouts.get(name), coord)
                 placed[name] = nn.Parameter(part.to(device), requires_grad=requires_grad[key])
             module._parameters[key] = placed[name]
     for module in model.modules():
-        _tie(module, tied)  # those of other stages too: one buffer has one name
+        _tie(module, tied)  # modules of other stages too: a tied buffer is one tensor under one name
 
 
 def _tie(module: nn.Module, tied: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """Gives a module the buffers that modules before it share with it, as they are now."""
+    """Replaces the buffers that the module shares with earlier modules by their new tensors."""
     for key, buffer in module._buffers.items():
         if buffer is not None and id(buffer) in tied:
             module._buffers[key] = tied[id(buffer)][1]
 
 
-def _is_elsewhere(lies: TensorLayout | None, coord: Coord) -> bool:
-    return lies is not None and not lies.pieces(coord) and bool(lies.table)
+def _is_elsewhere(layout: TensorLayout | None, coord: Coord) -> bool:
+    return layout is not None and not layout.pieces(coord) and bool(layout.table)
 
 
-def _values(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    tensors: dict[str, Any] = {**module._parameters, **module._buffers}
-    return {
-        key: tensor if key in module._parameters else tensor.to(device, copy=True)
-        for key, tensor in tensors.items()
-        if tensor is not None
-    }
+def _local_part(tensor: Tensor, layout: TensorLayout | None, coord: Coord) -> Tensor:
+    return tensor if layout is None else cut(tensor, layout.pieces(coord), layout.local_shape(coord))
 
 
-def _first_values(module: nn.Module) -> Callable[[], Any] | None:
-    """What gives a module's own parameters their first values; torch hides that of its attention."""
+def _reset_function(module: nn.Module) -> Callable[[], Any] | None:
+    """Returns what draws a module's own parameters; torch's attention has other functions for it than other layers."""
     if isinstance(module, nn.MultiheadAttention):
         return module._reset_parameters
-    if isinstance(module, NonDynamicallyQuantizableLinear) and module.bias is not None:
-        return partial(_start_without_bias, module)
-    reset = getattr(module, "reset_parameters", None)
-    return reset if callable(reset) else None
+    reset: Callable[[], Any] | None = getattr(module, "reset_parameters", None)
+    if not isinstance(module, NonDynamicallyQuantizableLinear) or module.bias is None:
+        return reset if callable(reset) else None
 
+    def reset_without_bias() -> None:
+        module.reset_parameters()
+        nn.init.zeros_(module.bias)  # as the attention to which this layer belongs does
 
-def _start_without_bias(layer: nn.Linear) -> None:
-    layer.reset_parameters()
-    nn.init.zeros_(layer.bias)  # as the attention that it belongs to does
+    return reset_without_bias
 
 
 def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
-    """Makes one leaf module real, on the host, so that every device starts from the same numbers."""
-    hollow = {key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+    """Allocates and draws one leaf module on the host, so that every kind of device starts from the same numbers."""
+    without_values = {key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     module.to_empty(device="cpu", recurse=False)
     draw = getattr(model, "_init_weights", None)
     if draw is None:
-        if (reset := _first_values(module)) is None:
+        if (reset := _reset_function(module)) is None:
             raise PlanError(
-                f"'{path or 'the model'}' does not say how its parameters start",
+                f"'{path or 'the model'}' does not define its initial parameters",
                 given=f"{type(module).__name__} on the meta device",
                 allowed="modules with reset_parameters(), or a model with _init_weights(module)",
                 fix=f"give {type(module).__name__} a reset_parameters(), or build the model on a real device",
             )
         draw = lambda _: reset()  # noqa: E731
     key = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
-    with _DRAWING, torch.random.fork_rng(devices=[]), torch.no_grad():
+    with _GENERATOR_LOCK, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(key, "little") >> 1)
         before = {key: buffer._version for key, buffer in module._buffers.items() if buffer is not None}
         draw(module)
-    unwritten = [k for k, b in module._buffers.items() if b is not None and k in hollow and b._version == before[k]]
+    # a write raises the version: a buffer with the old one still has the random bytes of its allocation
+    unwritten = [
+        k for k, b in module._buffers.items() if b is not None and k in without_values and b._version == before[k]
+    ]
     if unwritten:
         raise PlanError(
             f"the buffer '{f'{path}.{unwritten[0]}'.lstrip('.')}' has no values",

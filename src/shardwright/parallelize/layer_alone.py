@@ -1,4 +1,4 @@
-"""One Linear on a grid by itself: its input cut, its output gathered, in any tensor-parallel mode."""
+"""``layer_alone``: one ``nn.Linear`` under a tensor-parallel mode, called from the user's own training code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.errors import LayoutError, PlanError, check_at_least
 from shardwright.layout import Layout
-from shardwright.operators.linear import Later, weight_of
+from shardwright.operators.linear import PendingGradients, weight_of
 from shardwright.parallelize.auto import settle
-from shardwright.parallelize.checks import check_model, check_world
+from shardwright.parallelize.checks import check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import structural_copy, without_storage
-from shardwright.parallelize.same_start import check_same_start
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import summed_axes
@@ -30,11 +29,11 @@ from shardwright.strategies.tensor_parallel.place import place_alone, sent
 
 
 class LayerAlone:
-    """This rank's part of one ``nn.Linear``, between activations that lie as the mode lays them between layers.
+    """This rank's part of one ``nn.Linear``, made by ``layer_alone``; its inputs and outputs are sharded activations.
 
-    ``cut`` takes this rank's part of a whole input, calling the layer multiplies it, ``gather`` makes the output whole;
-    all three are differentiable. ``layer`` holds the parameters, ``plan`` says where they lie. After a backward,
-    ``sum_gradients`` adds up what other ranks know of the parameters that they share with this one.
+    ``cut`` takes this rank's part of a whole input, calling the layer multiplies it, ``gather`` joins the whole output;
+    all three are differentiable. After a backward, ``sum_gradients`` sums the gradients of parameters that ranks share.
+    ``layer`` holds this rank's parameters, ``plan`` their layouts.
 
     >>> import torch, shardwright as sw
     >>> layer = nn.Linear(6, 5)
@@ -58,7 +57,7 @@ class LayerAlone:
         self._summed: tuple[Tensor, ...] = ()
 
     def cut(self, x: Tensor) -> Tensor:
-        """This rank's part of an input that every rank holds.
+        """Returns this rank's part (samples, features) of an input that every rank holds.
 
         Shapes: x (samples, ..., in_features); returns this rank's samples and features.
         Traffic: backward, one all-gather over each axis that cuts it.
@@ -74,20 +73,25 @@ class LayerAlone:
         return x
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The layer on this rank's part, one of the batch that was cut last.
+        """Applies the layer to this rank's part of the batch that was cut last; returns its part of the output.
 
-        Traffic: as its roles say, see :mod:`shardwright.operators.linear`. Raises: PlanError: a part of another shape.
+        Traffic: that of the mode's roles, see :mod:`shardwright.operators.linear`.
+        Raises: PlanError: a part of another shape.
         """
-        self._check("this rank's part of an input", x, (self._num_samples(), width(self._note.x.held(self._coord))))
+        self._check(
+            "this rank's part of an input", x, (self._num_samples(), width(self._note.x.held(self._shard.coord)))
+        )
         y: Tensor = self.layer(x)
         return y
 
     def gather(self, y: Tensor) -> Tensor:
-        """The whole output, on every rank, of this rank's part of the batch that was cut last.
+        """Returns the whole output on every rank, all-gathered from the ranks' parts.
 
         Traffic: forward, one all-gather over each axis that cuts it. Raises: PlanError: a part of another shape.
         """
-        self._check("this rank's part of an output", y, (self._num_samples(), width(self._note.y.held(self._coord))))
+        self._check(
+            "this rank's part of an output", y, (self._num_samples(), width(self._note.y.held(self._shard.coord)))
+        )
         features = self._note.y
         joined: tuple[str, ...] = ()
         for name in reversed(features.names):
@@ -96,62 +100,70 @@ class LayerAlone:
         return self._shard.join(y, self._axes)
 
     def sum_gradients(self) -> None:
-        """Sums the gradients of parameters that several ranks hold, where each has only a term.
+        """All-reduces the gradients of parameters that several ranks hold, where each rank has only a partial sum.
 
-        Call it once a step, after the last backward. Raises: PlanError: the gradients hold sums already.
+        Call it once a step, after the last backward. Traffic: one all-reduce for each set of ranks.
+        Raises: PlanError: the gradients are summed already.
         """
         found = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)
         if any(gradient is summed for gradient in found for summed in self._summed):
             raise PlanError(
-                "the gradients hold what other ranks know already, and would count it twice",
+                "the gradients are summed over ranks already, and would be summed twice",
                 given="sum_gradients() after sum_gradients(), on the same gradients",
                 allowed="one call a step: backward, as often as you like, then sum_gradients()",
                 fix="leave one out, or call alone.layer.zero_grad() before the backward of the next step",
             )
-        for unit in self._sync.param_groups:
-            for group in self._sync.groups[unit.name]:
-                group.start()()
+        for param_group in self._sync.param_groups:
+            for message in self._sync.messages[param_group.name]:
+                message.start()()
         self._summed = tuple(p.grad for p in self.layer.parameters() if p.grad is not None)
 
-    @property
-    def _coord(self) -> Mapping[str, int]:
-        return self._shard.coord
-
     def _num_samples(self) -> int | None:
-        """How many samples of the batch in hand are this rank's; None where no axis cuts them."""
+        """Returns the number of this rank's samples of the current batch; None if no axis cuts samples."""
         return len(self._shard.samples(())) if self.plan.row_axes else None
 
     def _check(self, what: str, x: Tensor, sizes: tuple[int | None, int]) -> None:
-        """Raises PlanError unless ``x`` has so many samples and features, in the layer's dtype."""
+        """Raises PlanError unless ``x`` has these numbers of samples (None: any) and features, in the layer's dtype."""
         num_samples, features = sizes
         dtype = weight_of(self.layer).dtype
         fits = x.dim() > 1 and x.shape[-1] == features and num_samples in (None, x.shape[0])
         if fits and x.dtype == dtype:
             return
-        allowed = f"({'samples' if num_samples is None else num_samples}, ..., {features}) in {dtype}"
         raise PlanError(
             f"{what} has another shape or dtype than the layer takes",
             given=f"{tuple(x.shape)} in {x.dtype}",
-            allowed=allowed,
-            fix="take what cut() gives of a whole input, call the layer on it, gather() what it gives, and then "
-            "cut the next",
+            allowed=f"({'samples' if num_samples is None else num_samples}, ..., {features}) in {dtype}",
+            fix="call cut() on a whole input, the layer on the result, gather() on the output, then cut the next",
         )
 
 
 def layer_alone(
     layer: nn.Linear, layout: Layout | str, world: World, *, num_tokens: int = NUM_TOKENS, seed: int = 0
 ) -> LayerAlone:
-    """One ``nn.Linear`` under a layout of ``tp`` alone, to be called from a person's own code.
+    """Returns this rank's part of one ``nn.Linear`` under a layout of ``tp`` alone, to call from your own code.
 
-    A layer on the meta device is drawn as ``parallelize`` draws it; one with values is cut as it is. Where the mode
-    copies activations (1D), the output comes cut by features: the layer is a column.
+    A layer on the meta device is drawn as ``parallelize`` draws it; one with values is sharded as it is. In a mode that
+    copies activations (1D) the layer is column-parallel: its output is sharded by features. ``num_tokens`` is the usual
+    number of tokens of a batch, by which some modes weigh activations against weights.
 
     Raises: LayoutError: the layout has other axes than ``tp``, or does not fit the layer or the ranks; PlanError: the
-        layer is not exactly an ``nn.Linear``, its code is more than a Linear's, or ranks were given different ones.
+        layer is not exactly an ``nn.Linear``, or ranks were given different ones.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    _check_layer(layer)
-    check_at_least("num_tokens", num_tokens, 1, fix="the tokens of one batch: samples times what lies between")
+    if not is_exactly(layer, nn.Linear):
+        raise PlanError(
+            "a layer alone is one nn.Linear, and no more",
+            given=type(layer).__name__ + (" with hooks" if runs_as(layer, nn.Linear) else ""),
+            allowed="nn.Linear itself: no subclass, no hooks, no parametrization",
+            fix="give layer_alone the nn.Linear inside and do the rest around it, or use parallelize",
+        )
+    check_model(layer)
+    check_at_least(
+        "num_tokens",
+        num_tokens,
+        1,
+        fix="write the tokens of one batch: samples times the dims between samples and features",
+    )
     if [factor.axis for factor in layout.factors] != ["tp"] or layout.num_microbatches > 1:
         raise LayoutError(
             "a layer alone is laid out over tp alone",
@@ -166,20 +178,20 @@ def layer_alone(
             allowed="a mode whose rows are samples",
             fix=f"leave out /{SEQ}",
         )
-    whole = Job(without_storage(layer), nn.Identity(), num_tokens)
-    layout = settle(layout, lambda tried: sent(_planned(whole, tried)[0]))
-    plan, mode = _planned(whole, layout)
+    on_meta = Job(without_storage(layer), nn.Identity(), num_tokens)
+    layout = settle(layout, lambda tried: sent(_planned(on_meta, tried)[0]))
+    plan, mode = _planned(on_meta, layout)
     check_world(plan, world)
     coord = plan.mesh.coord(world.rank)
     shard = plan.batch_shard(coord)
-    job = Job(structural_copy(layer), nn.Identity(), num_tokens, shard)
+    job = Job(structural_copy(layer), nn.Identity(), num_tokens, batch_shard=shard)
     place_parameters(job.model, plan.compute, coord, seed, world.device)
     check_same_start(world.everyone().for_strategy("core"), world, layer, seed)
     axes = {name: axis.for_strategy(mode.name) for name, axis in world.axes(plan.mesh).items()}
     for names in sorted({summed_axes(plan, name) for name in plan.compute}):
         if len(names) > 1:
             axes["+".join(names)] = world.axis("+".join(names), plan.mesh.groups(names)).for_strategy(mode.name)
-    apply(job, axes, plan, mode, Later(ahead=0))
+    apply(job, axes, plan, mode, PendingGradients(limit=0))
     assert isinstance(job.model, nn.Linear)
     return LayerAlone(job.model, plan, axes, shard)
 
@@ -189,17 +201,3 @@ def _planned(job: Job, layout: Layout) -> tuple[Plan, Mode]:
     plan = Plan.of(job, layout)
     mode: Mode = strategy.mode(plan)  # type: ignore[attr-defined]
     return place_alone(job, plan, mode), mode
-
-
-def _check_layer(layer: nn.Module) -> None:
-    """Raises PlanError unless a layer does what ``nn.Linear`` does, and nothing else."""
-    if is_exactly(layer, nn.Linear):
-        check_model(layer)
-        return
-    given = type(layer).__name__ + (" with hooks" if runs_as(layer, nn.Linear) else "")
-    raise PlanError(
-        "a layer alone is one nn.Linear, and no more",
-        given=given,
-        allowed="nn.Linear itself: no subclass, no hooks, no parametrization",
-        fix="give layer_alone the nn.Linear inside and do the rest around it, or use parallelize",
-    )

@@ -1,4 +1,4 @@
-"""Updates of offloaded state beside the backward: of a unit as soon as its gradients are summed and divided."""
+"""Updates offloaded state during the backward: each param group as soon as its gradients are summed and scaled."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardwright.runtime.applied import Offload
 from shardwright.runtime.executor import Events, Executor
 
 Mean = tuple[Tensor, float]
-"""A mean loss, and over how many targets."""
+"""A mean loss and its number of targets."""
 
 
-def updates_beside(plan: Plan, offload: Offload | None) -> Offload | None:
-    """What may update units before the backward is over, if it may: the answer is equal on every rank.
+def overlapped_offload(plan: Plan, offload: Offload | None) -> Offload | None:
+    """Returns ``offload`` if offloaded param groups can be updated during the backward, else None; equal on all ranks.
 
-    Not where gradients have a scale that may turn out too large, where the loss is known on another stage alone, or
-    where ranks still sum what they hold in slices.
+    They may not with an fp16 loss scale, which may turn out too large; with stages, of which one alone has the loss; or
+    if ranks must still sum the gradients of their shards.
     """
     if offload is None or plan.schedule is not None or plan.layout.precision == "fp16":
         return None
@@ -31,28 +31,28 @@ def updates_beside(plan: Plan, offload: Offload | None) -> Offload | None:
 
 
 @contextmanager
-def updating(
+def overlap_updates(
     offload: Offload | None, optimizer: torch.optim.Optimizer | None, executor: Executor, num_microbatches: int,
     expected: int, mean: Callable[[], Mean],
 ) -> Iterator[Sequence[Mean]]:  # fmt: skip
-    """While it lasts, the optimizer updates units as their gradients come; nothing happens without ``offload``.
+    """Returns a context in which the optimizer steps offloaded param groups as soon as their gradients are final.
 
-    Gradients were divided by what the loss was ``expected`` to count. What it has counted is known when the last
-    forward is done: then the mean loss is in what this gives.
+    Gradients were divided by the ``expected`` number of targets; the real number follows from the last forward, after
+    which the context's list holds ``mean()``. The updates then scale the gradients by expected / real.
     """
-    known: list[Mean] = []
+    found: list[Mean] = []
     if offload is None or optimizer is None:
-        yield known
+        yield found
         return
 
     def after_action(action: Action) -> None:
         if action == Action("F", num_microbatches - 1):
-            known.append(mean())
-            offload.begin(optimizer, expected / known[0][1])
+            found.append(mean())
+            offload.begin(optimizer, expected / found[0][1])
 
     before, executor.events = executor.events, (*executor.events, Events(after_action=after_action))
     try:
-        yield known
+        yield found
     finally:
         executor.events = before
         offload.end()

@@ -1,4 +1,8 @@
-"""``Run``: a model under a layout, as one rank holds it."""
+"""``Run``: one rank's part of a model under a layout, with the methods that train, evaluate and save it.
+
+``parallelize`` makes it; scripts, ``verify``, the trainer, checkpoints and the ledger use it. A step goes through the
+executor, which runs the schedule's actions and fires the events that strategies and gradient sync listen to.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,16 @@ from shardwright.models.losses import mean_of
 from shardwright.parallelize.checks import check_frozen, check_full, check_own, check_trains
 from shardwright.parallelize.explain import explain_text, explained
 from shardwright.parallelize.optimizer_check import check_elementwise
-from shardwright.parallelize.overlapped_update import updates_beside, updating
+from shardwright.parallelize.overlapped_update import overlap_updates, overlapped_offload
 from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
 from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
 from shardwright.plan.plan import OUTPUT, Job, Plan
 from shardwright.plan.schedule import Action, Schedule, accumulate
 from shardwright.rng import RngTracker
 from shardwright.runtime.applied import Applied
-from shardwright.runtime.executor import Events, Executor, Microbatch, OutputHandler
+from shardwright.runtime.executor import CollectedOutput, Events, Executor, LossOutput, Microbatch, OutputHandler
 from shardwright.runtime.gradient_sync import GradientSync
-from shardwright.runtime.loss_scale import LossScale, finish_gradients
-from shardwright.runtime.mixed_precision import cast_to_compute
-from shardwright.runtime.outputs import CollectedOutput, LossOutput
+from shardwright.runtime.mixed_precision import LossScale, cast_to_compute, finish_gradients
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.sharding.box import read
 from shardwright.strategies.pipeline.p2p import share_output
@@ -45,11 +47,19 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """One rank's part of a model and what it does with it: steps, losses, an optimizer.
+    """One rank's part of a model, made by ``parallelize``: training steps, evaluation, prediction and the optimizer.
 
-    ``model`` holds this rank's part, under the names of the plain model; ``plan`` says where everything lies.
-    ``parameters`` are what the optimizer steps, as they rest: the model's own, unless a strategy cuts the state.
-    ``offload`` is where their state rests, if that is not the rank's device.
+    Attributes:
+        model: the plain model's modules with this rank's part of each parameter, under the plain names.
+        loss: the loss on this rank's device.
+        plan: the layout of every tensor.
+        world, axes, coord: the ranks, the axes of the mesh, and this rank's index on each.
+        parameters: the tensors that the optimizer updates, by plain name: the model's own parameters, or the stored
+            shards or master weights where a strategy keeps such.
+        offload: the host or disk storage of their state, if the layout offloads it.
+        rng: the RNG tracker of dropout.
+        num_steps: how many steps were taken, skipped ones included.
+        loss_scale: the fp16 loss scale; None in other precisions.
     """
 
     def __init__(
@@ -65,9 +75,9 @@ class Run:
     ) -> None:
         self.model, self.loss = job.model, job.loss
         self.plan, self.world, self.axes = plan, world, axes
-        resting = {name: p for each in applied for name, p in each.parameters.items()}
+        stored = {name: p for each in applied for name, p in each.parameters.items()}
         self.parameters: Mapping[str, nn.Parameter] = {
-            name: resting.get(name, p) for name, p in self.model.named_parameters()
+            name: stored.get(name, p) for name, p in self.model.named_parameters()
         }
         self.offload = next((each.offload for each in applied if each.offload is not None), None)
         self._applied = applied
@@ -80,76 +90,98 @@ class Run:
         self._executor, self._sync, self._shard = executor, sync, executor.batch_shard
         self._everyone = axes["world"]
 
+    @property
+    def draws(self) -> RngTracker:
+        """The RNG tracker: the former name of ``rng``."""
+        return self.rng
+
     # ---- batches
 
     def share(self, num_samples: int) -> range:
-        """Which samples of a global batch this rank computes: load no others."""
+        """Returns the indices of this rank's samples in a global batch of ``num_samples``: it loads no others."""
         return self._shard.local_samples(num_samples)
 
     def shard(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Microbatch]:
-        """This rank's part of each global batch (inputs, targets); samples lie in dim 0 of every tensor."""
+        """Yields this rank's part of each global batch (inputs, targets).
+
+        Shapes: dim 0 of every tensor is the samples of the global batch, the same number in all.
+        Raises: LayoutError: tensors with different numbers of samples; and as :meth:`part`.
+        """
         for inputs, targets in batches:
-            samples = self.share(num_rows((inputs, targets)))
-            mine, theirs = rows((inputs, targets), samples.start, samples.stop)
-            yield self.part(mine, theirs, num_rows((inputs, targets)))
+            num_global = num_rows((inputs, targets))
+            samples = self.share(num_global)
+            local_inputs, local_targets = rows((inputs, targets), samples.start, samples.stop)
+            yield self.part(local_inputs, local_targets, num_global)
 
     def part(self, inputs: Any, targets: Any, num_global: int) -> Microbatch:
-        """This rank's own samples, those of :meth:`share`, of a global batch of ``num_global``.
+        """Returns the batch for :meth:`step` from this rank's samples of a global batch of ``num_global``.
 
-        Samples are whole; where the layout cuts sequences, this rank's tokens of them are taken. Raises: LayoutError,
-        PlanError: samples that are no sequences, or too short.
+        Inputs are moved to the rank's device and cast to the compute dtype. Where the layout cuts sequences, this
+        rank's tokens of each sample are taken.
+
+        Shapes: dim 0 of every tensor is the samples of :meth:`share`; dim 1, if sequences are cut, all their tokens.
+        Raises: LayoutError: the layout cuts sequences and the samples are none; PlanError: they are too short.
         """
         num_tokens = 0
         if self.plan.token_axes:
             num_tokens = num_tokens_of(inputs, targets)
             self._shard.check_num_tokens(num_tokens)
         inputs, targets = self._shard.cut_tokens((inputs, targets), num_tokens)
-        inputs, targets = on_device((self._narrow(inputs), targets), self.world.device)
+        inputs, targets = on_device((self._to_compute_dtype(inputs), targets), self.world.device)
         return Microbatch(inputs, targets, self.share(num_global), num_global, num_tokens)
 
-    def _narrow(self, inputs: Any) -> Any:
+    def _to_compute_dtype(self, inputs: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: cast_to_compute(tensor, self.plan), inputs)
 
     # ---- steps
 
     def step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> Tensor:
-        """Forward and backward over this rank's part of one batch; returns the global mean loss.
+        """Runs forward and backward over this rank's part of one batch; returns the global mean loss, a scalar.
 
-        Starts from zero gradients and ends with the gradients of the global mean, whole on every rank that holds
-        the parameter. Call the optimizer next; or give it as ``update``: then it has stepped, and gradients are gone.
-        State that is offloaded is then updated beside the backward, unless something needs all gradients first: a loss
-        scale, ``stop_at_nan``, stages, ranks that share slices' gradients. Raises: PlanError: no parameter wants one.
+        Gradients start at zero and end as those of the global mean, complete on every rank that holds the parameter,
+        in ``parameters[name].grad``. Step the optimizer next, or pass it as ``update``: then it is stepped and its
+        gradients are cleared here, and offloaded state is updated during the backward, param group by param group.
+        (Not during it with a loss scale, ``stop_at_nan``, stages, or gradients of shards that are still to be summed.)
 
-        What a model raises on every rank may be caught: parameters are as they were, but for units that were updated
-        beside the backward, and the next step knows nothing of it.
+        An error that the model raises on every rank may be caught: parameters are unchanged, except for param groups
+        that were already updated, and the next step starts afresh.
+
+        Traffic: what the strategies' ``traffic`` states, one all-reduce of (sum, count) over the axes that cut the
+            loss, and in fp16 or with ``stop_at_nan`` the check that all gradients are finite.
+        Raises: PlanError: no parameter requires a gradient, one was frozen since the model was laid out, a microbatch
+            without samples needs statistics of its own, or, with ``stop_at_nan``, a gradient is not finite.
         """
         check_trains(self.plan)
         check_frozen(self._executor.parameters, self.plan.frozen)
-        assert batch.num_global is not None, "a share of a global batch"
+        assert batch.num_global is not None, "batches for a step come from shard() or part()"
         check_full(self.model, self.plan, batch.num_global)
         pieces = self.pieces(batch)
+        # Gradients are divided by the number of targets that the loss is expected to count, since the real count of all
+        # ranks is known after the forward only; finish_gradients corrects them by the ratio.
         expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
         self._begin(batch.num_tokens)
         self.rng.step = self.num_steps
         schedule, stage = self._schedule(len(pieces)), self.coord.get("pp", 0)
         for parameter in self.parameters.values():
             parameter.grad = None
+        # gradient sync must know which backward of each param group is the last one, to start its sums right after it
         self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         last = LossOutput(self.loss, scale=scale / expected, widen=self._widens)
-        beside = None if self._stops_at_nan or update is None else updates_beside(self.plan, self.offload)
+        overlapped = None if self._stops_at_nan or update is None else overlapped_offload(self.plan, self.offload)
         global_mean = partial(self._mean, last.sums)
-        with torch.enable_grad(), updating(beside, update, self._executor, len(pieces), expected, global_mean) as known:
+        overlap = overlap_updates(overlapped, update, self._executor, len(pieces), expected, global_mean)
+        with torch.enable_grad(), overlap as early_mean:
             self._executor.run(schedule, stage, pieces, last)
             for events in self._executor.events:
                 events.before_sync()
-        mean, count = known[0] if known else global_mean()
+        mean, count = early_mean[0] if early_mean else global_mean()
         self._sync.finish()
         for events in self._executor.events:
             events.after_sync()
         finish_gradients(
             self.parameters, self._everyone.for_strategy("core"), self.loss_scale,
-            expected / count / scale,  # by one, unless some targets do not count
+            expected / count / scale,  # 1 / scale, unless the loss ignores some targets
             self.num_steps, stops_at_nan=self._stops_at_nan,
         )  # fmt: skip
         self.num_steps += 1
@@ -160,99 +192,95 @@ class Run:
 
     @property
     def num_skipped(self) -> int:
-        """How many steps were left out so far, their gradients not finite: in fp16 alone."""
+        """The number of fp16 steps skipped so far because a gradient was not finite; 0 in other precisions."""
         return 0 if self.loss_scale is None else self.loss_scale.num_skipped
-
-    def _cut(self, batch: Microbatch, samples: range) -> Microbatch:
-        start, stop = samples.start - batch.samples.start, samples.stop - batch.samples.start
-        inputs, targets = rows(batch.inputs, start, stop), rows(batch.targets, start, stop)
-        return Microbatch(inputs, targets, samples, batch.num_global, batch.num_tokens)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         return accumulate(num_microbatches) if self.plan.schedule is None else self.plan.schedule
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatch) -> Tensor:
-        """The global mean loss on one batch, dropping nothing and keeping no gradients.
+        """Returns the global mean loss on one batch, a scalar, in eval mode and without gradients.
 
-        In microbatches through a pipeline, in its own order, or where each has its statistics; or else at once.
+        The batch goes through the model at once; in microbatches with a pipeline or ``own-statistics``.
+
+        Traffic: that of the forwards, and one all-reduce of (sum, count) over the axes that cut the loss.
         """
-        apart = self.plan.schedule is not None or self.plan.layout.own_statistics
-        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches if apart else 1)
+        split = self.plan.schedule is not None or self.plan.layout.own_statistics
         last = LossOutput(self.loss, widen=self._widens)
         self._begin(batch.num_tokens)
         with eval_mode(self.model):
-            self._forward([self._cut(batch, samples) for samples in shares], last)
+            self._forward(self.pieces(batch, None if split else 1), last)
         return self._mean(last.sums)[0]
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
-        """The model's whole output on inputs that every rank holds, on every rank."""
+        """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
+
+        Shapes: ``inputs`` are all samples, equal on every rank; the output has the plain model's shapes.
+        Traffic: that of a forward; one all-gather over each axis that cuts the output; with stages, the output is sent
+            from the last stage to the others.
+        Raises: LayoutError: the layout cuts sequences and the inputs are none.
+        """
         num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
         self._begin(num_tokens)
-        mine = on_device(self._narrow(self._shard.cut_tokens(inputs, num_tokens)), self.world.device)
+        local = on_device(self._to_compute_dtype(self._shard.cut_tokens(inputs, num_tokens)), self.world.device)
         with eval_mode(self.model):
-            in_stages = self.plan.schedule is not None
-            output = self._predict_in_stages(mine, num_tokens) if in_stages else self._predict(mine)
+            if self.plan.schedule is None:
+                self._shard.set_uncut(num_rows(local))
+                with self._executor.during(Action("F", 0)):
+                    output = call_model(self.model, local)
+            else:
+                end = CollectedOutput()
+                self._forward([Microbatch(local, None, range(num_rows(local)), None, num_tokens)], end)
+                output = share_output(self.axes["pp"], end.outputs.get(0), self.plan.schedule.stage_of[-1])
         joined: list[str] = []
         for cut in reversed(self.plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbours
             output = self.axes[cut.axis].all_gather(output, cut.dim, self._output_sizes(cut.axis, joined))
             joined.append(cut.axis)
         if self.plan.token_axes:
             return self._shard.join(output, self.axes, self.plan.row_moves.get(OUTPUT, ()))
-        # what gathered rows found the same samples on every rank
+        # layers that gather samples over an axis gathered as many copies here: every rank began with all samples
         return tree_map_only(Tensor, lambda each: each[: num_rows(inputs)], output)
 
-    def _predict(self, inputs: Any) -> Any:
-        self._shard.set_uncut(num_rows(inputs))
-        with self._executor.during(Action("F", 0)):
-            return call_model(self.model, inputs)
-
     def _begin(self, num_tokens: int) -> None:
-        """What comes now has samples of so many tokens, and nothing to do with what came before."""
+        """Resets the strategies, which may hold leftovers of a failed step, and sets the tokens of each sample."""
         for events in self._executor.events:
             events.restart()
         self._shard.set_num_tokens(num_tokens)
 
-    def _predict_in_stages(self, inputs: Any, num_tokens: int) -> Any:
-        """The output of the last chunk, on every stage."""
-        assert self.plan.schedule is not None, "there are stages"
-        whole = Microbatch(inputs, None, range(num_rows(inputs)), None, num_tokens)
-        end = CollectedOutput()
-        self._forward([whole], end)
-        last = self.plan.schedule.stage_of[-1]
-        return share_output(self.axes["pp"], end.outputs.get(0), last)
-
     def _forward(self, pieces: Sequence[Microbatch], last: OutputHandler) -> None:
-        """All microbatches forward, and no more."""
+        """Runs the forwards of all microbatches, in the schedule's order if it has as many."""
         schedule = self._schedule(len(pieces))
         same = schedule.num_microbatches == len(pieces)
         forwards = forward_only(schedule) if same else one_by_one(schedule, len(pieces))
         self._executor.run(forwards, self.coord.get("pp", 0), pieces, last)
 
     def _output_sizes(self, axis: str, joined: Sequence[str]) -> list[int]:
-        """How much of the output's cut dim each member of ``axis`` holds, once ``joined`` are gathered."""
+        """Returns the size of the output's sharded dim on each index of ``axis``, once ``joined`` are gathered."""
 
         def held(index: int) -> int:
-            coords = ({**self.coord, axis: index, **there} for there in self.plan.mesh.coords(joined))
+            coords = ({**self.coord, axis: index, **other} for other in self.plan.mesh.coords(joined))
             return sum(b - a for at in coords for cut in self.plan.slices(at)[OUTPUT] for a, b in cut.ranges)
 
         return [held(index) for index in range(self.plan.mesh[axis])]
 
     def _mean(self, sums: Sequence[Tensor]) -> tuple[Tensor, float]:
+        """Returns the global mean loss and its number of targets from this rank's (sum, count) of each microbatch."""
         device = self.world.device
         total = torch.stack(list(sums)).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
         if self.plan.loss_axes:
-            total = self.axes[joint(self.plan, self.plan.loss_axes)].for_strategy("loss").all_reduce(total)
+            joined = "+".join(sorted(self.plan.loss_axes, key=self.plan.mesh.axes.index))
+            total = self.axes[joined].for_strategy("loss").all_reduce(total)
         if total.is_meta:  # a rehearsal has no values
             return total[0], 1.0
         return mean_of(total[0], float(total[1]))
 
-    # ---- what happens when
+    # ---- observing a step
 
     @contextmanager
     def observed(self, events: Events) -> Iterator[None]:
-        """Adds a listener to the events of the steps that run inside the block."""
+        """Returns a context in which the executor also calls the listener ``events``, after those of the strategies."""
         before = self._executor.events
         self._executor.events = (*before, events)
         try:
@@ -261,20 +289,27 @@ class Run:
             self._executor.events = before
 
     def rehearse_with(self, batch: Microbatch, values: Sequence[Mapping[str, Any]]) -> None:
-        """Readies a stage for steps beside stages that are not there: ``values`` cross between them, by microbatch."""
+        """Prepares a stage for rehearsed steps without the other stages: ``values`` are what it would receive.
+
+        ``values`` holds, for each microbatch, the tensors that cross between chunks by name, on the meta device.
+        """
         work = self._executor.work
         if isinstance(work, Stage):
             work.expect(self.pieces(batch), values)
 
-    def pieces(self, batch: Microbatch) -> list[Microbatch]:
-        """The microbatches of this rank's part of a batch."""
-        shares = microbatch_samples(batch.samples, self.plan.layout.num_microbatches)
-        return [self._cut(batch, samples) for samples in shares]
+    def pieces(self, batch: Microbatch, num_microbatches: int | None = None) -> list[Microbatch]:
+        """Splits this rank's part of a batch into microbatches, by default the layout's number; some may be empty."""
+        found, first = [], batch.samples.start
+        for samples in microbatch_samples(batch.samples, num_microbatches or self.plan.layout.num_microbatches):
+            start, stop = samples.start - first, samples.stop - first
+            inputs, targets = rows(batch.inputs, start, stop), rows(batch.targets, start, stop)
+            found.append(Microbatch(inputs, targets, samples, batch.num_global, batch.num_tokens))
+        return found
 
     def timeline(self, batch: Microbatch) -> Timeline:
-        """Takes one step as ``step`` does, and says what every stage of this rank's pipeline did when.
+        """Takes one step like :meth:`step`; returns when each of this rank's pipeline stages ran which action, in s.
 
-        Time begins when all stages are there. Traffic: beside the step's, one barrier and one gathering of times.
+        Time 0 is after a barrier of all stages. Traffic: the step's, that barrier, and one gather of the times.
 
         >>> import shardwright as sw
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -290,32 +325,31 @@ class Run:
             stages.barrier()
         start_s = perf_counter()
         self.step(batch)
-        mine = [(*span.action, span.start_s - start_s, span.end_s - start_s) for span in self._executor.spans]
-        found = [mine] if stages is None else gather_json(stages, mine)
+        own = [(*span.action, span.start_s - start_s, span.end_s - start_s) for span in self._executor.spans]
+        found = [own] if stages is None else gather_json(stages, own)
         spans = (tuple(Span(Action(*each[:3]), *each[3:]) for each in stage) for stage in found)
         return Timeline(f"{self.plan.layout}, measured", tuple(spans))
 
     def explain(self, path: str) -> str:
-        """What one module is under this layout, as text: role and why, parameters, forward stack, what it sends.
+        """Returns as text what the layout makes of one module: role, reason, parameters, forward stack and traffic.
 
-        ``path`` is a name of ``model.named_modules()``, "" for the model, or "(loss)". Nothing is sent.
-
+        ``path`` is a name of ``model.named_modules()``, "" for the model, or "(loss)". Traffic: none.
         Raises: PlanError: the model has no such module.
 
         >>> import shardwright as sw
         >>> model = nn.Sequential(nn.Linear(4, 4))
-        >>> said = sw.launch(lambda world: sw.parallelize(model, "dp2", world).explain("0"), 2, ranks="threads")
-        >>> print(said[1])
+        >>> texts = sw.launch(lambda world: sw.parallelize(model, "dp2", world).explain("0"), 2, ranks="threads")
+        >>> print(texts[1])
         '0', Linear, on rank 1 of dp2
         role        copied: no strategy cuts it: every rank computes it whole
         ...
-          0.weight: 64 B of gradient summed over dp once, with its unit
-          0.bias: 16 B of gradient summed over dp once, with its unit
+          0.weight: 64 B of gradient summed over dp once, with its param group
+          0.bias: 16 B of gradient summed over dp once, with its param group
         """
         return explain_text(explained(self, path))
 
     def kept(self) -> Iterator[Tensor]:
-        """What stays on the rank between steps beside parameters and buffers: wholes that parameters are views of."""
+        """Yields the tensors kept between steps beside parameters and buffers: unsharded flat parameters."""
         return (tensor for each in self._applied for tensor in each.kept())
 
     # ---- the optimizer
@@ -323,17 +357,18 @@ class Run:
     def optimizer(
         self, kind: type[torch.optim.Optimizer], parameters: Any = None, **options: Any
     ) -> torch.optim.Optimizer:
-        """A real torch optimizer over this rank's part; groups may be given as ``parameters``, as torch takes them.
+        """Returns a torch optimizer ``kind`` over this rank's parameters, made with ``options``.
 
-        Where the layout offloads state, all ranks call it, and its step goes unit by unit.
+        ``parameters`` may be tensors or groups of :attr:`parameters`, as torch takes them; all that train by default.
+        If the layout offloads state, all ranks must call it, and its ``step`` goes param group by param group.
 
-        Raises: PlanError: an optimizer that needs whole tensors, or all, where some are cut; tensors that are not among
-            ``self.parameters``; on every rank, no room for its state where that is offloaded.
+        Raises: PlanError: the optimizer does not update each element alone and the layout shards a tensor; a tensor is
+            not among ``self.parameters``; or, on every rank, there is no room for offloaded state.
         """
         given = None if parameters is None else list(parameters)
         check_elementwise(kind, options, self.plan, given or ())
         own = [p for p in self.parameters.values() if p.requires_grad]
-        own = own or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch wants one
+        own = own or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch's need one
         optimizer = kind(own if given is None else given, **options)
         check_own(optimizer, (*self.parameters.values(), *own), self.plan)
         if self.offload is not None:
@@ -342,22 +377,24 @@ class Run:
         return optimizer
 
     def changed(self) -> None:
-        """Says that parameters at rest have new values: :meth:`optimizer`'s do, and loading; ``step`` asks nobody."""
+        """Marks unsharded and low-precision copies of the parameters as out of date, to be renewed before use.
+
+        All ranks call it after writing to :attr:`parameters`; optimizers from :meth:`optimizer` and loading do so.
+        """
         for events in self._executor.events:
             events.after_optimizer()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm over the *whole* model is at most ``max_norm``; returns it.
+        """Scales gradients so that their norm over the whole model is at most ``max_norm``; returns the norm before.
 
-        Each element counts once, however many ranks hold a copy. Traffic: one all-reduce of one number.
+        Each element counts once, however many ranks hold a copy. Traffic: one all-reduce of one float64.
         """
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            lies = self.plan.state[name].gradient
-            for piece in lies.owned(self.coord, self.plan.mesh):
+            for piece in self.plan.state[name].gradient.owned(self.coord, self.plan.mesh):
                 part = read(parameter.grad, piece, piece.whole)
                 square += (part.abs() if part.is_complex() else part).double().square().sum()
         norm: Tensor = self._everyone.for_strategy("clip").all_reduce(square).sqrt()
@@ -372,27 +409,21 @@ class Run:
     def global_parameters(
         self, placement: Placement | None = None, sbp: Sbp | Sequence[Sbp] | None = None
     ) -> dict[str, GlobalTensor]:
-        """Every parameter by name, as a global tensor: copies, on all ranks cut along dim 0 unless told otherwise.
+        """Returns copies of all parameters as global tensors, by name; all ranks call it and get every name.
 
-        All ranks call it, and get every name. Traffic: each element that lies elsewhere, once for each copy wanted.
-        Raises: PlanError: ranks that are threads. LayoutError: an sbp that does not fit.
+        By default they are on all ranks, cut along dim 0. Traffic: each element that a rank wants and does not hold.
+        Raises: PlanError: ranks are threads; LayoutError: the sbp does not fit the placement or a parameter.
         """
-        from shardwright.parallelize.global_parameters import (
-            to_global_parameters,  # loads DTensor: only when it is used
-        )
+        from shardwright.parallelize import global_parameters  # loads DTensor: only when it is used
 
-        return to_global_parameters(self, placement, sbp)
+        return global_parameters.to_global_parameters(self, placement, sbp)
 
     def load_global_parameters(self, tensors: Mapping[str, GlobalTensor]) -> None:
-        """Fills parameters from global tensors, wherever those lie: the way back from :meth:`global_parameters`.
+        """Fills parameters from global tensors of any placement and sbp: the inverse of :meth:`global_parameters`.
 
-        Raises: PlanError: a name or shape that the run does not have.
+        All ranks call it. Traffic: each element that a rank stores and whose value it does not hold.
+        Raises: PlanError: ranks are threads, or the run has no parameter of that name and shape.
         """
-        from shardwright.parallelize.global_parameters import from_global_parameters
+        from shardwright.parallelize import global_parameters
 
-        from_global_parameters(self, tensors)
-
-
-def joint(plan: Plan, axes: Iterable[str]) -> str:
-    """The name of the axis that joins these."""
-    return "+".join(sorted(axes, key=plan.mesh.axes.index))
+        global_parameters.from_global_parameters(self, tensors)

@@ -9,7 +9,7 @@ was done since the model's input, oldest first::
     (("gather", "row"),)                 those of every member of its row axis, one after the other
     (("gather", "row"), ("cut", "col"))  its share of these, balanced over col
 
-The rows of pictures (dim 2), which spatial parallelism cuts, are not settled here: they differ from layer to layer.
+The rows of pictures (dim 2), which spatial parallelism cuts, are not kept here: they differ from layer to layer.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ RowMoves = tuple[tuple[Literal["gather", "cut"], str], ...]
 
 
 def rows_after(moves: RowMoves, what: Literal["gather", "cut"], axes: Sequence[str]) -> RowMoves:
-    """Returns the moves once these axes have gathered or cut the rows too; a move that undoes the last removes it.
-
-    >>> rows_after((("gather", "row"),), "cut", ["row", "col"])
-    (('cut', 'col'),)
-    """
+    """Returns ``moves`` plus gathers or cuts of samples or tokens over ``axes``; one that undoes the last drops it."""
     undone: Literal["gather", "cut"] = "cut" if what == "gather" else "gather"
     for axis in axes:
         moves = moves[:-1] if moves and moves[-1] == (undone, axis) else (*moves, (what, axis))
@@ -46,7 +42,7 @@ def rows_after(moves: RowMoves, what: Literal["gather", "cut"], axes: Sequence[s
 
 
 def local_range(mesh: Mesh, axes: Collection[str], coord: Coord, size: int) -> range:
-    """Returns the places of a dim of ``size`` that ``coord`` has: balanced cuts over ``axes``, one inside the other.
+    """Returns the range of a dim of ``size`` that the rank at ``coord`` holds: nested balanced cuts over ``axes``.
 
     >>> local_range(Mesh(dp=2, tp=3), {"dp"}, {"dp": 1}, 5)
     range(3, 5)
@@ -60,7 +56,7 @@ def local_range(mesh: Mesh, axes: Collection[str], coord: Coord, size: int) -> r
 
 
 def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the places as ranges (start, stop), in their order.
+    """Yields ranges (start, stop) of consecutive integers, in the order of ``places``.
 
     >>> list(runs([4, 5, 6, 0, 1]))
     [(4, 7), (0, 2)]
@@ -73,11 +69,7 @@ def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def microbatch_samples(samples: range, num_microbatches: int) -> tuple[range, ...]:
-    """Cuts a rank's samples into microbatches, as even as can be; some may be empty.
-
-    >>> microbatch_samples(range(4, 7), 2)
-    (range(4, 6), range(6, 7))
-    """
+    """Cuts a rank's samples into microbatches, as even as can be; some may be empty."""
     cuts = balanced(len(samples), num_microbatches)
     return tuple(samples[a:b] for a, b in pairwise(cuts))
 
@@ -104,18 +96,18 @@ def num_tokens_of(inputs: Any, targets: Any = None) -> int:
     sizes = {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors}
     if len(sizes) != 1 or not all(map(is_sequence, taken)):
         raise LayoutError(
-            "the layout cuts sequences, and these are not",
+            "the layout cuts sequences, and these tensors are none",
             given=", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors),
             allowed="tensors (samples, tokens) of integers or (samples, tokens, features), of as many tokens",
-            fix="leave out /seq, so that samples are cut",
+            fix="leave out /seq or cp, so that samples are cut",
         )
     return sizes.pop()
 
 
 class BatchShard:
-    """The part of a global batch that each rank has, for one microbatch at a time: the executor sets which.
+    """Which samples and tokens of a global batch each rank has, for the microbatch that the executor sets.
 
-    It answers for this rank (``coord``) and, since every cut is known everywhere, for every other.
+    Cuts are balanced and equal on every rank, so it computes the part of any rank, by default of its own ``coord``.
 
     >>> shard = BatchShard(Mesh(row=2, col=2), ("row",), {"row": 0, "col": 1})
     >>> shard.set_microbatch(num_global=5)
@@ -133,55 +125,48 @@ class BatchShard:
     ((0,), (4, 5, 6), (4, 3))
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        axes: Collection[str],
-        coord: Coord,
-        num_microbatches: int = 1,
-        token_axes: Collection[str] = (),
-    ) -> None:
+    def __init__(self, mesh: Mesh, axes: Collection[str], coord: Coord, token_axes: Collection[str] = ()) -> None:
         self.mesh, self.axes, self.coord = mesh, frozenset(axes), dict(coord)
-        self.num_microbatches = num_microbatches
         self.token_axes = frozenset(token_axes)
         self.dim = 1 if self.token_axes else 0
         self._row_axes = [axis for axis in mesh.axes if axis in (self.token_axes or self.axes)]
         self.num_tokens = 0
-        self._known_tokens: dict[tuple[RowMoves, tuple[int, ...]], tuple[int, ...]] = {}
-        self._num_global: int | None = None  # none: every rank holds all samples
+        self._num_global: int | None = None  # None: every rank holds all samples
         self._number = self._count = 0
-        self._known: dict[tuple[RowMoves, tuple[int, ...]], tuple[int, ...]] = {}
+        # found once for each set of moves and coord, and replaced, not cleared, so that snapshots keep theirs
+        self._found_samples: dict[tuple[RowMoves, tuple[int, ...]], tuple[int, ...]] = {}
+        self._found_tokens: dict[tuple[RowMoves, tuple[int, ...]], tuple[int, ...]] = {}
 
-    # ---- the microbatch in hand
+    # ---- the current microbatch
 
-    def set_microbatch(self, num_global: int, number: int = 0, num_microbatches: int | None = None) -> None:
-        """Answers from now on for microbatch ``number`` of a global batch of ``num_global`` samples."""
-        count = self.num_microbatches if num_microbatches is None else num_microbatches
-        if (self._num_global, self._number, self._count) != (num_global, number, count):
-            self._num_global, self._number, self._count, self._known = num_global, number, count, {}
+    def set_microbatch(self, num_global: int, number: int = 0, num_microbatches: int = 1) -> None:
+        """Makes microbatch ``number`` of a batch of ``num_global`` samples the one that all methods answer for."""
+        current = (num_global, number, num_microbatches)
+        if (self._num_global, self._number, self._count) != current:
+            (self._num_global, self._number, self._count), self._found_samples = current, {}
 
     def set_uncut(self, num_samples: int) -> None:
-        """Answers from now on for a batch of which every rank holds all samples, as in ``Run.predict``."""
-        self._num_global, self._count, self._known = None, num_samples, {}
+        """Makes a batch that every rank holds whole (as in ``Run.predict``) the one that all methods answer for."""
+        self._num_global, self._count, self._found_samples = None, num_samples, {}
 
     def set_num_tokens(self, num_tokens: int) -> None:
-        """Answers from now on for samples of so many tokens, on all ranks together."""
+        """Sets the number of tokens in each whole sample of the current batch, over all ranks."""
         if num_tokens != self.num_tokens:
-            self.num_tokens, self._known_tokens = num_tokens, {}
+            self.num_tokens, self._found_tokens = num_tokens, {}
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the microbatch that is now in hand."""
-        held = dict(vars(self))
-        return lambda: vars(self).update(held)
+        """Returns a function that restores the microbatch that is current now."""
+        state = dict(vars(self))
+        return lambda: vars(self).update(state)
 
     # ---- cutting an input, joining an output
 
     def local_samples(self, num_global: int) -> range:
-        """Returns the samples that this rank computes, as their places in a global batch of ``num_global``."""
+        """Returns the indices of this rank's samples in a global batch of ``num_global``, as a range."""
         return local_range(self.mesh, self.axes, self.coord, num_global)
 
     def check_num_tokens(self, num_tokens: int) -> None:
-        """Raises PlanError unless every rank gets a token of a sequence of so many."""
+        """Raises PlanError unless a sequence of ``num_tokens`` has at least one token for every rank."""
         cuts = [axis for axis in self.mesh.axes if axis in self.token_axes]
         parts = prod(self.mesh[axis] for axis in cuts)
         if num_tokens < parts:
@@ -189,7 +174,7 @@ class BatchShard:
                 "a sequence is shorter than the axes that cut it",
                 given=f"{num_tokens} tokens over " + " ".join(f"{axis}={self.mesh[axis]}" for axis in cuts),
                 allowed=f"sequences of {parts} tokens or more",
-                fix="use longer sequences, or leave out /seq, so that samples are cut",
+                fix="use longer sequences, or leave out /seq or cp, so that samples are cut",
             )
 
     def cut_tokens(self, tree: Any, num_tokens: int) -> Any:
@@ -200,7 +185,7 @@ class BatchShard:
         return tree_map_only(Tensor, lambda tensor: tensor[:, held.start : held.stop], tree)
 
     def cut(self, x: Tensor, axes: Mapping[str, Axis]) -> Tensor:
-        """Returns this rank's rows of a batch that every rank holds, differentiably: the inverse of :meth:`join`.
+        """Returns this rank's samples or tokens of a tensor that every rank holds, differentiably: undoes ``join``.
 
         Traffic: backward, one all-gather over each axis that cuts rows.
         """
@@ -210,7 +195,7 @@ class BatchShard:
         return x
 
     def join(self, x: Tensor, axes: Mapping[str, Axis], moves: RowMoves = ()) -> Tensor:
-        """Returns the rows of all ranks, in the order of the batch, from each rank's after ``moves``; differentiable.
+        """All-gathers, differentiably, samples or tokens in the batch's order; ``moves``: gathers and cuts so far.
 
         Traffic: one all-gather over each axis that cuts rows, but for those that ``moves`` has gathered over.
         """
@@ -226,72 +211,65 @@ class BatchShard:
     # ---- which rows a rank has
 
     def samples(self, moves: RowMoves, at: Coord | None = None) -> tuple[int, ...]:
-        """Returns the samples in dim 0 at ``at`` (here, when left out), as their places in the global batch."""
+        """Returns the global-batch indices of samples that the rank ``at`` (default: this) holds after ``moves``."""
         return self._held(() if self.token_axes else moves, self.coord if at is None else at, tokens=False)
 
     def tokens(self, moves: RowMoves, at: Coord | None = None) -> tuple[int, ...]:
-        """Returns the tokens in dim 1 at ``at``, as their places in the sequence, where axes cut sequences."""
+        """Returns the sequence positions of the tokens that the rank ``at`` (default: this) holds after ``moves``."""
         return self._held(moves, self.coord if at is None else at, tokens=True)
 
     def span(self, moves: RowMoves) -> range:
-        """Returns :meth:`tokens` as a range: attention needs them to be consecutive."""
+        """Returns the sequence positions of this rank's tokens as a range: attention needs them to be consecutive."""
         places = self.tokens(moves)
         span = range(places[0], places[-1] + 1) if places else range(0)
         assert len(span) == len(places), "attention needs consecutive tokens, in their order"
         return span
 
     def sizes(self, moves: RowMoves, axis: str) -> tuple[int, ...]:
-        """Returns how many rows each member of ``axis`` holds: samples, or tokens where axes cut sequences."""
+        """Returns how many samples (tokens, where sequences are cut) each rank along ``axis`` holds after ``moves``."""
         members = ({**self.coord, axis: i} for i in range(self.mesh[axis]))
         return tuple(len(self._held(moves, at, tokens=self.dim == 1)) for at in members)
 
     def counts(self, axes: Collection[str]) -> tuple[int, ...]:
-        """Returns how many rows of the input each rank holds that differs from this one on ``axes`` alone.
-
-        >>> shard = BatchShard(Mesh(dp=2, row=2), ("dp", "row"), {"dp": 0, "row": 1})
-        >>> shard.set_microbatch(num_global=7)
-        >>> shard.counts(["row"]), shard.counts(["dp", "row"])
-        ((2, 2), (2, 2, 2, 1))
-        """
+        """Returns how many input samples or tokens each rank holds whose coord is this one's except on ``axes``."""
         members = ({**self.coord, **at} for at in self.mesh.coords(axes))
         return tuple(len(self._held((), at, tokens=self.dim == 1)) for at in members)
 
     def slices(self, moves: RowMoves, dims: Sequence[int], shape: Sequence[int]) -> tuple[DimSlice, ...]:
-        """Returns which part of a tensor with tokens in ``dims`` this rank holds, for dropout to draw the same numbers.
+        """Returns which tokens, in ``dims`` of a tensor, this rank holds: dropout keys its random numbers by them.
 
-        In the first of ``dims`` lie this rank's tokens; in the others, as in attention weights, the first tokens.
+        The first of ``dims`` has this rank's tokens; the others, as in attention weights, start at the first token.
 
-        Raises: PlanError: another number of tokens.
+        Raises: PlanError: the tensor has another number of tokens there.
         """
         places = self.tokens(moves)
         first, *others = dims
         if len(shape) <= max(dims) or shape[first] != len(places):
             raise PlanError(
-                "a layer whose tokens are cut does not see them where they are looked for",
+                "a layer has its tokens in another dim than expected, and the layout cuts them",
                 given=f"a tensor of shape {list(shape)}, where this rank has {len(places)} tokens",
                 allowed=f"activations whose dim {first} is the tokens",
-                fix="leave out /seq, or put the tokens there",
+                fix="leave out /seq or cp, or put the tokens into that dim",
             )
         held = [DimSlice(first, self.num_tokens, tuple(runs(places)))]
         return (*held, *(DimSlice(dim, self.num_tokens, ((0, shape[dim]),)) for dim in others))
 
     def _held(self, moves: RowMoves, at: Coord, *, tokens: bool) -> tuple[int, ...]:
-        known = self._known_tokens if tokens else self._known
+        """Returns the places of samples or tokens at a coord after ``moves``, found once."""
+        found = self._found_tokens if tokens else self._found_samples
         key = (moves, tuple(at.get(axis, 0) for axis in self.mesh.axes))
-        if key not in known:
-            known[key] = self._find(moves, at, tokens=tokens)
-        return known[key]
+        if key not in found:
+            found[key] = self._after(moves, at, tokens=tokens) if moves else self._own(at, tokens=tokens)
+        return found[key]
 
-    def _find(self, moves: RowMoves, at: Coord, *, tokens: bool) -> tuple[int, ...]:
-        if not moves:
-            return self._own(at, tokens=tokens)
+    def _after(self, moves: RowMoves, at: Coord, *, tokens: bool) -> tuple[int, ...]:
         (what, axis), before = moves[-1], moves[:-1]
         if what == "gather":
             members = [self._held(before, {**at, axis: i}, tokens=tokens) for i in range(self.mesh[axis])]
             return tuple(chain.from_iterable(members))
-        held_before = self._held(before, at, tokens=tokens)
-        cuts = balanced(len(held_before), self.mesh[axis])
-        return held_before[cuts[at.get(axis, 0)] : cuts[at.get(axis, 0) + 1]]
+        places = self._held(before, at, tokens=tokens)
+        part = balanced_part(len(places), self.mesh[axis], at.get(axis, 0))
+        return places[part.start : part.stop]
 
     def _own(self, at: Coord, *, tokens: bool) -> tuple[int, ...]:
         if tokens:

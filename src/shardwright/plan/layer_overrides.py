@@ -1,12 +1,12 @@
-"""What a person says of single layers: a table of name patterns and roles, which goes before what is found out.
+"""Layer overrides: roles that the user gives to single layers, by patterns of names, in place of the analysis's choice.
 
 ::
 
     {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row", "head": "copied"}
 
-Patterns are those of a shell, a star crosses dots, and of several that match a name the last one counts. "copied" keeps
-a module and all inside it whole. "column" and "row" pair layers of one module whose code cannot be followed: the person
-answers for what lies between them being elementwise, and ``verify`` proves it.
+Patterns are those of a shell; a star matches dots too, and the last pattern that matches a name counts. "copied" keeps
+a module and its children unsharded. "column" and "row" make a column- and row-parallel pair of layers of one module
+whose code cannot be traced: the user promises that everything between them is elementwise, and ``verify`` proves it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from shardwright.plan.plan import Job, Plan
 ROLES = ("column", "row", "copied")
 
 
-class Said(NamedTuple):
-    """What was said of one module, and by which pattern."""
+class Override(NamedTuple):
+    """The role that the user gave to one module, and by which pattern."""
 
     role: str
     pattern: str
@@ -48,88 +48,97 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Overrides:
-    """What was said of the modules of one model, by name; and the pairs of layers that follow.
+    """The tensor-parallel role (column-parallel, row-parallel, copied) that the user gave to each module, by name.
 
-    ``still`` are the last layers of known pairs whose activations do not have the samples in dim 0.
+    ``chains`` are the column- and row-parallel pairs that these roles make. ``copied`` includes the children of copied
+    modules. ``still`` are row-parallel layers of pairs whose output has its samples not in dim 0: it stays whole.
     """
 
-    said: Mapping[str, Said]
-    copied: Mapping[str, Said]
+    by_module: Mapping[str, Override]
+    copied: Mapping[str, Override]
     chains: tuple[LayerChain, ...]
     still: frozenset[str] = frozenset()
 
     @staticmethod
     def of(model: nn.Module, roles: Mapping[str, str]) -> Overrides:
-        """Finds the modules that ``roles`` mean.
+        """Returns the overrides that ``roles``, the user's table of name patterns and roles, gives a model's modules.
 
-        Raises: LayoutError: an unknown role, a pattern that matches nothing, layers that make no pair.
-
-        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Softmax(-1), nn.Linear(8, 2))
-        >>> Overrides.of(model, {"0": "column", "2": "row"}).chains
-        (Chain(columns=('0',), between=(), row='2', entry=None, owner=None),)
+        Raises: LayoutError: an unknown role, a pattern that matches nothing, or layers that make no pair.
         """
-        said = _said(model, roles)
+        by_module = _matched(model, roles)
+        copied = {}
+        for path, _ in model.named_modules():
+            parts = path.split(".")  # a module without an override of its own has that of the nearest parent with one
+            parents = (by_module.get(".".join(parts[:n])) for n in range(len(parts), 0, -1))
+            nearest_override = next(filter(None, parents), None)
+            if nearest_override is not None and nearest_override.role == "copied":
+                copied[path] = nearest_override
         still = frozenset(chain.row for chain, samples_first in known_chains(model) if not samples_first)
-        return Overrides(said, dict(_copied(model, said)), tuple(_pairs(model, said)), still)
+        return Overrides(by_module, copied, tuple(_pairs(model, by_module)), still)
 
     def all_chains(self, model: nn.Module) -> Iterator[LayerChain]:
-        """The pairs asked for, then those known and those found in what is left; a layer is in one at most."""
-        known = [chain for chain, _ in known_chains(model)]
-        seen = find_chains(model)
-        allowed_callers = {layer: home for chain in seen for layer, home in chain_callers(model, chain).items()}
+        """Yields disjoint pairs of column- and row-parallel layers: the user's, known modules', those traced."""
+        traced = find_chains(model)
+        allowed_callers = {layer: home for chain in traced for layer, home in chain_callers(model, chain).items()}
         elsewhere = called_elsewhere(model, allowed_callers)
-        taken = {*self.copied, *self.said}
+        taken = {*self.copied, *self.by_module}
         twice = registered_twice(model)
         yield from self.chains
-        for chain in (*known, *seen):
+        for chain in (*(chain for chain, _ in known_chains(model)), *traced):
             layers = {*chain.columns, chain.row}
             if elsewhere.intersection((*layers, *chain.between)):
-                continue  # somebody looks inside
+                continue  # other code uses these layers too, and would see sharded values
             if not taken & layers and not any(id(model.get_submodule(layer)) in twice for layer in layers):
                 taken |= layers
                 yield chain
 
     def speak_of(self, paths: Collection[str]) -> bool:
-        """Whether anything was said of one of these modules."""
-        return any(path in self.said or path in self.copied for path in paths)
+        """Returns whether the user gave a role to one of the modules at ``paths``."""
+        return any(path in self.by_module or path in self.copied for path in paths)
 
     def whole_parameters(self, model: nn.Module) -> set[str]:
-        """The parameters that stay whole."""
+        """Returns the names of the parameters that stay unsharded: those of modules with the role "copied"."""
         return {name for path, _, _, name in owners(model) if path in self.copied}
 
     def explained(self, plan: Plan, strategy: str) -> Plan:
-        """The plan with what was said in the reasons that ``show`` prints.
+        """Returns the plan with the user's overrides added to the reason for each layer's role, as ``show`` prints it.
 
-        Raises: LayoutError: a pair that was asked for and cannot be cut.
+        Raises: LayoutError: the strategy did not shard a pair of the user's.
         """
         for chain in self.chains:
             for layer in (*chain.columns, chain.row):
                 if layer not in plan.notes:
                     role = plan.roles.get(layer)
                     why = role.why if role else "its parameters are used elsewhere too"
-                    raise _cannot(layer, self.said[layer], why)
+                    raise LayoutError(
+                        f"'{layer}' cannot be cut as was asked",
+                        given=f"{self.by_module[layer]}; {why}",
+                        allowed="layers of their own, with at least as many features between them as ranks cut them",
+                        fix=f"leave out {self.by_module[layer].pattern}, or write a smaller tp",
+                    )
                 role = plan.roles[layer]
-                plan = plan.role(layer, role.strategy, role.name, f"{role.why}; {self.said[layer]}")
+                plan = plan.role(layer, role.strategy, role.name, f"{role.why}; {self.by_module[layer]}")
         used = {use.module for use in plan.uses}
-        for path, said in self.copied.items():
+        for path, override in self.copied.items():
             if path in used:
-                plan = plan.role(path, strategy, "copied", f"{said}: every rank computes it whole")
+                plan = plan.role(path, strategy, "copied", f"{override}: every rank computes it whole")
         return plan
 
 
 def overrides_of(job: Job) -> Overrides:
-    """What was said of the job's model."""
+    """Returns the roles that the user gave to layers of the job's model, matched to its modules."""
     return Overrides.of(job.model, job.roles)
 
 
-def _said(model: nn.Module, roles: Mapping[str, str]) -> dict[str, Said]:
+def _matched(model: nn.Module, roles: Mapping[str, str]) -> dict[str, Override]:
+    """Returns the overrides by module name, as the patterns match; checks roles and patterns."""
     names = [name for name, _ in model.named_modules() if name]
-    said: dict[str, Said] = {}
+    by_module: dict[str, Override] = {}
     if not isinstance(roles, Mapping):
-        raise _no_name(roles)
+        raise _not_a_table(roles)
     for pattern, role in roles.items():
         if not isinstance(pattern, str):
-            raise _no_name(pattern)
+            raise _not_a_table(pattern)
         if role not in ROLES:
             raise LayoutError(
                 f"no such role for '{pattern}'",
@@ -139,17 +148,19 @@ def _said(model: nn.Module, roles: Mapping[str, str]) -> dict[str, Said]:
             )
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
+            like = get_close_matches(pattern, names, n=1)
+            choice = like[0] if like else f"one of {', '.join(names[:8])}{', ...' * (len(names) > 8)}"
             raise LayoutError(
                 f"no module of the model is called '{pattern}'",
                 given=f"{pattern} = {role}",
                 allowed="the names of modules, or patterns of them: * for anything, dots too",
-                fix=_meant(pattern, names) if names else f"leave out {pattern}: nothing is inside",
+                fix=f"write {choice}" if names else f"leave out {pattern}: the model has no submodules",
             )
-        said.update(dict.fromkeys(matched, Said(role, pattern)))
-    return said
+        by_module.update(dict.fromkeys(matched, Override(role, pattern)))
+    return by_module
 
 
-def _no_name(given: object) -> LayoutError:
+def _not_a_table(given: object) -> LayoutError:
     return LayoutError(
         "roles are a table of names and roles",
         given=repr(given),
@@ -158,69 +169,59 @@ def _no_name(given: object) -> LayoutError:
     )
 
 
-def _meant(pattern: str, names: list[str]) -> str:
-    """What to write for a name that there is not: the one like it, or those there are."""
-    like = get_close_matches(pattern, names, n=1)
-    return f"write {like[0]}" if like else f"write one of {', '.join(names[:8])}{', ...' * (len(names) > 8)}"
-
-
-def _copied(model: nn.Module, said: Mapping[str, Said]) -> Iterator[tuple[str, Said]]:
-    """The modules to keep whole: what was said of a module holds for all inside, of which nothing was said."""
-    for path, _ in model.named_modules():
-        parts = path.split(".")
-        nearest_said = next((s for n in range(len(parts), 0, -1) if (s := said.get(".".join(parts[:n])))), None)
-        if nearest_said is not None and nearest_said.role == "copied":
-            yield path, nearest_said
-
-
-def _pairs(model: nn.Module, said: Mapping[str, Said]) -> Iterator[LayerChain]:
-    """The pairs by parent: each row with the columns as wide as its input."""
+def _pairs(model: nn.Module, overrides: Mapping[str, Override]) -> Iterator[LayerChain]:
+    """Yields the user's pairs, module by module: each row-parallel layer with its column-parallel ones."""
     by_parent: dict[str, list[str]] = {}
-    for path, (role, _) in said.items():
+    for path, override in overrides.items():
         module = model.get_submodule(path)
-        if role == "copied":
+        if override.role == "copied":
             continue
-        if not is_exactly(module, nn.Linear) and not (role == "column" and is_elementwise_module(module)):
-            raise _no_layer(path, said[path], module)
+        if not is_exactly(module, nn.Linear) and not (override.role == "column" and is_elementwise_module(module)):
+            raise LayoutError(
+                f"'{path}' cannot be a {override.role}",
+                given=f"{type(module).__name__}; {override}",
+                allowed="Linear as column or row; elementwise modules as column; any module as copied",
+                fix=f"give the layers inside it roles, or write {override.pattern} = copied",
+            )
         by_parent.setdefault(path.rpartition(".")[0], []).append(path)
     for paths in by_parent.values():
-        yield from _pairs_of(model, said, paths)
+        yield from _pairs_of(model, overrides, paths)
 
 
-def _pairs_of(model: nn.Module, said: Mapping[str, Said], paths: list[str]) -> Iterator[LayerChain]:
+def _pairs_of(model: nn.Module, overrides: Mapping[str, Override], paths: list[str]) -> Iterator[LayerChain]:
+    # columns pair with the row whose input is as wide as their output: the only hint without a trace of the code
     layers = {path: layer for path in paths if isinstance(layer := model.get_submodule(path), nn.Linear)}
     between = tuple(path for path in paths if path not in layers)
-    columns = [path for path in layers if said[path].role == "column"]
-    rows = [path for path in layers if said[path].role == "row"]
+    columns = [path for path in layers if overrides[path].role == "column"]
+    rows = [path for path in layers if overrides[path].role == "row"]
     found: dict[str, list[str]] = {
         row: [c for c in columns if layers[c].out_features == layers[row].in_features] for row in rows
     }
-    for row, mine in found.items():
-        if not mine:
-            raise _no_pair(row, said[row], layers, columns)
-        if len({layers[c].in_features for c in mine}) > 1:
-            raise _no_pair(row, said[row], layers, mine)
+    for row, fitting in found.items():
+        if len({layers[c].in_features for c in fitting}) != 1:
+            raise _no_pair(row, overrides[row], layers, fitting or columns)
     for column in columns:
-        mine = [row for row in rows if column in found[row]]
-        if len(mine) != 1:
-            raise _no_pair(column, said[column], layers, mine or rows)
+        taken_by = [row for row in rows if column in found[row]]
+        if len(taken_by) != 1:
+            raise _no_pair(column, overrides[column], layers, taken_by or rows)
     if between and len(rows) != 1:
-        raise _no_pair(between[0], said[between[0]], layers, rows)
-    for row, mine in found.items():
-        seen = _between(model, said, row, mine)
-        yield LayerChain(tuple(mine), tuple(dict.fromkeys((*between, *seen))), row, None)
+        raise _no_pair(between[0], overrides[between[0]], layers, rows)
+    for row, fitting in found.items():
+        traced = _between(model, overrides, row, fitting)
+        yield LayerChain(tuple(fitting), tuple(dict.fromkeys((*between, *traced))), row, None)
 
 
-def _between(model: nn.Module, said: Mapping[str, Said], row: str, columns: list[str]) -> Iterator[str]:
-    """What treats each element alone on the way from the columns to the row, where a trace shows a way.
+def _between(model: nn.Module, overrides: Mapping[str, Override], row: str, columns: list[str]) -> Iterator[str]:
+    """Yields the elementwise modules between the columns and the row, if a trace of their parent shows them.
 
-    Raises: LayoutError: it shows that the row does not take what a column gives.
+    Raises: LayoutError: it shows that the row's input does not come from a column.
     """
     parent = row.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
     graph = trace(model.get_submodule(parent))
     waiting = [node for node in graph.nodes if f"{prefix}{node.target}" == row] if graph is not None else []
     seen, missed = set(waiting), set(columns) if waiting else set()
+    # walk back from the row's call to the columns; a column that the walk does not meet does not feed the row
     while waiting:
         for node in waiting.pop().all_input_nodes:
             path = f"{prefix}{node.target}"
@@ -235,41 +236,19 @@ def _between(model: nn.Module, said: Mapping[str, Said], row: str, columns: list
         column = min(missed)
         raise LayoutError(
             f"'{row}' does not take what '{column}' gives",
-            given=f"{said[row]}; {said[column]}",
-            allowed="a column before its row, with nothing between but what treats each element alone",
-            fix=f"write {said[row].pattern} = column and {said[column].pattern} = row, if that is their order",
+            given=f"{overrides[row]}; {overrides[column]}",
+            allowed="a column before its row, with only elementwise modules between them",
+            fix=f"write {overrides[row].pattern} = column and {overrides[column].pattern} = row, if they run so",
         )
 
 
-def _no_layer(path: str, said: Said, module: nn.Module) -> LayoutError:
-    return LayoutError(
-        f"'{path}' cannot be a {said.role}",
-        given=f"{type(module).__name__}; {said}",
-        allowed="Linear as column or row; what treats each element alone as column; any module as copied",
-        fix=f"give the layers inside it roles, or write {said.pattern} = copied",
-    )
-
-
-def _no_pair(path: str, said: Said, layers: Mapping[str, nn.Linear], others: list[str]) -> LayoutError:
+def _no_pair(path: str, override: Override, layers: Mapping[str, nn.Linear], others: list[str]) -> LayoutError:
     def spelled(name: str) -> str:
         return f"'{name}' {layers[name].in_features} -> {layers[name].out_features}" if name in layers else f"'{name}'"
 
-    beside = ", ".join(map(spelled, others)) or "nothing"
     return LayoutError(
         f"'{path}' makes no pair with the layers beside it",
-        given=f"{spelled(path)}; {said}; beside it {beside}",
+        given=f"{spelled(path)}; {override}; beside it {', '.join(map(spelled, others)) or 'nothing'}",
         allowed="in one module, columns of the same input and a row that takes as many features as each gives",
         fix="name both layers of the pair, and no others",
     )
-
-
-def _cannot(path: str, said: Said, why: str) -> LayoutError:
-    return LayoutError(
-        f"'{path}' cannot be cut as was asked",
-        given=f"{said}; {why}",
-        allowed="layers of their own, with at least as many features between them as ranks cut them",
-        fix=f"leave out {said.pattern}, or write a smaller tp",
-    )
-
-
-__all__ = ["ROLES", "Overrides", "Said", "overrides_of"]

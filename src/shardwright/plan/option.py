@@ -1,4 +1,4 @@
-"""An option of a strategy: what it does, and how it is written where the strategy is tested."""
+"""``StrategyOption``: an option that a strategy declares in its file, with the spellings that the tests try."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StrategyOption:
-    """What ``/name`` or ``/name:value`` behind an axis does; ``text`` shows a value where one is taken.
-
-    All other fields say what tests write, so that a strategy's file says what it can be tested with.
+    """An option of a strategy, written ``/name`` or ``/name:value`` behind an axis in a layout line.
 
     Args:
-        text: what the option does.
-        examples: what is written behind the axis, the option with its values and with other options; its name
-            alone where this is left out. With ``()`` a test has to supply what the file cannot know, as a path.
-        pins: further values, which need the sizes of a grid written out.
-        sizes: further sizes to write it behind: "2x2".
+        text: what the option does; shows a value if it takes one.
+        examples: spellings for tests, with values and other options; by default the name alone. ``()`` if tests must
+            supply what the file cannot know, as a path.
+        pins: further values for tests, which need the sizes of a grid written out.
+        sizes: further sizes behind which tests write it: "2x2".
         of_one_model: whether each example names the parts of one model and fits no other.
-
-    >>> StrategyOption("stages by hand: cut:conv1,conv2", ("cut:conv1,conv2",), of_one_model=True).written("cut")
-    ('cut:conv1,conv2',)
-    >>> StrategyOption("parameters in slices").written("zero3")
-    ('zero3',)
     """
 
     text: str
@@ -32,5 +25,5 @@ class StrategyOption:
     of_one_model: bool = False
 
     def written(self, name: str) -> tuple[str, ...]:
-        """What tests write behind an axis to try the option of this name."""
+        """Returns the spellings of the option ``name`` that tests try in layout lines."""
         return (name,) if self.examples is None else self.examples

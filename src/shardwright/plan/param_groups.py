@@ -1,4 +1,4 @@
-"""Cuts a model's parameters into units: blocks that are gathered, summed and updated together."""
+"""Splits a model's parameters into param groups, which are unsharded, reduced and updated as one."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ from torch import nn
 
 
 class ParamGroup(NamedTuple):
-    """A block of parameters that are gathered, summed and updated together, by name."""
+    """A block of the model, and the names of its parameters, which are unsharded, reduced and updated as one."""
 
     name: str
     parameters: tuple[str, ...]
 
 
-_LISTS = (nn.Sequential, nn.ModuleList)
+LISTS = (nn.Sequential, nn.ModuleList)
+"""The containers whose entries are blocks."""
 
 
 def split_into_param_groups(model: nn.Module, *, least_bytes: int = 2**20) -> tuple[ParamGroup, ...]:
-    """Returns the model's parameters in units of whole blocks, each of at least ``least_bytes``, in forward order.
+    """Returns the model's parameters in groups of whole blocks, each of at least ``least_bytes``, in forward order.
 
-    A block is an entry of a list or sequence of modules, however deep in the model. Small neighbours are joined. A tied
-    parameter belongs to the first block that uses it.
-
-    >>> model = nn.Sequential(nn.Linear(600, 600), nn.Linear(2, 2), nn.Linear(900, 900))
-    >>> [group.name for group in split_into_param_groups(model)]
-    ['0', '1..2']
+    A block is an entry of a list or sequence of modules, at any depth. Small neighbours are joined, for messages of a
+    useful size. A tied parameter belongs to the first block that uses it.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    home: dict[str, int] = {}  # by parameter, the unit it belongs to
+    home: dict[str, int] = {}  # the number of each parameter's group
     modules: list[list[str]] = [[]]
     num_bytes = 0
     for path, module, whole in _entries("", model):
@@ -43,26 +40,23 @@ def split_into_param_groups(model: nn.Module, *, least_bytes: int = 2**20) -> tu
             modules.append([])
             num_bytes = 0
     last = len(modules) - 1
-    if last > 0 and num_bytes < least_bytes:  # what is left is small: it goes with its neighbour
+    if last > 0 and num_bytes < least_bytes:  # the rest is small: it joins its neighbour
         tail = modules.pop()
         modules[-1] += tail
         home = {name: min(number, last - 1) for name, number in home.items()}
-    units = []
+    groups = []
     for number, paths in enumerate(modules):
-        if not paths:
-            continue
-        name = paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}"
-        parameters = tuple(n for n, at in home.items() if at == number)
-        units.append(ParamGroup(name, parameters))
-    return tuple(unit for unit in units if unit.parameters)
+        if parameters := tuple(name for name, at in home.items() if at == number):
+            groups.append(ParamGroup(paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}", parameters))
+    return tuple(groups)
 
 
 def _entries(path: str, module: nn.Module, *, listed: bool = False) -> Iterable[tuple[str, nn.Module, bool]]:
-    """The blocks in order: entries of lists and sequences of modules, and what lies beside these and those around them.
+    """Yields the blocks in order, and the modules beside and around them, each with whether its children belong to it.
 
-    Each with whether all its parameters are meant, or those alone that a container of blocks holds itself.
+    They do not for a container of blocks, of which the parameters that it holds itself are meant.
     """
-    is_list = type(module) in _LISTS
+    is_list = type(module) in LISTS
     if path and not is_list and (listed or not _holds_blocks(module)):
         yield path, module, True
         return
@@ -73,16 +67,12 @@ def _entries(path: str, module: nn.Module, *, listed: bool = False) -> Iterable[
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Whether a list or sequence inside has entries that are more than single layers."""
-    lists = (each for each in module.modules() if type(each) in _LISTS)
+    """Returns whether a list or sequence inside has entries that are more than single layers."""
+    lists = (each for each in module.modules() if type(each) in LISTS)
     return any(next(entry.children(), None) is not None for each in lists for entry in each.children())
 
 
 def held_param_groups(groups: Sequence[ParamGroup], held: Collection[str]) -> tuple[ParamGroup, ...]:
-    """Returns the groups, each with those of its parameters that a rank holds; groups without any are left out.
-
-    >>> held_param_groups([ParamGroup("a", ("a.w",)), ParamGroup("b", ("b.w",))], {"b.w"})
-    (ParamGroup(name='b', parameters=('b.w',)),)
-    """
+    """Returns the param groups, each with those of its parameters that a rank holds; empty ones are left out."""
     found = (group._replace(parameters=tuple(n for n in group.parameters if n in held)) for group in groups)
     return tuple(group for group in found if group.parameters)

@@ -1,4 +1,9 @@
-"""The ``Plan`` that strategies refine in turn: where everything lies and what is done where."""
+"""The ``Plan``: the layout of every tensor and the treatment of every layer under one layout line.
+
+Each strategy's ``place`` takes a plan and returns a refined one, on the meta device and equally on every rank, so every
+LayoutError comes before the first message. Everything after it reads the plan: ``apply``, ``traffic``, gradient sync,
+the ledger, checkpoints, ``verify`` and ``show``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from shardwright.errors import LayoutError
 from shardwright.forward_stack import SEVERAL, Rung
 from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
-from shardwright.operators.deferred_gradients import DeferredGradients
+from shardwright.operators.split_backward import DeferredGradients
 from shardwright.plan.batch_shard import BatchShard, RowMoves
 from shardwright.plan.param_groups import ParamGroup, split_into_param_groups
 from shardwright.plan.schedule import Schedule
@@ -28,32 +33,35 @@ from shardwright.rng import DimSlice, RngTracker
 from shardwright.sharding.box import Ranges
 from shardwright.sharding.tensor_layout import TensorLayout
 
-# ---- how a tensor lies along one axis
+# ---- the layout of a tensor along one axis
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Cut along ``dim``: each index holds a part."""
+    """A tensor's layout along one axis: sharded along ``dim``, each index of the axis holds one part."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Copied: each index holds the whole."""
+    """A tensor's layout along one axis: replicated, each index of the axis holds the whole tensor."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A term of a sum: the whole is the sum over the axis."""
+    """A tensor's layout along one axis: a partial sum, each index holds one term; the tensor is the sum of all."""
 
 
 Spec = Mapping[str, Shard | Replicate | Partial]
-"""How a tensor lies, by axis; an axis left out is ``Replicate``."""
+"""The layout of a tensor by axis; an axis left out means ``Replicate``."""
 
 
 class Use(NamedTuple):
-    """One use of a parameter: how the module's input lies, and how the gradient of its output does."""
+    """One module's use of a parameter: the layout of the module's input, and of the gradient of its output.
+
+    Gradient sync is derived from the uses: see :mod:`shardwright.plan.traffic`.
+    """
 
     parameter: str
     module: str
@@ -61,23 +69,20 @@ class Use(NamedTuple):
     dy: Spec
 
     def partial_axes(self) -> frozenset[str]:
-        """The axes over which this use gives each rank only a term of the gradient: where the contraction is cut.
+        """Returns the axes along which this use gives each rank only a partial sum of the parameter's gradient.
 
         Every dim but the last is contracted in a weight's gradient; the last is the features'.
-
-        >>> sorted(Use("w", "m", {"dp": Shard(0), "tp": Shard(-1)}, {"tp": Replicate()}).partial_axes())
-        ['dp']
         """
         return frozenset(
             axis
             for spec in (self.x, self.dy)
-            for axis, lies in spec.items()
-            if isinstance(lies, Partial) or (isinstance(lies, Shard) and lies.dim != -1)
+            for axis, layout in spec.items()
+            if isinstance(layout, Partial) or (isinstance(layout, Shard) and layout.dim != -1)
         )
 
 
 class LayerRole(NamedTuple):
-    """What is done at one module, by which strategy, and why: what ``show`` prints."""
+    """The role that a strategy gives one module (such as column-parallel), and why, as ``show`` prints it."""
 
     name: str
     strategy: str
@@ -85,35 +90,31 @@ class LayerRole(NamedTuple):
 
 
 NUM_TOKENS = 4096
-"""Tokens of one microbatch where nobody says how many: strategies weigh activations against weights by it."""
-
-
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What a layout's words for the precision compute in."""
+"""The assumed number of tokens in a microbatch when the caller gives none: it weighs activations against weights."""
 
 
 def compute_dtype(dtype: torch.dtype, layout: Layout) -> torch.dtype:
-    """What tensors of a model that has this dtype are in while a layout computes.
-
-    >>> compute_dtype(torch.float32, Layout.parse("dp2 bf16")), compute_dtype(torch.float32, Layout.parse("dp2"))
-    (torch.bfloat16, torch.float32)
-    """
-    return COMPUTE_DTYPES.get(layout.precision, dtype) if dtype.is_floating_point else dtype
+    """Returns the dtype in which tensors of ``dtype`` compute under a layout; integers keep theirs."""
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return narrow.get(layout.precision, dtype) if dtype.is_floating_point else dtype
 
 
 class ForwardFrame(Protocol):
-    """What a strategy does around a model's forward, for a pipeline, which runs the modules inside one by one."""
+    """A strategy's code around the model's whole forward, in a form that pipeline stages can call chunk by chunk.
+
+    A stage never calls the model's own forward, so hooks on it would not run there.
+    """
 
     def within(self, inputs: Any) -> AbstractContextManager[Any]:
-        """A forward, or one chunk's part of it; gives a microbatch's inputs as the modules inside take them."""
+        """Returns a context for one chunk's forward; yields the model's inputs as its modules expect them, cut."""
         ...
 
     def give(self, output: Any) -> Any:
-        """The model's output as its callers take it, from what the modules inside made."""
+        """Converts the output of the last module into the output that callers of the model expect."""
         ...
 
     def repeat(self, path: str, times: int, total: int) -> None:
-        """Earlier chunks have called a module so often, of ``total`` calls in this forward."""
+        """Tells the frame that earlier chunks made ``times`` of the ``total`` calls of a module in this forward."""
         ...
 
     def snapshot(self) -> Callable[[], None]:
@@ -122,47 +123,51 @@ class ForwardFrame(Protocol):
 
 
 class Job(NamedTuple):
-    """What a person hands over: a plain model, the loss that gives (sum, count), and how much is computed at once.
+    """What a strategy works on: a plain model, its loss, and the options of ``parallelize`` that describe both.
 
-    ``num_tokens`` are those of one microbatch of one model copy, as far as they are known when it is laid out; a wrong
-    number costs speed, never the result. ``batch_shard`` says, on a rank, which rows of the microbatch each rank has.
-    ``roles`` are those that a person gives to single layers, by patterns of names. ``example`` are the inputs of one
-    microbatch of one model copy, on the meta device, where they are known: what a layer costs is counted on them.
-    ``num_samples`` are those of the smallest microbatch where each is a sequence of tokens: too few to be cut, their
-    sequences are. ``stages`` are the modules at which a person lets stages begin, by putting parts on devices;
-    ``seconds`` are those that were measured of modules' forwards. ``deferred`` takes, on a rank, weight gradients that
-    are wanted later; ``rng`` are its random numbers; ``frame`` is what a strategy before this one does around the
-    model's forward. ``offload_folder`` is where files of state go that a layout keeps on disk.
+    Args:
+        model: the plain model; on the meta device while planning, this rank's part of it in ``apply``.
+        loss: called as ``loss(output, targets)``; returns (sum, count).
+        num_tokens: tokens of one microbatch of one model copy. A wrong number costs speed, never the result.
+        num_samples: samples of the smallest microbatch, if samples are sequences; with too few, sequences are cut.
+        roles: roles that the caller gave to single layers, by patterns of names.
+        example: inputs of one microbatch of one model copy, on the meta device, for counting costs.
+        stages: modules at which pipeline stages begin, from devices on which the caller put parts of the model.
+        seconds: measured forward times by module.
+        offload_folder: folder for the files of offloaded state.
+
+    Set on each rank before ``apply``: ``batch_shard`` (this rank's rows), ``deferred`` (weight gradients to compute
+    later), ``rng`` (the RNG tracker), ``frame`` (the frame of the strategy applied before).
     """
 
     model: nn.Module
     loss: nn.Module
     num_tokens: int = NUM_TOKENS
-    batch_shard: BatchShard | None = None
+    num_samples: int | None = None
     roles: Mapping[str, str] = MappingProxyType({})
     example: Any = None
-    num_samples: int | None = None
     stages: tuple[str, ...] = ()
     seconds: Mapping[str, float] = MappingProxyType({})
+    offload_folder: Path | None = None
+    batch_shard: BatchShard | None = None
     deferred: DeferredGradients | None = None
     rng: RngTracker | None = None
     frame: ForwardFrame | None = None
-    offload_folder: Path | None = None
 
 
 INPUT = "(input)"
-"""The name under which ``Plan.roles`` keeps how the model's input is cut, where that needs to be said."""
+"""The key in ``Plan.roles`` for the treatment of the model's input."""
 
 LOSS = "(loss)"
-"""The name under which ``Plan.roles`` keeps what is done at the loss."""
+"""The key in ``Plan.roles`` for the treatment of the loss."""
 
 OUTPUT = "(output)"
-"""The name under which ``Plan.activations`` keeps how the model's output is cut."""
+"""The key in ``Plan.activations`` for the sharding of the model's output."""
 
 
 @dataclass(frozen=True)
 class ActivationCut:
-    """An activation's dim that an axis cuts: ``ranges[i]`` of ``size`` elements at index i."""
+    """One sharded dim of an activation: index i of ``axis`` holds ``ranges[i]`` of ``size`` elements."""
 
     axis: str
     dim: int
@@ -172,7 +177,7 @@ class ActivationCut:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where a parameter, its gradient and its optimizer state lie between steps."""
+    """The layouts in which a parameter, its gradient and its optimizer state are stored between steps."""
 
     parameter: TensorLayout
     gradient: TensorLayout
@@ -181,89 +186,89 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything lies and what is done where. Refined strategy by strategy, never mutated.
-
-    >>> plan = Plan.of(Job(nn.Linear(2, 4), nn.Identity()), Layout.parse("tp2"))
-    >>> sorted(plan.compute), plan.inputs
-    (['bias', 'weight'], {})
-    """
+    """The layout of every tensor and the treatment of every layer; immutable, so strategies return refined copies."""
 
     layout: Layout
     mesh: Mesh
     compute: Mapping[str, TensorLayout]
+    """The layout in which operators see each parameter."""
     state: Mapping[str, StateLayout]
+    """The layouts of each parameter, its gradient and its optimizer state between steps."""
     uses: tuple[Use, ...]
     inputs: Mapping[str, int]
+    """The dim of the model's input that each axis cuts: 0 samples, 1 tokens, 2 picture rows."""
     param_groups: tuple[ParamGroup, ...]
     loss_axes: frozenset[str] = frozenset()
+    """The axes over which the loss is summed."""
     schedule: Schedule | None = None
     stages: Stages | None = None
     roles: Mapping[str, LayerRole] = field(default_factory=dict)
     activations: Mapping[str, tuple[ActivationCut, ...]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """What each parameter computes in."""
+    """The dtype in which each parameter computes."""
     stored_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """What each parameter rests in: wider than it computes in where the precision is mixed."""
+    """The dtype in which each parameter is stored: with mixed precision, that of its master weights."""
     fp32_sums: frozenset[str] = frozenset()
-    """The parameters whose gradients are summed as wide as they rest, and not as narrow as they are computed."""
+    """The parameters whose gradients are summed in their stored dtype, not in the narrower compute dtype."""
     unsharded_on_use: frozenset[str] = frozenset()
-    """The parameters that are whole only while something computes with them; of others a whole stays on each rank."""
+    """The parameters that are resharded after use (ZeRO-3). Of all others each rank keeps the unsharded tensor."""
     offloaded: Mapping[str, str] = field(default_factory=dict)
-    """Of parameters whose state rests elsewhere than on the rank's device, where: on ``host`` or ``disk``."""
+    """Where the state of offloaded parameters is stored: ``host`` or ``disk``."""
     row_moves: Mapping[str, RowMoves] = field(default_factory=dict)
+    """How each module's rows differ from the rows of the model's input, for random layers."""
     token_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The dims of a module's input with tokens, where sequences are cut and these are not dim 1 alone."""
+    """The token dims of a module's input, if sequences are cut and tokens are not in dim 1 alone."""
     notes: Mapping[str, Any] = field(default_factory=dict)
+    """By module, what a strategy's ``place`` found out for its ``apply`` and ``traffic``."""
     noted_by: Mapping[str, str] = field(default_factory=dict)
     statistics: tuple[str, ...] = ()
-    """The modules that compute statistics of the batch: over all axes that cut its samples."""
+    """The modules with batch statistics, which are combined over all axes that cut the samples."""
     buffers: Mapping[str, TensorLayout] = field(default_factory=dict)
-    """Where buffers lie that are cut; any other is whole on every rank."""
+    """The layouts of sharded buffers; every rank holds a copy of all others."""
     recomputed: tuple[str, ...] = ()
-    """The modules that the backward computes again, in place of keeping what they make."""
+    """The modules under activation checkpointing."""
     offloaded_activations: tuple[str, ...] = ()
-    """The modules whose calls keep what the backward needs in host memory or on disk."""
+    """The modules under activation offload."""
     allowed_callers: Mapping[str, AllowedCallers] = field(default_factory=dict)
-    """Where the calls of modules come from that take or give a part: from elsewhere they would be wrong."""
+    """For modules with sharded inputs or outputs, the callers that were analysed; a call by other code is an error."""
     wrapped: Mapping[str, Mapping[Rung, tuple[str, ...]]] = field(default_factory=dict)
-    """By module and rung of its forward stack, the strategies that will put something there, or "core"."""
+    """By module and rung of its forward stack, the strategies (or "core") that will put a wrapper there."""
 
     @staticmethod
     def of(job: Job, layout: Layout) -> Plan:
-        """The plan before any strategy: everything copied to every rank."""
+        """Returns the plan before any strategy: every rank holds a copy of everything."""
         shapes = {name: tuple(p.shape) for name, p in job.model.named_parameters()}
         compute = {name: TensorLayout.whole(shape) for name, shape in shapes.items()}
-        rest = {name: StateLayout(lies, lies, lies) for name, lies in compute.items()}
+        state = {name: StateLayout(whole, whole, whole) for name, whole in compute.items()}
         uses = tuple(Use(name, path, {}, {}) for path, _, _, name in owners(job.model))
-        masters = {name: p.dtype for name, p in job.model.named_parameters()}
-        dtypes = {name: compute_dtype(dtype, layout) for name, dtype in masters.items()}
+        stored = {name: p.dtype for name, p in job.model.named_parameters()}
+        dtypes = {name: compute_dtype(dtype, layout) for name, dtype in stored.items()}
         frozen = frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad)
         statistics = tuple(path for path, module in batch_norms(job.model) if uses_batch(module))
         return Plan(
-            layout, layout.mesh, compute, rest, uses, {}, split_into_param_groups(job.model), frozen=frozen,
-            compute_dtypes=dtypes, stored_dtypes=masters, statistics=statistics,
+            layout, layout.mesh, compute, state, uses, {}, split_into_param_groups(job.model), frozen=frozen,
+            compute_dtypes=dtypes, stored_dtypes=stored, statistics=statistics,
         )  # fmt: skip
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> Plan:
-        """Parameter ``name`` lies cut: index i of ``axis`` holds ``ranges[i]`` of ``dim``, at rest as in compute."""
-        lies = self.compute[name].cut(axis, dim, ranges)
-        return replace(
-            self, compute={**self.compute, name: lies}, state={**self.state, name: StateLayout(lies, lies, lies)}
-        )
+        """Shards a parameter, in compute and in storage: index i of ``axis`` holds ``ranges[i]`` of ``dim``."""
+        cut = self.compute[name].cut(axis, dim, ranges)
+        state = {**self.state, name: StateLayout(cut, cut, cut)}
+        return replace(self, compute={**self.compute, name: cut}, state=state)
 
     def cut_buffer(self, name: str, size: int, axis: str, ranges: Ranges) -> Plan:
-        """Buffer ``name``, of ``size`` elements, lies cut: index i of ``axis`` holds ``ranges[i]``."""
-        lies = self.buffers.get(name, TensorLayout.whole((size,))).cut(axis, 0, ranges)
-        return replace(self, buffers={**self.buffers, name: lies})
+        """Returns the plan with a buffer of ``size`` elements sharded: index i of ``axis`` holds ``ranges[i]``."""
+        cut = self.buffers.get(name, TensorLayout.whole((size,))).cut(axis, 0, ranges)
+        return replace(self, buffers={**self.buffers, name: cut})
 
     def cut_inputs(self, axis: str, dim: int) -> Plan:
-        """The batch is cut along ``dim``, and with it every activation: gradients become terms of a sum."""
+        """Returns the plan with batch and activations sharded along ``dim``: gradients are partial over ``axis``."""
         uses = tuple(u._replace(x={**u.x, axis: Shard(dim)}, dy={**u.dy, axis: Shard(dim)}) for u in self.uses)
         return replace(self, uses=uses, inputs={**self.inputs, axis: dim}, loss_axes=self.loss_axes | {axis})
 
     def use(self, module: str, x: Spec | None = None, dy: Spec | None = None) -> Plan:
-        """Every parameter of ``module`` is used on an input that lies like this."""
+        """Returns the plan with the layouts of a module's input (``x``) and output gradient (``dy``) updated."""
         uses = tuple(
             u._replace(x={**u.x, **(x or {})}, dy={**u.dy, **(dy or {})}) if u.module == module else u
             for u in self.uses
@@ -271,34 +276,29 @@ class Plan:
         return replace(self, uses=uses)
 
     def role(self, module: str, strategy: str, name: str, why: str) -> Plan:
-        """Notes what is done at ``module`` and why."""
+        """Records the role that a strategy gives a module, and why, for ``show`` to print."""
         return replace(self, roles={**self.roles, module: LayerRole(name, strategy, why)})
 
     def cut_activation(self, module: str, activation: ActivationCut) -> Plan:
-        """What ``module`` takes in is cut: random layers need to know their place in the whole."""
+        """Records that a module's input is sharded: dropout needs each element's place in the whole tensor."""
         return replace(self, activations={**self.activations, module: (*self.activations.get(module, ()), activation)})
 
     def batch_shard(self, coord: Coord) -> BatchShard:
-        """Returns what the rank at ``coord`` has of global batches: which samples, and which tokens of each.
-
-        >>> plan = Plan.of(Job(nn.Linear(2, 2), nn.Identity()), Layout.parse("dp2")).cut_inputs("dp", dim=0)
-        >>> plan.batch_shard({"dp": 1}).local_samples(5)
-        range(3, 5)
-        """
+        """Returns the part of each global batch that the rank at ``coord`` has: its samples, and its tokens of each."""
         return BatchShard(self.mesh, self.row_axes, coord, token_axes=self.token_axes)
 
     def move_rows(self, module: str, rows: RowMoves) -> Plan:
-        """Notes that ``module`` sees other samples, or tokens, than this rank's own: random layers ask which."""
+        """Records, for dropout, that a module sees other samples or tokens than this rank's share of the batch."""
         return replace(self, row_moves={**self.row_moves, module: rows}) if rows else self
 
     def see_tokens(self, module: str, dims: tuple[int, ...]) -> Plan:
-        """Notes in which dims ``module`` sees tokens: of all but the first of ``dims``, from a sequence's start on."""
+        """Records which dims of a module's input are tokens; in all but the first they begin at the first token."""
         return replace(self, token_dims={**self.token_dims, module: dims})
 
     def note(self, module: str, note: Any, *, by: str, rung: Rung = Rung.OPERATOR) -> Plan:
-        """Keeps what a strategy found out about ``module`` for its ``apply`` and ``traffic``, and what it will wrap.
+        """Stores a strategy's findings about a module, for ``apply`` and ``traffic``; claims a forward-stack rung.
 
-        Raises: LayoutError: another strategy's note is there, or it has the rung.
+        Raises: LayoutError: another strategy has a note on the module, or the rung.
         """
         plan = self.wraps(module, rung, by)
         other = plan.noted_by.get(module, by)
@@ -307,16 +307,16 @@ class Plan:
         return replace(plan, notes={**plan.notes, module: note}, noted_by={**plan.noted_by, module: by})
 
     def without_note(self, module: str) -> Plan:
-        """Takes back what :meth:`note` has kept of a module: for a name that only stood for one."""
+        """Removes what :meth:`note` stored under ``module``, a name that is no module of the model."""
         notes, noted_by, wrapped = dict(self.notes), dict(self.noted_by), dict(self.wrapped)
         for kept in (notes, noted_by, wrapped):
             kept.pop(module, None)
         return replace(self, notes=notes, noted_by=noted_by, wrapped=wrapped)
 
     def wraps(self, module: str, rung: Rung, by: str) -> Plan:
-        """Records that a strategy, or "core", will put something on a rung of the module's forward stack.
+        """Claims a rung (a fixed place for a wrapper of a module's forward) for a strategy, or for "core".
 
-        Raises: LayoutError: another strategy has the rung, on which one alone may stand.
+        Raises: LayoutError: another strategy has claimed the rung, and the rung takes one wrapper.
 
         >>> plan = Plan.of(Job(nn.Linear(2, 4), nn.Identity()), Layout.parse("tp2"))
         >>> plan.wraps("", Rung.OPERATOR, "tensor_1d").wraps("", Rung.OPERATOR, "toy")
@@ -334,36 +334,32 @@ class Plan:
             raise _taken(self.layout, module, f"the rung {rung.name}", others[0], by)
         return replace(self, wrapped={**self.wrapped, module: {**before, rung: (*others, by)}})
 
-    def at_home(self, allowed_callers: Mapping[str, AllowedCallers]) -> Plan:
-        """Notes from where modules are called that take or give a part."""
+    def allow_callers(self, allowed_callers: Mapping[str, AllowedCallers]) -> Plan:
+        """Records which callers of modules with sharded inputs or outputs were analysed; calls by others are errors."""
         return replace(self, allowed_callers={**self.allowed_callers, **allowed_callers})
 
     def parameter_bytes(self, name: str, coord: Coord) -> int:
-        """What ``coord`` holds of a parameter between steps: what rests, and what it computes with where that stays.
-
-        >>> Plan.of(Job(nn.Linear(2, 4), nn.Identity()), Layout.parse("bf16")).parameter_bytes("weight", {})
-        48
-        """
-        resting = self.state[name].parameter.num_elements(coord) * self.stored_dtypes[name].itemsize
+        """Returns a parameter's bytes on a rank between steps: its stored shard, and its unsharded tensor if kept."""
+        stored = self.state[name].parameter.num_elements(coord) * self.stored_dtypes[name].itemsize
         whole = self.compute[name].num_elements(coord) * self.compute_dtypes[name].itemsize
         if name in self.offloaded:
             return 0 if name in self.unsharded_on_use else whole
         if name in self.unsharded_on_use:
-            return resting
-        return max(resting, whole) if self.stored_dtypes[name] == self.compute_dtypes[name] else resting + whole
+            return stored
+        return max(stored, whole) if self.stored_dtypes[name] == self.compute_dtypes[name] else stored + whole
 
     @property
     def row_axes(self) -> frozenset[str]:
-        """The axes that cut the samples of the model's input."""
+        """The axes that cut the samples of the batch."""
         return frozenset(axis for axis, dim in self.inputs.items() if dim == 0)
 
     @property
     def token_axes(self) -> frozenset[str]:
-        """The axes that cut the sequences of the model's input, every rank holding some tokens of each sample."""
+        """The axes that cut the tokens of every sample."""
         return frozenset(axis for axis, dim in self.inputs.items() if dim == 1)
 
     def slices(self, coord: Coord) -> dict[str, tuple[DimSlice, ...]]:
-        """The cut activations by module, as ``coord`` holds them; a dim that several axes cut is one slice."""
+        """Returns, for each module with a sharded input, the slice of each dim that the rank at ``coord`` holds."""
         found: dict[str, tuple[DimSlice, ...]] = {}
         for module, activations in self.activations.items():
             by_dim: dict[int, DimSlice] = {}

@@ -1,4 +1,4 @@
-"""Which modules a layout computes again in the backward, found by their names or as blocks."""
+"""Finds the modules under activation checkpointing or activation offload, for a layout's ``recompute`` option."""
 
 from __future__ import annotations
 
@@ -12,29 +12,24 @@ from torch import nn
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls
 from shardwright.errors import LayoutError, nearest
 from shardwright.layout import Layout
+from shardwright.plan.param_groups import LISTS
 
-ELSEWHERE: Mapping[str, Literal["host", "disk"]] = {"offload": "host", "offload:disk": "disk"}
-"""The words that compute nothing again, but keep what the backward needs elsewhere; and where."""
+OFFLOADS: Mapping[str, Literal["host", "disk"]] = {"offload": "host", "offload:disk": "disk"}
+"""The words for activation offload, which recomputes nothing, and the place of the saved activations."""
 
-WORDS = ("full", "selective", *ELSEWHERE)
-_LISTS = (nn.Sequential, nn.ModuleList)
+WORDS = ("full", "selective", *OFFLOADS)
 
 
 def activation_offload_target(layout: Layout) -> Literal["host", "disk"] | None:
-    """Where the layout keeps what the backward needs of blocks, if that is not where they compute.
-
-    >>> lines = ("recompute:offload:disk", "recompute:full")
-    >>> tuple(activation_offload_target(Layout.parse(line)) for line in lines)
-    ('disk', None)
-    """
-    return ELSEWHERE.get(layout.recompute or "")
+    """Returns where the layout offloads saved activations, ``host`` or ``disk``; None if it does not."""
+    return OFFLOADS.get(layout.recompute or "")
 
 
 def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
-    """The modules that the layout's ``recompute`` means, none inside another; none where it does not ask for any.
+    """Returns the modules that the layout's ``recompute`` option selects, none inside another.
 
-    All words mean the entries of lists and sequences of modules, and among these leave single layers
-    alone where there are blocks: to compute one again frees nothing. Raises LayoutError for a word that means nothing.
+    A pattern selects by name. A word selects the entries of lists and sequences of modules; single layers among them
+    only if there are no blocks, since recomputing one frees no memory. Raises: LayoutError: it selects nothing.
 
     >>> model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))])
     >>> recomputed_blocks(model, Layout.parse("recompute:full"))
@@ -51,21 +46,21 @@ def recomputed_blocks(model: nn.Module, layout: Layout) -> tuple[str, ...]:
         patterns = word.split(",")
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise _nothing(f"no module of the model is called '{pattern}'", layout, names, nearest(pattern, names))
+                raise _no_match(f"no module of the model is called '{pattern}'", layout, names, nearest(pattern, names))
         return _outermost([name for name in names if any(fnmatchcase(name, each) for each in patterns)])
     entries = dict(_entries("", model))
     found = [path for path, module in entries.items() if next(module.children(), None) is not None] or list(entries)
     if not found:
-        raise _nothing("the model has no blocks", layout, names, names[0] if names else "")
+        raise _no_match("the model has no blocks", layout, names, names[0] if names else "")
     return _outermost(found)
 
 
 def _entries(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The entries of lists and sequences, but for those that hold blocks of their own."""
+    """Yields the entries of lists and sequences, except those that hold blocks of their own."""
     for name, child in module.named_children():
         inner = f"{path}.{name}".lstrip(".")
-        holds = type(child) in _LISTS and any(next(each.children(), None) is not None for each in child.children())
-        if type(module) in _LISTS and not holds and type(child) is not nn.ModuleList:
+        holds = type(child) in LISTS and any(next(each.children(), None) is not None for each in child.children())
+        if type(module) in LISTS and not holds and type(child) is not nn.ModuleList:
             yield inner, child
         else:
             yield from _entries(inner, child)
@@ -75,17 +70,17 @@ def _outermost(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(path for path in paths if not any(path.startswith(f"{other}.") for other in paths))
 
 
-def _nothing(what: str, layout: Layout, names: Sequence[str], like: str) -> LayoutError:
+def _no_match(what: str, layout: Layout, names: Sequence[str], like: str) -> LayoutError:
     without = str(replace(layout, recompute=None))
-    if activation_offload_target(layout) is not None:  # a pattern would compute again, and keep nothing elsewhere
+    if activation_offload_target(layout) is not None:  # a pattern is no way out: it would recompute, not offload
         return LayoutError(
-            f"{what}, so there is nothing whose activations could be kept elsewhere",
+            f"{what}, so there is nothing whose activations could be offloaded",
             given=str(layout),
-            allowed=f"recompute:{' or recompute:'.join(ELSEWHERE)} for models with lists or sequences of modules",
+            allowed=f"recompute:{' or recompute:'.join(OFFLOADS)} for models with lists or sequences of modules",
             fix=f"put the layers into an nn.Sequential or nn.ModuleList, or leave it out: {without}",
         )
     return LayoutError(
-        f"{what}, so there is nothing to compute again",
+        f"{what}, so there is nothing to recompute",
         given=str(layout),
         allowed="recompute:full or recompute:selective for models with lists or sequences of modules, "
         "recompute:PATTERN for names of modules, * for anything, several with commas",
@@ -94,7 +89,7 @@ def _nothing(what: str, layout: Layout, names: Sequence[str], like: str) -> Layo
 
 
 def called_modules(model: nn.Module, paths: Sequence[str], opened: Collection[str]) -> tuple[str, ...]:
-    """The modules that stages really call: of one whose code they run call by call, those inside.
+    """Returns the modules that pipeline stages call for ``paths``: the children in place of ``opened`` or list modules.
 
     >>> called_modules(nn.Sequential(nn.Sequential(nn.ReLU())), ["0"], ["0"])
     ('0.0',)
@@ -111,15 +106,14 @@ def called_modules(model: nn.Module, paths: Sequence[str], opened: Collection[st
 
 
 def count_recomputation(module_calls: ModuleCalls, paths: Sequence[str], trained: Collection[str]) -> ModuleCalls:
-    """The calls of one forward, those marked that the backward makes again.
+    """Returns a forward's module calls, with ``num_forwards=2`` where activation checkpointing recomputes them.
 
-    A block is computed again where gradients flow into it: ``trained`` are the modules with parameters that learn.
+    A block is recomputed if gradients flow into it; ``trained`` are the modules with trained parameters.
     """
     found: Mapping[str, tuple[ModuleCall, ...]] = module_calls
     for path in paths:
         inside = [each for each in module_calls if f"{each}.".startswith(f"{path}.")]
-        learns = any(each in trained or any(visit.needs_gradient for visit in module_calls[each]) for each in inside)
-        if learns:
-            twice = {each: tuple(replace(visit, num_forwards=2) for visit in module_calls[each]) for each in inside}
+        if any(each in trained or any(call.needs_gradient for call in module_calls[each]) for each in inside):
+            twice = {each: tuple(replace(call, num_forwards=2) for call in module_calls[each]) for each in inside}
             found = {**found, **twice}
     return found

@@ -1,4 +1,4 @@
-"""A schedule is data: for each stage, the list of actions that make one step."""
+"""Pipeline schedules as data: for each stage, the list of actions of one step. One executor runs any of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One piece of work on one microbatch and one chunk of the model.
+    """An action of a schedule, on one microbatch and one chunk of the model.
 
-    ``F`` forward; ``B`` the whole backward; ``I`` the gradient of the input alone; ``W`` what is left of the backward,
-    the gradients of the weights. Chunks are counted in forward order over the whole model.
-
-    >>> str(Action("F", microbatch=3)), str(Action("I", microbatch=0, chunk=5))
-    ('0F3', '5I0')
+    ``F`` forward; ``B`` the whole backward; or the backward split in ``I``, the input's gradient, and ``W``, the
+    weights' gradients. Chunks are numbered in forward order over the whole model.
     """
 
     kind: Kind
@@ -28,14 +25,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage does in one step, in order, and where each chunk of the model lives.
-
-    ``actions[s]`` is the list of stage ``s``; ``stage_of[c]`` the stage that holds chunk ``c``.
-
-    >>> schedule = accumulate(1)
-    >>> schedule.num_stages, schedule.num_chunks, schedule.chunks_of(0)
-    (1, 1, (0,))
-    """
+    """The actions of one step: ``actions[s]`` are those of stage ``s``; stage ``stage_of[c]`` holds chunk c."""
 
     name: str
     actions: tuple[tuple[Action, ...], ...]
@@ -44,27 +34,23 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """How many ranks the pipeline has."""
+        """The number of pipeline stages."""
         return len(self.actions)
 
     @property
     def num_chunks(self) -> int:
-        """How many pieces the model is cut into."""
+        """The number of chunks of the model."""
         return len(self.stage_of)
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """The chunks that ``stage`` holds, in forward order."""
+        """Returns the numbers of the chunks that ``stage`` holds, in forward order."""
         return tuple(chunk for chunk, at in enumerate(self.stage_of) if at == stage)
 
 
 def needs(action: Action, num_chunks: int) -> tuple[Action, ...]:
-    """What must be done before ``action`` can begin, on whatever stage; one of several forms suffices for each.
+    """Returns the actions, on any stage, that must be done before ``action`` can begin.
 
-    A backward needs the input's gradient from the chunk after, which ``B`` gives as well as ``I``: the form with ``I``
-    is named.
-
-    >>> [str(a) for a in needs(Action("F", 2, chunk=1), 3)], [str(a) for a in needs(Action("B", 2, chunk=1), 3)]
-    (['0F2'], ['1F2', '2I2'])
+    A backward needs the input gradient of the next chunk, which comes from its ``B`` or ``I``: ``I`` is returned.
     """
     kind, microbatch, chunk = action
     if kind == "F":
@@ -76,7 +62,7 @@ def needs(action: Action, num_chunks: int) -> tuple[Action, ...]:
 
 
 def accumulate(num_microbatches: int) -> Schedule:
-    """The schedule without a pipeline: each microbatch forward, then backward, gradients added up.
+    """Returns the schedule of gradient accumulation on one stage: each microbatch forward, then backward.
 
     >>> [str(action) for action in accumulate(2).actions[0]]
     ['0F0', '0B0', '0F1', '0B1']

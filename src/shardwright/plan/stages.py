@@ -1,4 +1,4 @@
-"""A model cut into pipeline chunks: which calls belong to which chunk, and what each chunk costs."""
+"""``Stages``: a model cut into pipeline chunks, as the pipeline's ``place`` puts it into the plan."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from shardwright.analysis.costs import Cost
 from shardwright.errors import LayoutError
 
 DROPOUTS = nn.modules.dropout._DropoutNd
-"""What draws random numbers for its masks."""
+"""The base class of torch's layers that draw random masks."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """A model, on the meta device, in chunks; and what each chunk costs forward."""
+    """The plain model on the meta device, its module calls cut into pipeline chunks, and each chunk's forward cost.
+
+    ``opened`` are the modules whose calls are cut one by one.
+    """
 
     model: nn.Module
     chunked: Chunked
@@ -26,35 +29,34 @@ class Stages:
 
     @property
     def num_chunks(self) -> int:
-        """How many pieces there are."""
+        """The number of pipeline chunks that the model is cut into."""
         return self.chunked.num_chunks
 
     def with_arguments(self, given: Sequence[str]) -> Chunked:
-        """The same cut of the code that runs when these arguments are given."""
+        """Returns the graph of the code that runs with the model's arguments ``given``, cut into the same chunks.
+
+        Raises: LayoutError: that code calls a module with weights that the cut did not see.
+        """
         graph = read_graph(self.model, self.opened, given)
-        chunk_of, known = dict(self.chunked.chunk_of), dict[str, int]()
+        chunk_of, last_chunk = dict(self.chunked.chunk_of), dict[str, int]()
         for before, chunk in self.chunked.chunk_of.items():
-            known[before.module] = max(chunk, known.get(before.module, 0))
+            last_chunk[before.module] = max(chunk, last_chunk.get(before.module, 0))
         for _, site in sites(graph):
             if site is None or site in chunk_of:
                 continue
-            if site.module in known:
-                chunk_of[site] = known[site.module]
+            if site.module in last_chunk:
+                chunk_of[site] = last_chunk[site.module]
             elif not is_stateless(self.model.get_submodule(site.module)):
-                raise _unknown_call(site.module, given)
+                raise LayoutError(
+                    f"the code now calls '{site.module}', which it did not when the model was cut into stages",
+                    given=f"the arguments {', '.join(given)}, in training or evaluation",
+                    allowed="calls of modules that are called in training, on inputs of the form of the example",
+                    fix="give parallelize an example with these arguments",
+                )
         return Chunked(graph, chunk_of, self.num_chunks, self.chunked.names)
 
 
-def _unknown_call(path: str, given: Sequence[str]) -> LayoutError:
-    return LayoutError(
-        f"the code now calls '{path}', which it did not when the model was cut into stages",
-        given=f"the arguments {', '.join(given)}, in training or evaluation",
-        allowed="calls of modules that are called in training, on inputs of the form of the example",
-        fix="give parallelize an example with these arguments",
-    )
-
-
 def is_stateless(module: nn.Module) -> bool:
-    """Whether it does not matter how often a module is called: no weights, no statistics, no random numbers."""
+    """Returns whether a module may be called any number of times: no weights, no statistics, no random numbers."""
     state = [*module.parameters(), *module.buffers()]
     return not state and not any(isinstance(each, DROPOUTS) for each in module.modules())

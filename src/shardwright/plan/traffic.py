@@ -1,4 +1,9 @@
-"""Gradient sync, derived from how parameters are used; and what a plan sends, in calls."""
+"""Gradient sync, derived from how parameters are used; and the collective calls of a step, as a plan states them.
+
+A parameter's gradient is a sum over exactly those axes that cut the contraction in one of its uses (``partial_axes``).
+A strategy that shards gradients over such an axis, as ZeRO does, sums there itself; ``runtime/gradient_sync.py`` sums
+over the others, one message for each param group and set of ranks (``sync_groups``).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from shardwright.sharding.box import Box
 
 
 class GradientShare(NamedTuple):
-    """A box of a parameter whose gradient is the sum over ``ranks``, which differ along ``axes``."""
+    """A box (a range of each dim) of a parameter, whose gradient ``ranks``, which differ along ``axes``, sum."""
 
     box: Box
     axes: tuple[str, ...]
@@ -27,25 +32,24 @@ class GradientShare(NamedTuple):
 
 
 def partial_axes(plan: Plan, name: str) -> tuple[str, ...]:
-    """The axes over which some use of the parameter gives only a term of its gradient, slowest first."""
+    """Returns the axes along which a rank has only a partial sum of a parameter's gradient, slowest axis first."""
     partial = frozenset[str]().union(*(use.partial_axes() for use in plan.uses if use.parameter == name))
     return tuple(axis for axis in plan.mesh.axes if axis in partial and plan.mesh[axis] > 1)
 
 
 def summed_axes(plan: Plan, name: str) -> tuple[str, ...]:
-    """The axes over which the core sums a gradient: partial in compute, and not cut at rest.
+    """Returns the axes over which gradient sync sums a gradient: it is a partial sum there, and not sharded in storage.
 
-    A strategy that cuts a gradient at rest along an axis, as ZeRO does, sums it there itself.
+    A strategy that shards a stored gradient along an axis, as ZeRO does, sums over that axis itself.
     """
     cut = set(plan.state[name].gradient.axes) - set(plan.compute[name].axes)
     return tuple(axis for axis in partial_axes(plan, name) if axis not in cut)
 
 
 def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
-    """The axes along which those lie who share a gradient that the core sums.
+    """Returns the axes spanned by the ranks that sum a parameter's gradient together.
 
-    Where ranks share a part of a parameter and it rests in slices, the ranks that hold the same of it may have other
-    slices: they lie along the axis of the slices too.
+    Ranks that hold the same part of a parameter may store different shards of it: then that axis counts too.
     """
     axes = summed_axes(plan, name)
     if not set(axes) & set(plan.compute[name].axes):
@@ -55,9 +59,9 @@ def sync_axes(plan: Plan, name: str) -> tuple[str, ...]:
 
 
 def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
-    """The uses that give a whole gradient over axes where another use of the same parameter gives a term.
+    """Returns parameter uses that give a whole gradient on axes where another use gives a partial sum, and these axes.
 
-    There one index contributes the whole use and the others nothing, so that one sum serves both.
+    Index 0 of those axes contributes the complete use and the other indices zero, so that one sum is right for both.
     """
     found = []
     for use in plan.uses:
@@ -68,10 +72,9 @@ def whole_uses(plan: Plan) -> tuple[tuple[Use, tuple[str, ...]], ...]:
 
 
 def gradient_shares(plan: Plan, name: str, coord: Coord) -> tuple[GradientShare, ...]:
-    """What this rank sums with whom to make the gradient of one parameter whole, as it rests.
+    """Returns which boxes of a parameter's gradient the rank at ``coord`` sums in gradient sync, and with which ranks.
 
-    Partial exactly where the contraction is cut; where ranks hold overlapping parts of the parameter, each box is
-    summed among those that hold it.
+    Ranks may hold overlapping parts of a parameter: each box is summed among the ranks that hold it.
     """
     axes = sync_axes(plan, name)
     if not axes:
@@ -85,7 +88,7 @@ def gradient_shares(plan: Plan, name: str, coord: Coord) -> tuple[GradientShare,
 
 
 class Traffic(NamedTuple):
-    """Calls a strategy says it makes in one step: kind, axis, payload bytes of each, members, how many."""
+    """Equal collective calls of one step: kind, axis, payload bytes of each call, number of ranks, number of calls."""
 
     kind: str
     axis: str
@@ -95,45 +98,44 @@ class Traffic(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """What one rank sends, ranks forming a ring."""
+        """The bytes that one rank sends in all these calls, with ring algorithms."""
         return float(ring_factor(self.kind, self.num_ranks) * self.num_bytes * self.times)
 
 
 class BoundaryTensor(NamedTuple):
-    """A tensor that one chunk hands to another, as this rank holds it."""
+    """The bytes of a tensor that one pipeline chunk sends to another (this rank's part), and if it has a gradient."""
 
     num_bytes: int
     needs_gradient: bool
 
 
 class StepCalls(NamedTuple):
-    """What one rank's step sees: the calls of every module, for each microbatch; and what crosses between chunks.
+    """The module calls of one rank's step, for each microbatch: what ``Strategy.traffic`` prices.
 
-    ``crossing`` holds, by a value's name in the model's code, its tensors. ``everywhere`` are the calls that all stages
-    make, where ``module_calls`` are this rank's. ``shards`` are what each rank has of each microbatch.
+    ``module_calls`` are the calls of this rank, ``everywhere`` those of all stages. ``crossing`` holds the tensors that
+    chunks send each other, by the value's name in the model's code. ``shards`` are the rank's rows of each microbatch.
     """
 
     module_calls: tuple[ModuleCalls, ...]
-    gradient_bytes: int
     shards: tuple[BatchShard, ...] = ()
     crossing: tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...] = ()
     everywhere: tuple[ModuleCalls, ...] = ()
 
 
 SyncGroup = tuple[tuple[str, ...], tuple[int, ...], str]
-"""Who sums what in one message: the axes along which they differ, their ranks, and the dtype."""
+"""One message of gradient sync: the axes along which its ranks differ, the ranks, and the dtype."""
 
 
 def sum_dtype(plan: Plan, name: str) -> torch.dtype:
-    """What the core sums a gradient in: as it is computed, unless it rests in slices or wider sums are asked for."""
+    """Returns the dtype in which a gradient is summed: stored for sharded state and ``fp32-sums``, else compute's."""
     sliced = plan.state[name].gradient != plan.compute[name]
     return plan.stored_dtypes[name] if sliced or name in plan.fp32_sums else plan.compute_dtypes[name]
 
 
-def sync_groups(plan: Plan, unit: ParamGroup, coord: Coord) -> dict[SyncGroup, dict[str, list[Box]]]:
-    """The unit's shares by who sums them: parameter -> boxes, the same on every member."""
+def sync_groups(plan: Plan, group: ParamGroup, coord: Coord) -> dict[SyncGroup, dict[str, list[Box]]]:
+    """Groups the boxes of a param group's gradients by all-reduce (ranks, dtype) and parameter, alike on its ranks."""
     groups: dict[SyncGroup, dict[str, list[Box]]] = {}
-    for name in unit.parameters:
+    for name in group.parameters:
         for share in gradient_shares(plan, name, coord):
             key = (share.axes, share.ranks, str(sum_dtype(plan, name)))
             groups.setdefault(key, {}).setdefault(name, []).append(share.box)
@@ -141,53 +143,47 @@ def sync_groups(plan: Plan, unit: ParamGroup, coord: Coord) -> dict[SyncGroup, d
 
 
 def is_shared_whole(plan: Plan, name: str, axes: Collection[str]) -> bool:
-    """Whether ranks that differ only on ``axes`` hold the same part of a parameter, all of it shared.
+    """Returns whether ranks that differ only on ``axes`` hold the same part of a parameter.
 
-    Asked of the plan and not of one rank's shares, so that all members give the same answer.
+    Answered from the plan and not from one rank's shares, so that all ranks agree.
     """
     return not set(axes) & set(plan.compute[name].axes)
 
 
 def sync_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple[Traffic, ...]:
-    """The all-reduces of gradients whose slowest axis is ``axis``.
+    """Returns the all-reduces of gradient sync whose slowest axis is ``axis``.
 
-    One for each unit and group of sharers; two where a unit has both parameters shared whole and shared in part.
+    One for each param group and message, or two: for parameters that its ranks hold alike, and in overlapping parts.
     """
     found = []
-    for unit in plan.param_groups:
-        for (axes, ranks, _), shares in sync_groups(plan, unit, coord).items():
+    for group in plan.param_groups:
+        for (axes, ranks, _), shares in sync_groups(plan, group, coord).items():
             if axes[0] != axis:
                 continue
             element_bytes = sum_dtype(plan, next(iter(shares))).itemsize
-            whole = part = 0
+            sizes = {True: 0, False: 0}  # elements by whether all ranks of the message hold the same part
             for name, boxes in shares.items():
-                size = sum(box.size for box in boxes) if name not in plan.frozen else 0
-                if is_shared_whole(plan, name, axes):
-                    whole += size
-                else:
-                    part += size
-            found += [
-                Traffic("all_reduce", "+".join(axes), size * element_bytes, len(ranks))
-                for size in (whole, part)
-                if size
-            ]
+                if name not in plan.frozen:
+                    sizes[is_shared_whole(plan, name, axes)] += sum(box.size for box in boxes)
+            calls = [size * element_bytes for size in sizes.values() if size]
+            found += [Traffic("all_reduce", "+".join(axes), num_bytes, len(ranks)) for num_bytes in calls]
     return tuple(found)
 
 
 def statistics_traffic(plan: Plan, batch: StepCalls, coord: Coord, axis: str) -> tuple[Traffic, ...]:
-    """What the BatchNorms send over ``axis``, which cuts their samples.
+    """Returns the all-gathers and all-reduces of synchronised BatchNorms over ``axis``, which cuts their samples.
 
-    Forward, each member's count, means and sums of squares; backward, two sums for each channel held.
+    Forward: each rank's count, means and sums of squares. Backward: two sums for each channel of this rank.
     """
     found = []
     for module_calls in batch.module_calls:
         for path in plan.statistics:
             cuts = {each.dim: each.ranges for each in plan.slices(coord).get(path, ())}
-            for visit in module_calls.get(path, ()):
-                held = sum(b - a for a, b in cuts.get(1, ((0, visit.x_shape[1]),)))
-                num_bytes = max(visit.element_bytes, 4)  # statistics are no narrower than float32
+            for call in module_calls.get(path, ()):
+                held = sum(b - a for a, b in cuts.get(1, ((0, call.x_shape[1]),)))
+                num_bytes = max(call.element_bytes, 4)  # statistics are no narrower than float32
                 size = plan.mesh[axis]
-                found.append(Traffic("all_gather", axis, size * (2 * held + 1) * num_bytes, size, visit.num_forwards))
-                if visit.needs_gradient:
+                found.append(Traffic("all_gather", axis, size * (2 * held + 1) * num_bytes, size, call.num_forwards))
+                if call.needs_gradient:
                     found.append(Traffic("all_reduce", axis, 2 * held * num_bytes, size))
     return tuple(each for each in found if each.num_ranks > 1)

@@ -1,4 +1,8 @@
-"""A layout as plain data: what each rank holds and sends, each parameter's layout, each layer's role and why."""
+"""A layout as plain data: what each rank stores and sends, each parameter's layout, each layer's role and why.
+
+``show``, the report page and the pictures are all drawn from this description. Thousands of ranks are cheap because
+ranks whose shards have the same sizes are computed once (``_state_at``, ``_StepSends``).
+"""
 
 from __future__ import annotations
 
@@ -14,45 +18,44 @@ from shardwright.axes import mesh_axes
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
+from shardwright.parallelize.explain import DEFAULT_ROLE, why_with_stages
 from shardwright.parallelize.planning import StepTraffic, make_plan, microbatch_shards, num_rows
 from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
-from shardwright.plan.plan import INPUT, Job, LayerRole, Plan
+from shardwright.plan.plan import INPUT, Job, Plan
 from shardwright.plan.schedule import Action
 from shardwright.plan.traffic import partial_axes
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.sharding.tensor_layout import TensorLayout
-from shardwright.sharding.words import cut_words, numbers
-from shardwright.strategies.pipeline.predict import predict
+from shardwright.sharding.words import cut_words
+from shardwright.strategies.pipeline.simulate import predict
 from shardwright.strategy import Strategy
 
 Description = Mapping[str, Any]
 """What ``describe`` returns."""
 
 DRAWN = 8
-"""So many indices of an axis may be drawn one by one, and the last."""
+"""The number of first indices of an axis that pictures may draw, besides the last one."""
 
 MOST_RANKS = 4096
-"""Up to so many ranks are described one by one; of more, those that are alike by the first of them."""
+"""Above this number of ranks, one entry describes a whole set of equal ranks."""
 
 MOST_IN_ALL = 2**20
 """A layout for more ranks is not described."""
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-"""The keys of a rank that add up to what its state takes; what it has offloaded is ``offloaded_bytes``."""
+"""The keys of a rank that add up to its state on the device; offloaded state is counted in ``offloaded_bytes``."""
 
 _ADAMW_MOMENTS = 2
 
-"""The axes of data parallelism: no samples are sent over them, so what a rank's neighbours hold does not matter."""
-
 
 def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
-    """What each rank holds, what is done at each layer and why; with ``inputs``, also what each rank sends in a step.
+    """Describes a layout: what each rank stores, each layer's role and why; with ``inputs``, what each rank sends.
 
-    Pure: it plans on the meta device, and neither values nor ranks are needed. The optimizer is taken to be AdamW.
-    Of more than ``MOST_RANKS`` ranks only some have an entry, which says under ``alike`` how many it stands for.
+    It plans on the meta device, so it needs neither values nor ranks. The optimizer is taken to be AdamW. With more
+    than ``MOST_RANKS`` ranks, an entry stands for as many ranks as its ``alike`` says.
 
     Returns: plain dicts, lists, numbers and text, ready for JSON. ``inputs`` is a global batch, without targets.
-    Raises: LayoutError: what cannot be laid out, or more than ``MOST_IN_ALL`` ranks.
+    Raises: LayoutError: the layout does not fit the model, or has more than ``MOST_IN_ALL`` ranks.
 
     >>> import torch
     >>> from torch import nn
@@ -88,7 +91,7 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
 
 
 def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
-    """How a pipeline cuts the model, its schedule, and the timeline that follows from what the chunks cost."""
+    """Returns the stages, the schedule and the predicted timeline of a pipeline; nothing without one."""
     schedule, stages = plan.schedule, plan.stages
     if schedule is None or stages is None:
         return {}
@@ -117,7 +120,7 @@ def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
 
 
 def timeline_data(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as JSON takes it."""
+    """Returns a pipeline's timeline (when each stage runs each action) as plain data for JSON."""
     return {
         "bubble": timeline.bubble,
         "makespan_s": timeline.makespan_s,
@@ -127,7 +130,7 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def timeline_of(description: Description) -> Timeline | None:
-    """The predicted timeline of a described pipeline; None where there is none."""
+    """Returns the predicted timeline of a described layout's pipeline; None for a layout without a pipeline."""
     if "timeline" not in description:
         return None
     drawn = description["timeline"]
@@ -137,61 +140,65 @@ def timeline_of(description: Description) -> Timeline | None:
 
 
 def _action(text: str) -> Action:
+    """Returns the action that ``str(action)`` spells, such as 0F3: chunk, kind, microbatch."""
     chunk, kind, microbatch = re.split("([FBIW])", text)
     return Action(kind, int(microbatch), int(chunk))  # type: ignore[arg-type]
 
 
-class _Held(NamedTuple):
-    """What a rank holds; and the elements of each parameter, in compute and at rest of each of the three states."""
+class _RankState(NamedTuple):
+    """A rank's state: its entry, and each parameter's elements in compute and stored (by the three states)."""
 
     entry: Mapping[str, int]
     counts: tuple[tuple[int, ...], ...]
 
 
-def _held(plan: Plan, coord: Coord, sizes: Mapping[str, int]) -> _Held:
+def _state_at(plan: Plan, coord: Coord, sizes: Mapping[str, int]) -> _RankState:
+    """Counts what the rank at ``coord`` stores; ``sizes`` are the bytes of an element of each parameter."""
+
     def bytes_of(names: Iterable[str], counts: Iterable[int]) -> int:
         return sum(sizes[name] * count for name, count in zip(names, counts, strict=True))
 
     trained = [name for name in plan.compute if name not in plan.frozen]
-    compute = tuple(lies.num_elements(coord) for lies in plan.compute.values())
-    parameter = tuple(rest.parameter.num_elements(coord) for rest in plan.state.values())
+    compute = tuple(layout.num_elements(coord) for layout in plan.compute.values())
+    parameter = tuple(state.parameter.num_elements(coord) for state in plan.state.values())
     gradient = tuple(plan.state[name].gradient.num_elements(coord) for name in trained)
     optimizer = tuple(plan.state[name].optimizer.num_elements(coord) for name in trained)
-    away = [name for name in plan.compute if name in plan.offloaded]
-    here = [0 if name in plan.offloaded else count for name, count in zip(trained, optimizer, strict=True)]
-    owned = (piece for rest in plan.state.values() for piece in rest.parameter.owned(coord, plan.mesh))
+    offloaded = [name for name in plan.compute if name in plan.offloaded]
+    on_device = [0 if name in plan.offloaded else count for name, count in zip(trained, optimizer, strict=True)]
+    owned = (piece for state in plan.state.values() for piece in state.parameter.owned(coord, plan.mesh))
     entry = {
         "num_parameters": sum(parameter),
         "num_owned": sum(piece.whole.size for piece in owned),
         "parameter_bytes": sum(plan.parameter_bytes(name, coord) for name in plan.state),
         "gradient_bytes": bytes_of(trained, gradient),
-        "optimizer_bytes": bytes_of(trained, here) * _ADAMW_MOMENTS,
+        "optimizer_bytes": bytes_of(trained, on_device) * _ADAMW_MOMENTS,
     }
-    if away:
-        slices = bytes_of(away, (plan.state[name].parameter.num_elements(coord) for name in away))
+    if offloaded:
+        shards = bytes_of(offloaded, (plan.state[name].parameter.num_elements(coord) for name in offloaded))
         moments = bytes_of(trained, optimizer) * _ADAMW_MOMENTS - entry["optimizer_bytes"]
-        entry["offloaded_bytes"] = slices + moments
-    return _Held(entry, (compute, parameter, gradient, optimizer))
+        entry["offloaded_bytes"] = shards + moments
+    return _RankState(entry, (compute, parameter, gradient, optimizer))
 
 
 def _ranks(job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> list[dict[str, Any]]:
+    """Returns the entries of the ranks, in rank order."""
     sizes = {name: parameter.element_size() for name, parameter in job.model.named_parameters()}
-    states = [lies for rest in plan.state.values() for lies in (rest.parameter, rest.gradient, rest.optimizer)]
-    cut_axes = _axes(plan, [*plan.compute.values(), *states])
-    slice_axes = _axes(plan, [rest.parameter for rest in plan.state.values()])
-    held_at: dict[tuple[int, ...], _Held] = {}  # ranks with equal keys hold the same: thousands have few
+    stored = [layout for state in plan.state.values() for layout in (state.parameter, state.gradient, state.optimizer)]
+    cut_axes = _axes(plan, [*plan.compute.values(), *stored])
+    slice_axes = _axes(plan, [state.parameter for state in plan.state.values()])
+    states: dict[tuple[int, ...], _RankState] = {}
     slices: dict[tuple[int, ...], int] = {}
-    sent = None if inputs is None else _Sent(job, plan, strategies, inputs)
+    sends = None if inputs is None else _StepSends(job, plan, strategies, inputs)
     ranks = []
     for coord, alike in _coords(plan, cut_axes, 0 if inputs is None else num_rows(inputs)):
-        rank = plan.mesh.rank(coord)
+        # on an axis that cuts no state all indices store the same, but index 0 may own what the others copy
         key = tuple(coord[a] if a in cut_axes else min(coord[a], 1) for a in plan.mesh.axes)
-        if key not in held_at:
-            held_at[key] = _held(plan, coord, sizes)
-        letter = slices.setdefault(tuple(coord[a] for a in slice_axes), len(slices))
-        entry: dict[str, Any] = {"rank": rank, "coord": coord, "slice": letter, **held_at[key].entry}
+        if key not in states:
+            states[key] = _state_at(plan, coord, sizes)
+        number = slices.setdefault(tuple(coord[a] for a in slice_axes), len(slices))
+        entry: dict[str, Any] = {"rank": plan.mesh.rank(coord), "coord": coord, "slice": number, **states[key].entry}
         entry |= {"alike": alike} if _is_large(plan) else {}
-        ranks.append(entry if sent is None else entry | sent.of(coord, held_at[key]))
+        ranks.append(entry if sends is None else entry | sends.of(coord, states[key]))
     return ranks
 
 
@@ -200,14 +207,18 @@ def _is_large(plan: Plan) -> bool:
 
 
 def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator[tuple[Coord, int]]:
-    """The coordinates to describe, in rank order, and how many ranks are like each."""
+    """Yields the coordinates to describe, in rank order, each with the number of ranks that it stands for.
+
+    Replicas differ only in how many samples they have, so on a large data-parallel axis it is enough to describe one
+    index of each share size. ``counts`` are the sample counts that the axes so far can leave on a rank.
+    """
     sizes, row_axes = dict(plan.mesh.sizes), plan.row_axes
     starts: dict[str, list[int]] = {}
     counts = {num_samples}
     for axis, size in sizes.items():
         firsts = set(range(size))
         if _is_large(plan) and axis in mesh_axes("copies") and axis in row_axes and axis not in cut_axes:
-            # where a share of the samples ends one smaller begins; the first ones and the last are there to be drawn
+            # the first indices and the last are drawn; at ``count % size`` the smaller shares begin
             firsts = {*range(min(size, DRAWN)), size - 1, *(count % size for count in counts)}
         if axis in row_axes:
             counts = {count // size + more for count in counts for more in {0, min(count % size, 1)}}
@@ -224,90 +235,73 @@ def _coords(plan: Plan, cut_axes: Collection[str], num_samples: int) -> Iterator
         yield dict(zip(sizes, (first for first, _ in ends), strict=True)), prod(end - first for first, end in ends)
 
 
-def _axes(plan: Plan, every: Iterable[TensorLayout]) -> tuple[str, ...]:
-    named = {axis for lies in every for axis in lies.axes}
+def _axes(plan: Plan, layouts: Iterable[TensorLayout]) -> tuple[str, ...]:
+    """Returns the axes that cut any of the layouts, in the order of the mesh."""
+    named = {axis for layout in layouts for axis in layout.axes}
     return tuple(axis for axis in plan.mesh.axes if axis in named)
 
 
-class _Sent:
-    """What each rank computes and sends in one step on a global batch."""
+class _StepSends:
+    """The samples and sent bytes of each rank in one step on a global batch, made by ``_ranks``."""
 
     def __init__(self, job: Job, plan: Plan, strategies: Sequence[Strategy], inputs: Any) -> None:
         self.plan, self.traffic = plan, StepTraffic(job, plan, strategies, inputs)
         self.num_samples = num_rows(inputs)
         self.num_tokens = num_tokens_of(inputs) if plan.token_axes else 0
-        self.found: dict[object, dict[str, float]] = {}
+        self.sent_bytes: dict[object, dict[str, float]] = {}
 
-    def of(self, coord: Coord, held: _Held) -> dict[str, Any]:
-        """The samples of the rank at ``coord``, and the bytes by strategy; of cut sequences also the tokens of each.
+    def of(self, coord: Coord, state: _RankState) -> dict[str, Any]:
+        """Returns a rank's samples, its sent bytes by strategy, and, if sequences are cut, its tokens of each sample.
 
-        Ranks that differ only on axes that cut the samples send the same when they hold as much and compute as many,
-        and so do those whose samples they gather.
+        Traffic is computed once for all ranks that differ only on axes that cut samples, if they store as much,
+        have as many samples, and gather as many samples from their neighbours.
         """
         samples = self.plan.batch_shard(coord).local_samples(self.num_samples)
         microbatches = microbatch_samples(samples, self.plan.layout.num_microbatches)
-        apart = tuple(coord[axis] for axis in self.plan.mesh.axes if self.plan.inputs.get(axis) != 0)
+        indices = tuple(coord[axis] for axis in self.plan.mesh.axes if self.plan.inputs.get(axis) != 0)
         shards = microbatch_shards(self.plan, coord, self.num_samples, self.num_tokens)
-        together = tuple(
-            each.sizes((), axis)
-            for each in shards
-            for axis in sorted(self.plan.row_axes.difference(mesh_axes("copies")))
-        )
-        key = (apart, held.counts, tuple(map(len, microbatches)), together)
-        if key not in self.found:
-            said = self.traffic.at(coord)
-            self.found[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in said.items()}
-        found = {"samples": len(samples), "sent_bytes": self.found[key]}
+        # no samples are gathered over data parallelism, so the neighbours' sizes on those axes do not matter
+        gather_axes = sorted(self.plan.row_axes.difference(mesh_axes("copies")))
+        gathered = tuple(shard.sizes((), axis) for shard in shards for axis in gather_axes)
+        key = (indices, state.counts, tuple(map(len, microbatches)), gathered)
+        if key not in self.sent_bytes:
+            traffic = self.traffic.at(coord)
+            self.sent_bytes[key] = {name: sum(t.sent_bytes for t in calls) for name, calls in traffic.items()}
+        found = {"samples": len(samples), "sent_bytes": self.sent_bytes[key]}
         return found | ({"tokens_of_each": len(shards[0].tokens(()))} if self.plan.token_axes else {})
 
 
 def _parameter(plan: Plan, name: str) -> dict[str, Any]:
-    lies, rest = plan.compute[name], plan.state[name]
+    """Returns the entry of a parameter: its layout in compute and stored, and the axes of its gradient sync."""
+    layout, state = plan.compute[name], plan.state[name]
+    shapes = dict.fromkeys(map(layout.local_shape, plan.mesh.coords(layout.axes)))
     return {
         "name": name,
-        "shape": list(lies.shape),
-        "cut": cut_words(lies),
-        "local_shapes": [list(shape) for shape in dict.fromkeys(map(lies.local_shape, plan.mesh.coords(lies.axes)))],
+        "shape": list(layout.shape),
+        "cut": cut_words(layout),
+        "local_shapes": [list(shape) for shape in shapes],
         "sync": [] if name in plan.frozen else list(partial_axes(plan, name)),
-        "rest": {state: cut_words(getattr(rest, state)) for state in ("parameter", "gradient", "optimizer")},
+        "rest": {each: cut_words(getattr(state, each)) for each in ("parameter", "gradient", "optimizer")},
     }
 
 
 def _layers(job: Job, plan: Plan) -> list[dict[str, Any]]:
-    """Every module that owns parameters or has a role, in the model's order; then what is done at the loss."""
+    """Returns the modules that own parameters or have a role, in the model's order, then the loss."""
     used: dict[str, list[str]] = {}
     for path, _, _, name in owners(job.model):
         used.setdefault(path, []).append(name)
     modules = dict(job.model.named_modules())
     kinds = {path: type(module).__name__ for path, module in modules.items()} | {INPUT: "input"}
     paths = [path for path in (INPUT, *modules) if path in used or path in plan.roles]
-    plain = LayerRole("copied", "", "no strategy cuts it: every rank computes it whole")
     return [
         {
             "module": path,
             "kind": kinds.get(path, type(job.loss).__name__),
             "role": role.name,
             "strategy": role.strategy,
-            "why": _of_its_stages(plan, path, role.why),
+            "why": why_with_stages(plan, path, role.why),
             "parameters": used.get(path, []),
         }
         for path in dict.fromkeys([*paths, *(path for path in plan.roles if path not in modules)])
-        for role in [plan.roles.get(path, plain)]
+        for role in [plan.roles.get(path, DEFAULT_ROLE)]
     ]
-
-
-def _of_its_stages(plan: Plan, path: str, why: str) -> str:
-    """``why``, which was written before there were stages: only the ranks of those that call the module compute it."""
-    if plan.schedule is None or plan.stages is None:
-        return why
-    chunked, schedule = plan.stages.chunked, plan.schedule
-    stages = {
-        schedule.stage_of[chunk]
-        for chunk in range(schedule.num_chunks)
-        for call in chunked.calls_of(chunk)
-        if f"{path}.".startswith(f"{call}.") or f"{call}.".startswith(f"{path}.")
-    }
-    if not 0 < len(stages) < schedule.num_stages:
-        return why
-    named = f"stage{'s' * (len(stages) > 1)} {numbers(sorted(stages))}"
-    return why.replace("every rank computes", f"the ranks of {named} compute")

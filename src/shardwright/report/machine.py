@@ -1,4 +1,4 @@
-"""``doctor``: what this machine has, and how fast it computes and sends."""
+"""``shardwright doctor``: the hardware of this machine, and how fast it computes and communicates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from shardwright.formatting import format_bytes
 _SIZES = (4096, 2**20, 2**24)
 
 
-def examine() -> dict[str, Any]:
-    """The machine, its devices, the speed of a matrix product and of an all-reduce between two processes."""
+def measure_machine() -> dict[str, Any]:
+    """Returns the hardware and versions, and times a matrix product and an all-reduce between two processes."""
+    available = torch.distributed.is_available()
     x = torch.ones(512, 512)
     seconds = []
     for _ in range(20):
@@ -33,18 +34,15 @@ def examine() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "free_memory_bytes": psutil.virtual_memory().available,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "backends": [name for name in ("gloo", "nccl", "mpi") if _has(name)],
+        "backends": [b for b in ("gloo", "nccl", "mpi") if available and torch.distributed.is_backend_available(b)],
         "matmul_flops_per_s": 2 * 512**3 / statistics.median(seconds),
     }
     found["all_reduce_s"] = {str(size): s for size, s in zip(_SIZES, launch(_links, 2)[0], strict=True)}
     return found
 
 
-def _has(backend: str) -> bool:
-    return bool(torch.distributed.is_backend_available(backend)) if torch.distributed.is_available() else False
-
-
 def _links(world: World) -> list[float]:
+    """Returns the median seconds of an all-reduce of each size in ``_SIZES`` bytes."""
     everyone, medians = world.everyone(), []
     for size in _SIZES:
         x, seconds = torch.ones(size // 4, device=world.device), []
@@ -59,7 +57,7 @@ def _links(world: World) -> list[float]:
 
 
 def machine_text(found: Mapping[str, Any]) -> str:
-    """What :func:`examine` found, as text."""
+    """Returns the result of :func:`measure_machine` as text."""
     links = ", ".join(f"{format_bytes(int(n))} in {s * 1000:.2f} ms" for n, s in found["all_reduce_s"].items())
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""The memory ledger as a table and as a picture: what each rank holds at its peak, predicted and measured."""
+"""Each rank's memory at its peak, predicted and measured, as data, a table and a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright.ledger.account import predict_memory
 from shardwright.ledger.tracking import ELSEWHERE, KINDS, Account
 from shardwright.mesh import Mesh
 from shardwright.plan.plan import Job
-from shardwright.report.pictures import _INK, _LEFT, _MUTED, _RULE, _WIDTH, _figure, _save
+from shardwright.report.pictures import _INK, _MUTED, _RULE, _figure, _save, _title
 from shardwright.report.show import table_of, table_text
 
 MOST_RANKS = 8
@@ -30,7 +30,9 @@ Accounts = Mapping[int, Account]
 
 
 def ranks_to_rehearse(mesh: Mesh) -> tuple[int, ...]:
-    """All ranks where there are few; else the first of each stage: its share of an uneven split is the largest.
+    """Returns the ranks whose memory is predicted: all if there are few, else the first rank of each stage.
+
+    The first rank's share of an uneven split is the largest.
 
     >>> ranks_to_rehearse(Mesh(pp=2, dp=8)), ranks_to_rehearse(Mesh(dp=2))
     ((0, 8), (0, 1))
@@ -45,12 +47,12 @@ def ranks_to_rehearse(mesh: Mesh) -> tuple[int, ...]:
 def predicted_accounts(
     job: Job, layout: Layout, batch: tuple[Any, Any], ranks: Ranks = "processes"
 ) -> dict[int, Account]:
-    """The ledger of the ranks to list, with AdamW. Of the global batch only the shapes matter."""
+    """Predicts the memory over a step of each rank to list, with AdamW; of ``batch`` only the shapes matter."""
     return {rank: predict_memory(job, layout, rank, batch, ranks=ranks) for rank in ranks_to_rehearse(layout.mesh)}
 
 
 def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[dict[str, Any]]:
-    """The peaks as JSON takes them: the bytes, in all and of each kind, the action, and what is offloaded."""
+    """Returns each rank's memory peak as plain data: bytes in total and by kind, the action, the offloaded bytes."""
 
     def of(account: Account) -> dict[str, Any]:
         found = {"peak_bytes": account.peak_bytes, "action": account.peak.action, "at_peak": account.at_peak()}
@@ -63,19 +65,15 @@ def memory_data(predicted: Accounts, measured: Accounts | None = None) -> list[d
 
 
 def unit_of(num_bytes: int) -> tuple[int, str]:
-    """The unit in which a table of numbers up to this one reads well.
-
-    >>> unit_of(3 * 2**20), unit_of(2**31)
-    ((1048576, 'MiB'), (1073741824, 'GiB'))
-    """
+    """Returns the largest of GiB, MiB and KiB that ``num_bytes`` has one of, at least KiB: its bytes and its name."""
     return next(((size, word) for size, word in ((2**30, "GiB"), (2**20, "MiB")) if num_bytes >= size), (2**10, "KiB"))
 
 
 def memory_text(predicted: Accounts, measured: Accounts | None = None, width: int = 100) -> str:
-    """What each rank holds at its peak, as a table; where it was measured too, with how far the prediction is off.
+    """Returns a table of each rank's memory at its peak; with ``measured``, also the error of the prediction.
 
-    >>> from shardwright.ledger.tracking import Moment
-    >>> account = Account((Moment("0B0", (2048, 0, 4096, 0, 1024, 0, 0, 0, 0)),))
+    >>> from shardwright.ledger.tracking import MemorySnapshot
+    >>> account = Account((MemorySnapshot("0B0", (2048, 0, 4096, 0, 1024, 0, 0, 0, 0)),))
     >>> print(memory_text({0: account}, {0: account}))
     KiB at the peak   when    sum   params   AdamW   acts
     ─────────────────────────────────────────────────────
@@ -85,8 +83,8 @@ def memory_text(predicted: Accounts, measured: Accounts | None = None, width: in
     """
     rows = [(f"{rank} predicted", account) for rank, account in predicted.items()]
     if measured is not None:
-        both = ((rank, {"predicted": predicted[rank], "measured": measured[rank]}) for rank in predicted)
-        rows = [(f"{rank} {name}", account) for rank, accounts in both for name, account in accounts.items()]
+        both = (("predicted", predicted), ("measured", measured))
+        rows = [(f"{rank} {name}", accounts[rank]) for rank in predicted for name, accounts in both]
     kinds = [kind for kind in KINDS if any(account.at_peak()[kind] for _, account in rows)]
     unit, word = unit_of(max(account.peak_bytes for _, account in rows))
     table = table_of(f"{word} at the peak", "when", "sum", *(_HEADS.get(kind, kind) for kind in kinds), numbers=True)
@@ -105,14 +103,12 @@ def memory_text(predicted: Accounts, measured: Accounts | None = None, width: in
 
 
 def draw_memory(path: Path, title: str, predicted: Accounts, measured: Accounts | None = None) -> Path:
-    """What a rank holds over its step, by kind: of the rank that holds most, predicted and below it measured."""
+    """Draws the memory of the rank with the highest peak over a step, by kind, predicted and below it measured."""
     rank = max(predicted, key=lambda each: predicted[each].peak_bytes)
     panels = [("predicted", predicted[rank])] + ([("measured", measured[rank])] if measured else [])
     height = 0.55 + 2.9 * len(panels)
     figure = _figure(height)
-    top = 1 - 0.42 / height
-    figure.text(_LEFT / _WIDTH, top, f"{title}: rank {rank} over a step", fontsize=16, weight="bold", color=_INK,
-                va="center")  # fmt: skip
+    _title(figure, f"{title}: rank {rank} over a step", "")
     most = max(account.peak_bytes for _, account in panels)
     for number, (name, account) in enumerate(panels):
         bottom = (0.45 + 2.9 * (len(panels) - 1 - number)) / height
@@ -125,7 +121,7 @@ def draw_memory(path: Path, title: str, predicted: Accounts, measured: Accounts 
 
 
 def _stack(axes: Any, account: Account, most: int, name: str) -> None:
-    """The kinds on top of each other, one step of the stairs for each operator that made something."""
+    """Draws the kinds stacked on each other over the moments of a step, one for each operator that allocated."""
     moments = account.moments
     unit, word = unit_of(most)
     columns = list(zip(*(moment.held for moment in moments), strict=True))
@@ -135,7 +131,7 @@ def _stack(axes: Any, account: Account, most: int, name: str) -> None:
         colors=[_COLOURS[kind] for kind, _ in shown], linewidth=0,
     )  # fmt: skip
     starts = [i for i, moment in enumerate(moments) if i == 0 or moments[i - 1].action != moment.action]
-    few = starts if len(starts) <= 24 else starts[:: -(-len(starts) // 24)]
+    few = starts[:: -(-len(starts) // 24)]  # at most 24 labels fit below the axis
     axes.set_xticks(few, [moments[i].action for i in few], fontsize=9, color=_MUTED)
     axes.set_xlim(0, max(len(moments) - 1, 1))
     axes.set_ylim(0, most / unit * 1.08)
@@ -148,6 +144,3 @@ def _stack(axes: Any, account: Account, most: int, name: str) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(_RULE)
-
-
-__all__ = ["draw_memory", "memory_data", "memory_text", "predicted_accounts", "ranks_to_rehearse"]

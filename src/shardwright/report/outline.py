@@ -1,4 +1,4 @@
-"""A description cut down to what fits a page: grids of ranks, ranks that are alike, blocks that are alike."""
+"""A layout's description condensed to fit a page: grids of ranks, groups of equal ranks, rows of equal layers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ Rank: TypeAlias = Mapping[str, Any]
 Layer: TypeAlias = Mapping[str, Any]
 
 MANY_RANKS = 16
-"""With more ranks than this, ranks that hold and send the same are told of together."""
+"""With more ranks than this, ranks that store and send the same are listed as one group."""
 
 
 class Grid(NamedTuple):
-    """The ranks that differ on the two fastest axes: one row for each index on ``rows``, one column on ``columns``.
+    """A 2-D grid of ranks along the two fastest axes of the mesh, which are named by ``rows`` and ``columns``.
 
-    ``height`` and ``width`` count all indices. Of very many ranks not all are described, and ``cells`` has those that
-    are: at the first indices and the last.
+    ``height`` and ``width`` count all indices; ``cells`` has only ranks that are described, see ``describe``.
     """
 
     title: str
@@ -32,7 +31,7 @@ class Grid(NamedTuple):
 
 
 def rank_grids(description: Description) -> tuple[Grid, ...]:
-    """The ranks in grids, slowest axes apart; an axis that the mesh lacks is named "".
+    """Returns the ranks as 2-D grids, one for each coordinate on the mesh's slower axes; a missing axis is named "".
 
     >>> ranks = [{"rank": r, "coord": {"pp": r // 4, "dp": r // 2 % 2, "tp": r % 2}} for r in range(8)]
     >>> first, second = rank_grids({"mesh": {"pp": 2, "dp": 2, "tp": 2}, "ranks": ranks})
@@ -52,12 +51,12 @@ def rank_grids(description: Description) -> tuple[Grid, ...]:
 
 
 def num_grids(description: Description) -> int:
-    """How many grids all ranks make, described or not."""
+    """Returns how many 2-D grids all ranks of the mesh make, ranks that are not described included."""
     return prod([*description["mesh"].values()][:-2])
 
 
 def slice_letter(index: int) -> str:
-    """The name of a slice: A to Z, then AA, AB and on.
+    """Returns the letter that stands for a slice of the parameters: A to Z, then AA, AB and so on.
 
     >>> slice_letter(0), slice_letter(25), slice_letter(26)
     ('A', 'Z', 'AA')
@@ -70,7 +69,7 @@ def slice_letter(index: int) -> str:
 
 
 def shortened(count: int, most: int) -> list[int | None]:
-    """The indices to draw of ``count`` things where only ``most`` fit: the first ones, a gap, the last one.
+    """Returns which of ``count`` indices to draw if only ``most`` fit: the first ones, None for a gap, the last one.
 
     >>> shortened(4, 5), shortened(9, 4)
     ([0, 1, 2, 3], [0, 1, None, 8])
@@ -79,14 +78,14 @@ def shortened(count: int, most: int) -> list[int | None]:
 
 
 class RankGroup(NamedTuple):
-    """Ranks that hold and send the same, and a name for them."""
+    """Ranks that store and send the same, listed together under one name."""
 
     name: str
     ranks: tuple[Rank, ...]
 
 
 def rank_groups(description: Description, many: int = MANY_RANKS) -> list[RankGroup]:
-    """The ranks to list: one by one, or of more than ``many`` those that are alike together.
+    """Returns the ranks to list: each in its own group, or with more than ``many`` ranks equal ranks in one group.
 
     >>> alike = {"parameter_bytes": 8, "gradient_bytes": 8, "optimizer_bytes": 16}
     >>> ranks = [{"rank": r, "coord": {"dp": r // 2, "tp": r % 2}, **alike, "samples": r % 2} for r in range(20)]
@@ -108,7 +107,7 @@ def rank_groups(description: Description, many: int = MANY_RANKS) -> list[RankGr
 
 
 def _group_name(ranks: Sequence[Rank], mesh: Mapping[str, int]) -> str:
-    """By the axes where they are a block of the mesh, else by their numbers; by the first where it stands for more."""
+    """Names a group by its axes if it is a block of the mesh, else by its ranks, or by the first of many."""
     total = sum(rank.get("alike", 1) for rank in ranks)
     if total == prod(mesh.values()) > 1:
         return f"all {total:,} ranks"
@@ -124,7 +123,7 @@ def _group_name(ranks: Sequence[Rank], mesh: Mapping[str, int]) -> str:
 
 
 class LayerRow(NamedTuple):
-    """One line of the table of layers; several blocks with the same content share one."""
+    """A row of the table of layers; equal layers of several blocks share a row."""
 
     module: str
     num_layers: int
@@ -135,7 +134,7 @@ class LayerRow(NamedTuple):
 
 
 def layer_rows(description: Description) -> list[LayerRow]:
-    """What is done at each layer, equal blocks in one row: ``blocks.0.up``, ``blocks.1.up`` is ``blocks.*.up``.
+    """Returns the rows of the table of layers: ``blocks.0.up`` and ``blocks.1.up`` share the row ``blocks.*.up``.
 
     >>> layers = [
     ...     {"module": f"blocks.{n}.up", "kind": "Linear", "role": "column", "why": f"before 'blocks.{n}.down'",
@@ -147,7 +146,7 @@ def layer_rows(description: Description) -> list[LayerRow]:
     groups: dict[object, list[Layer]] = {}
     for layer in description["layers"]:
         shapes = tuple(_shapes(parameters[name]) for name in layer["parameters"])
-        names = layer["why"].split("'")  # the odd ones are module names
+        names = layer["why"].split("'")  # the parts at odd positions are module names
         why = tuple(_starred(part) if odd % 2 else part for odd, part in enumerate(names))
         key = (_starred(layer["module"]), layer["kind"], layer["role"], why, shapes)
         groups.setdefault(key, []).append(layer)
@@ -171,30 +170,27 @@ def _row(members: Sequence[Layer], every: Mapping[str, Sequence[str]], parameter
 
 
 def _starred(path: str) -> str:
-    """A path with its numbers as stars; one that is nothing but a number stays."""
+    """Replaces the numbers in a path by stars; a path that is only a number stays, because nothing else names it."""
     parts = path.split(".")
     return path if len(parts) == 1 else ".".join("*" if part.isdecimal() else part for part in parts)
 
 
 def _merged(names: Sequence[str], every: Sequence[str]) -> str:
-    """One label for all ``names``, which differ in numbers only; a star where they take every number in ``every``."""
+    """Returns one label for ``names``, which differ in numbers only; a star stands for all the numbers in ``every``."""
     parts = []
     for position, values in enumerate(zip(*(name.split(".") for name in names), strict=True)):
         found = list(dict.fromkeys(values))
-        known = {name.split(".")[position] for name in every}
+        possible = {name.split(".")[position] for name in every}
         some = f"{{{numbers(sorted(map(int, found)))}}}" if len(found) > 1 else found[0]
-        parts.append("*" if len(found) > 1 and set(found) == known else some)
+        parts.append("*" if len(found) > 1 and set(found) == possible else some)
     return ".".join(parts)
 
 
 def _shapes(parameter: Layer) -> str:
-    """A parameter's shape, and its shapes on the ranks where they differ."""
-
-    def spelled(shape: Sequence[int]) -> str:
-        return "x".join(map(str, shape)) or "one number"
-
-    own = parameter["name"].rpartition(".")[2]
-    whole, local = spelled(parameter["shape"]), [spelled(shape) for shape in parameter["local_shapes"]]
-    rest = parameter["rest"]["parameter"]
-    sliced = f", at rest {rest}" if rest != parameter["cut"] else ""
-    return f"{own} {whole}" + (f" -> {' | '.join(local)}" if local != [whole] else "") + sliced
+    """Returns a parameter's name and shape, its local shapes if they differ, and how it is stored if that differs."""
+    whole, *local = (
+        "x".join(map(str, shape)) or "one number" for shape in (parameter["shape"], *parameter["local_shapes"])
+    )
+    own, stored = parameter["name"].rpartition(".")[2], parameter["rest"]["parameter"]
+    shapes = f" -> {' | '.join(local)}" if local != [whole] else ""
+    return f"{own} {whole}{shapes}" + (f", at rest {stored}" if stored != parameter["cut"] else "")

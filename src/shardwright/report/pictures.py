@@ -1,17 +1,16 @@
-"""Pictures of a layout and of a run, as PNGs 1,500 pixels wide: sharp at half that width.
+"""Pictures of a layout and of a run, as PNGs 1,500 pixels wide, which are sharp at half that width.
 
-Colours are Okabe and Ito's, which stay apart for the colour-blind; a letter or a dash says the same again.
+The colours are those of Okabe and Ito, which colour-blind readers can tell apart; a letter repeats what a colour says.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardwright.formatting import format_bytes, format_count, format_duration
+from shardwright.formatting import format_bytes, format_count
 from shardwright.report.description import STATES, Description
 from shardwright.report.outline import (
     MANY_RANKS,
@@ -37,7 +36,7 @@ _INK, _MUTED, _RULE = "#1f2933", "#6b7780", "#dfe3e8"
 _STATE_COLOURS = dict(zip(STATES, ("#08519c", "#4a98c9", "#b3d3e8"), strict=True))
 _STATE_NAMES = dict(zip(STATES, ("parameters", "gradients", "optimizer (AdamW)"), strict=True))
 _WIDTH, _DPI = 10.0, 150  # inches, and pixels in each
-_LEFT, _TOP, _HEAD, _CELL = 0.35, 0.85, 0.34, 0.66  # inches: margins, the names over a grid, a row of it
+_LEFT, _TOP, _HEAD, _CELL = 0.35, 0.85, 0.34, 0.66  # inches: left and top margin, the names over a grid, a grid row
 _MOST_GRIDS, _MOST_CELLS = 4, 8
 
 
@@ -45,31 +44,12 @@ _MOST_GRIDS, _MOST_CELLS = 4, 8
 
 
 def draw_layout(description: Description, path_png: Path) -> Path:
-    """The grid of ranks, coloured by the slice that each holds, above the memory of each rank. Returns the path.
-
-    >>> import tempfile
-    >>> from torch import nn
-    >>> from shardwright.layout import Layout
-    >>> from shardwright.report.description import describe
-    >>> from shardwright.plan.plan import Job
-    >>> found = describe(Job(nn.Linear(4, 4), nn.Identity()), Layout.parse("dp2"))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     draw_layout(found, Path(folder) / "layout.png").read_bytes()[1:4]
-    b'PNG'
-    """
+    """Draws the grid of ranks, coloured by the slice that each holds, above their memory; returns the path."""
     return _save(layout_figure(description), path_png)
 
 
 def layout_figure(description: Description) -> Figure:
-    """The figure that ``draw_layout`` saves; each cell's id is ``rank`` and its number.
-
-    >>> ranks = [{"rank": r, "coord": {"dp": r}, "slice": 0, "parameter_bytes": 8, "gradient_bytes": 8,
-    ...           "optimizer_bytes": 16} for r in range(3)]
-    >>> figure = layout_figure({"layout": "dp3", "world_size": 3, "mesh": {"dp": 3}, "num_parameters": 2,
-    ...                         "ranks": ranks})
-    >>> [patch.get_gid() for patch in figure.axes[0].patches if patch.get_gid()]
-    ['rank 0', 'rank 1', 'rank 2']
-    """
+    """Returns the figure that :func:`draw_layout` saves; the id of a cell is ``rank`` and its number."""
     grids, total = rank_grids(description), num_grids(description)
     shown = shortened(total, _MOST_GRIDS)
     columns, rows = shortened(grids[0].width, _MOST_CELLS), shortened(grids[0].height, _MOST_CELLS)
@@ -96,13 +76,15 @@ def layout_figure(description: Description) -> Figure:
 
 
 class _Area(NamedTuple):
+    """A place on the figure, in inches from its top left."""
+
     left: float
     top: float
     width: float
 
 
 def _few(groups: list[RankGroup]) -> list[RankGroup]:
-    """All groups, or of many those that hold most, and the one that holds least."""
+    """Returns all groups, or of many those with the most state and the one with the least."""
     ordered = sorted(groups, key=lambda group: -_state_bytes(group.ranks[0]))
     return groups if len(groups) <= MANY_RANKS else [*ordered[: MANY_RANKS - 1], ordered[-1]]
 
@@ -112,6 +94,7 @@ def _state_bytes(rank: Rank) -> int:
 
 
 def _draw_grid(axes: Axes, grid: Grid, area: _Area, columns: Sequence[int | None], rows: Sequence[int | None]) -> None:
+    """Draws the cells of a grid and the names of its rows and columns; None is a gap in them."""
     gutter = 0.75 if grid.rows else 0.0
     left, top, pitch = area.left + gutter, area.top, (area.width - gutter + 0.1) / max(len(columns), 2)
     if grid.columns:
@@ -135,10 +118,12 @@ def _draw_grid(axes: Axes, grid: Grid, area: _Area, columns: Sequence[int | None
 
 
 def _draw_rank(axes: Axes, rank: Rank, place: _Area, word: str) -> None:
+    """Draws the cell of a rank: its number, the letter of its slice and the bytes of its parameters."""
     from matplotlib.patches import FancyBboxPatch
 
     left, top, width = place
-    colour, right = slice_colour(rank["slice"]), left + width - 0.12
+    # from the ninth slice on the colours repeat, but the letters do not
+    colour, right = COLOURS[rank["slice"] % len(COLOURS)], left + width - 0.12
     cell = FancyBboxPatch(
         (left, top), width, _CELL - 0.1, boxstyle="round,pad=0,rounding_size=0.07",
         facecolor=_mixed(colour, 0.16), edgecolor=colour, linewidth=1.2, gid=f"rank {rank['rank']}",
@@ -153,6 +138,7 @@ def _draw_rank(axes: Axes, rank: Rank, place: _Area, word: str) -> None:
 
 
 def _draw_memory(axes: Axes, groups: Sequence[RankGroup], top: float) -> None:
+    """Draws a bar of the state of each group of ranks."""
     from matplotlib.patches import Rectangle
 
     start, length = 2.45, _WIDTH - 2.45 - 1.15
@@ -181,28 +167,17 @@ def _draw_memory(axes: Axes, groups: Sequence[RankGroup], top: float) -> None:
 
 
 def draw_loss(rows: Rows, path: Path) -> Path:
-    """The loss by step, of training and, where it was measured, of evaluation. Returns the path.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     draw_loss([{"step": 1, "loss": 3.0}], Path(folder) / "loss.png").read_bytes()[1:4]
-    b'PNG'
-    """
+    """Draws the training loss by step, and the evaluation loss if it was measured; returns the path."""
     return draw_losses({"": rows}, path)
 
 
 def draw_losses(runs: Mapping[str, Rows], path: Path) -> Path:
-    """The losses of several runs over each other; runs that agree stay visible as bands of one line."""
+    """Draws the loss curves of several runs over each other, the first the widest, so that equal runs stay visible."""
     return _save(losses_figure(runs), path)
 
 
 def losses_figure(runs: Mapping[str, Rows]) -> Figure:
-    """The figure that ``draw_losses`` saves: one line for each run, and one for its evaluations.
-
-    >>> figure = losses_figure({"single": [{"step": 1, "loss": 3.0}], "dp2": [{"step": 1, "loss": 3.0}]})
-    >>> [line.get_label() for line in figure.axes[0].lines]
-    ['single', 'dp2']
-    """
+    """Returns the figure that :func:`draw_losses` saves: a line for each run, and one for its evaluations."""
     figure = _figure(5.2)
     axes = figure.add_axes((0.075, 0.13, 0.89, 0.72))
     _style(axes)
@@ -210,7 +185,7 @@ def losses_figure(runs: Mapping[str, Rows]) -> Figure:
     for n, (label, rows) in enumerate(runs.items()):
         colour = COLOURS[n % len(COLOURS)]
         train, evaluated = _points(rows, "loss"), _points(rows, "eval_loss")
-        below = (len(runs) - 1 - n) * min(1, 3 / len(runs))  # the first run is drawn first and widest, below the others
+        below = (len(runs) - 1 - n) * min(1, 3 / len(runs))  # how much wider a run is drawn than the last one
         axes.plot(
             *_columns(train), color=_mixed(colour, 0.45) if below else colour, linewidth=1.8 + 4 * below,
             marker="o" if len(train) == 1 else "", label=label or "training", solid_capstyle="round",
@@ -223,13 +198,23 @@ def losses_figure(runs: Mapping[str, Rows]) -> Figure:
             )  # fmt: skip
     _title(figure, "Loss", _loss_words(runs))
     axes.set_xlabel("step", fontsize=11, color=_MUTED)
-    _show_steps(axes, [step for rows in runs.values() for step, _ in _points(rows, "loss")], "no finite loss yet")
+    steps = [step for rows in runs.values() for step, _ in _points(rows, "loss")]
+    if not steps:
+        axes.set_axis_off()
+        axes.text(
+            0.5, 0.5, "no finite loss yet", transform=axes.transAxes, ha="center", va="center", fontsize=12,
+            color=_MUTED,
+        )  # fmt: skip
+    elif min(steps) == max(steps):
+        axes.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
+
     if len(axes.lines) > 1:
         axes.legend(framealpha=0.9, edgecolor="none", fontsize=11, labelcolor=_INK, loc="upper right")
     return figure
 
 
 def _loss_words(runs: Mapping[str, Rows]) -> str:
+    """Returns the first and last loss of a single run, or how far several runs are apart."""
     found = [dict(_points(rows, "loss")) for rows in runs.values()]
     if len(found) == 1 and found[0]:
         first, *_, last = [*found[0].values()] * 2
@@ -239,67 +224,16 @@ def _loss_words(runs: Mapping[str, Rows]) -> str:
     return f"the runs differ by {max(apart):.1e} at most" if apart else ""
 
 
-def draw_speed(rows: Rows, path: Path) -> Path:
-    """Tokens per second and milliseconds per step, by step, with their medians. Returns the path."""
-    return _save(speed_figure(rows), path)
-
-
-def speed_figure(rows: Rows) -> Figure:
-    """The figure that ``draw_speed`` saves: two panels with a line and its median.
-
-    >>> figure = speed_figure([{"step": 1, "tokens_per_s": 1000.0, "step_ms": 64.0}])
-    >>> [axes.get_title(loc="left") for axes in figure.axes]
-    ['tokens/s: median 1.0 k', 'time of a step: median 64 ms']
-    """
-    figure = _figure(5.8)
-    _title(figure, "Speed", f"{len(rows):,} step{'s' * (len(rows) != 1)}")
-    panels = (
-        (0.51, "tokens_per_s", "tokens/s", format_count, COLOURS[0]),
-        (0.115, "step_ms", "time of a step", _milliseconds, COLOURS[5]),
-    )
-    for bottom, key, name, spell, colour in panels:
-        axes = figure.add_axes((0.105, bottom, 0.865, 0.285))
-        _style(axes)
-        points = _points(rows, key)
-        axes.plot(*_columns(points), color=colour, linewidth=1.6, marker="o" if len(points) == 1 else "")
-        middle = median(value for _, value in points) if points else 0.0
-        axes.set_title(
-            f"{name}: median {spell(middle)}" if points else f"{name}: not measured yet",
-            loc="left", fontsize=11.5, color=_INK, pad=8,
-        )  # fmt: skip
-        _show_steps(axes, [step for step, _ in points], "")
-        if points:
-            axes.axhline(middle, color=_MUTED, linewidth=1, linestyle=(0, (4, 3)))
-        axes.set_ylim(0, 1.15 * max((value for _, value in points), default=1) or 1)
-        axes.yaxis.set_major_formatter(_spelled(spell))
-    axes.set_xlabel("step", fontsize=11, color=_MUTED)
-    return figure
-
-
-def _spelled(spell: Callable[[float], str]) -> Callable[[float, float], str]:
-    """The labels of an axis's ticks."""
-    return lambda value, _: spell(value) if value else "0"
-
-
-def _milliseconds(number: float) -> str:
-    return format_duration(number / 1000)
-
-
 # ---- style
 
 
-def slice_colour(index: int) -> str:
-    """The colour of a slice: one of eight; from the ninth on they come round again, the letters do not."""
-    return COLOURS[index % len(COLOURS)]
-
-
 def _mixed(colour: str, part: float, other: float = 1) -> tuple[float, ...]:
-    """This part of a colour, the rest white (1) or black (0)."""
+    """Mixes ``part`` of a colour with white (``other`` = 1) or black (0)."""
     return tuple(part * int(colour[a : a + 2], 16) / 255 + (1 - part) * other for a in (1, 3, 5))
 
 
 def _points(rows: Rows, key: str) -> list[tuple[float, float]]:
-    """Step and value wherever the value was measured and is finite."""
+    """Returns (step, value) of the rows whose value was measured and is finite."""
     found = ((row["step"], row.get(key)) for row in rows)
     return [(step, value) for step, value in found if value is not None and math.isfinite(value)]
 
@@ -313,7 +247,7 @@ def _figure(height: float) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)  # no pyplot: its list of figures is global
+    FigureCanvasAgg(figure)  # not pyplot, because its list of figures is global
     return figure
 
 
@@ -337,17 +271,7 @@ def _style(axes: Axes) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
 
 
-def _show_steps(axes: Axes, steps: Sequence[float], nothing: str) -> None:
-    """Ends the axis of steps half a step beyond a single one; without any, a note takes its place."""
-    if not steps:
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, nothing, transform=axes.transAxes, ha="center", va="center", fontsize=12, color=_MUTED)
-    elif min(steps) == max(steps):
-        axes.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
-
-
 def _save(figure: Figure, path: Path) -> Path:
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=_DPI, metadata={"Software": "shardwright"})
     return path

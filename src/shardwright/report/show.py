@@ -1,4 +1,4 @@
-"""A description as text: the grid of ranks, what was done to each layer and why, what each rank holds.
+"""A layout's description as text: the grid of ranks, each layer's role and why, each rank's memory and traffic.
 
 ::
 
@@ -18,19 +18,18 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.formatting import format_bytes, format_count
-from shardwright.report.description import STATES, Description, describe, timeline_of
+from shardwright.report.description import STATES, Description, timeline_of
 from shardwright.report.outline import Rank, layer_rows, num_grids, rank_grids, rank_groups, shortened, slice_letter
 from shardwright.report.timeline_text import timeline_text
 
-__all__ = ["describe", "show_text"]
-
 
 def show_text(description: Description, width: int = 100) -> str:
-    """A layout drawn for a terminal: the ranks, the layers with what was done and why, and what each rank holds.
+    """Draws a layout for a terminal of ``width`` characters; this is what ``shardwright show`` prints.
 
     >>> from torch import nn
     >>> from shardwright.layout import Layout
     >>> from shardwright.plan.plan import Job
+    >>> from shardwright.report.description import describe
     >>> job = Job(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.Identity())
     >>> print(show_text(describe(job, Layout.parse("dp2 tp2")), width=72).partition("slice of")[0])
     dp2 tp2: 4 ranks, 76 parameters
@@ -52,6 +51,7 @@ def show_text(description: Description, width: int = 100) -> str:
 
 
 def _grid_texts(description: Description, width: int) -> Iterable[str]:
+    """Yields the lines of the grids of ranks; of many grids, rows or columns only the first ones and the last."""
     grids, total = rank_grids(description), num_grids(description)
     for index in shortened(total, 4):
         yield ""
@@ -84,26 +84,20 @@ def _layer_table(description: Description) -> Table:
 
 
 def _stage_table(description: Description) -> Iterable[Table]:
-    """The layers of each stage, and its share of time and memory."""
+    """Yields a table of the layers of each stage, and its share of time and memory; nothing without a pipeline."""
     if "stages" not in description:
         return
     table = table_of("stages", "layers", "share of time", "parameters", "activations of a microbatch")
     for stage in description["stages"]:
-        chunks = [_calls(chunk["calls"]) for chunk in stage["chunks"]]
-        numbers = [f"{chunk['chunk']}: " if len(chunks) > 1 else "" for chunk in stage["chunks"]]
-        kept = stage["activation_bytes"]
-        table.add_row(
-            f"stage {stage['stage']}",
-            "\n".join(number + calls for number, calls in zip(numbers, chunks, strict=True)),
-            f"{stage['share_of_time']:.1%}",
-            format_bytes(stage["parameter_bytes"]),
-            format_bytes(kept) if kept else "",
-        )
+        several, kept = len(stage["chunks"]) > 1, stage["activation_bytes"]
+        layers = [f"{chunk['chunk']}: " * several + _calls(chunk["calls"]) for chunk in stage["chunks"]]
+        numbers = [f"{stage['share_of_time']:.1%}", format_bytes(stage["parameter_bytes"])]
+        table.add_row(f"stage {stage['stage']}", "\n".join(layers), *numbers, format_bytes(kept) if kept else "")
     yield table
 
 
 def _calls(names: Sequence[str]) -> str:
-    """Names in order; of a long list the first three and the last two."""
+    """Returns the names in order; of a long list the first three and the last two."""
     return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, ... {', '.join(names[-2:])}"
 
 
@@ -113,8 +107,8 @@ def _memory_table(description: Description) -> Table:
     for name, group in rank_groups(description):
         states = [group[0][state] for state in STATES]
         count = format_count(group[0]["num_parameters"])
-        away = [group[0]["offloaded_bytes"]] if more else []
-        table.add_row(name, count, *(format_bytes(num_bytes) for num_bytes in (*states, sum(states), *away)))
+        offloaded = [group[0]["offloaded_bytes"]] if more else []
+        table.add_row(name, count, *map(format_bytes, (*states, sum(states), *offloaded)))
     return table
 
 
@@ -128,21 +122,22 @@ def _traffic_table(description: Description) -> Table:
 
 
 def _samples(rank: Rank) -> str:
-    """How many samples a rank has, and of each how many tokens where sequences are cut."""
+    """Returns how many samples a rank has, and how many tokens of each if sequences are cut."""
     tokens = rank.get("tokens_of_each")
     return str(rank["samples"]) if tokens is None else f"{rank['samples']}, {tokens} tokens of each"
 
 
 def table_of(*heads: str, numbers: bool = False) -> Table:
-    """A table that keeps its first column whole; with ``numbers`` the others stand to the right."""
+    """Returns an empty table with these column heads; with ``numbers``, all but the first align to the right."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for position, head in enumerate(heads):
-        right = numbers and position > 0
-        table.add_column(head, overflow="fold", justify="right" if right else "left")
+        table.add_column(head, overflow="fold", justify="right" if numbers and position > 0 else "left")
     return table
 
 
 def table_text(table: Table, width: int) -> str:
+    """Returns a table as plain text of at most ``width`` characters a line."""
     out = StringIO()
+
     Console(file=out, width=width, color_system=None, force_terminal=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

@@ -1,4 +1,4 @@
-"""What every drawing of a timeline needs: names, times from zero, units, bubbles, the order of chunks."""
+"""What all drawings of a pipeline timeline share: names, times from zero, time units, bubbles, order of chunks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ KINDS: dict[Kind, str] = {
     "I": "input gradient",
     "W": "weight gradient",
 }
-"""The kinds of action and what they do, in the order of every legend."""
+"""The kinds of action and their names, in the order of every legend."""
 
 NOTHING = "nothing to draw: no action takes any time"
-"""What stands in place of a timeline without actions."""
+"""What is drawn in place of a timeline without actions."""
 
 
 class Outline(NamedTuple):
-    """A timeline as it is drawn: its first action begins at zero, and what is told of it is counted.
+    """A pipeline timeline prepared for drawing by :func:`outlines`: its first action begins at zero.
 
-    ``bubbles[s]`` is the share of the makespan in which stage ``s`` is idle; ``peaks[s]`` the most bytes that it holds,
-    0 where memory was not counted. ``chunks[s]`` are the chunks that the stage runs, each with its place among them.
-    Where memory changes more than once at one time, the last change is kept.
+    ``bubbles[s]`` is the share of the makespan in which stage ``s`` is idle, ``peaks[s]`` its peak in bytes, 0 if
+    memory was not counted. ``chunks[s]`` maps each chunk of the stage to its place among them. If memory changes
+    more than once at one time, only the last change is kept.
     """
 
     name: str
@@ -42,39 +42,37 @@ class Outline(NamedTuple):
 
     @property
     def num_spans(self) -> int:
-        """How many actions all stages run."""
+        """The number of actions (forward or backward of a microbatch) on all stages."""
         return sum(map(len, self.spans))
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches the actions name."""
+        """The number of microbatches in the timeline."""
         return len({span.action.microbatch for stage in self.spans for span in stage})
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of action that occur."""
+        """The kinds of action (forward, backward, ...) that occur in the timeline."""
         found = {span.action.kind for stage in self.spans for span in stage}
         return tuple(kind for kind in KINDS if kind in found)
 
     @property
     def most_chunks(self) -> int:
-        """The most chunks on a stage."""
+        """The largest number of model chunks on a stage: 1 unless the schedule is interleaved."""
         return max(map(len, self.chunks), default=0)
 
     @property
     def summary(self) -> str:
-        """Makespan, bubble and, where counted, the largest peak and its stage, in words."""
+        """One line of text: the makespan, the bubble and, if counted, the largest memory peak and its stage."""
         if not self.makespan_s:
             return NOTHING
-        told = f"makespan {precise_time(self.makespan_s)}, bubble {percent(self.bubble)}"
+        times = f"makespan {precise_time(self.makespan_s)}, bubble {percent(self.bubble)}"
         peak = max(self.peaks)
-        return told + (f", peak {format_bytes(peak)} on stage {self.peaks.index(peak)}" if peak else "")
+        return times + (f", peak {format_bytes(peak)} on stage {self.peaks.index(peak)}" if peak else "")
 
 
 def outlines(timelines: Sequence[Timeline]) -> list[Outline]:
-    """The timelines as they are drawn, each from its own first action on.
-
-    Two of one name are taken for what was predicted and what was measured.
+    """Returns pipeline timelines prepared for drawing; two of one name are called predicted and measured.
 
     >>> from shardwright.plan.schedule import Action
     >>> timeline = Timeline("1f1b", ((Span(Action("F", 0), 3, 4), Span(Action("B", 0), 6, 7)),))
@@ -90,6 +88,7 @@ def outlines(timelines: Sequence[Timeline]) -> list[Outline]:
 
 
 def _outline(name: str, timeline: Timeline) -> Outline:
+    """Shifts a timeline to begin at zero and counts its bubbles, peaks and chunks."""
     starts = [span.start_s for stage in timeline.spans for span in stage]
     zero, makespan, stages = min(starts, default=0.0), timeline.makespan_s, range(len(timeline.spans))
     digits = digits_of(makespan)
@@ -110,31 +109,24 @@ def _outline(name: str, timeline: Timeline) -> Outline:
 
 
 def digits_of(longest_s: float) -> int:
-    """The decimals of seconds that tell apart a billionth of ``longest_s``.
-
-    >>> digits_of(0.5), digits_of(0)
-    (10, 9)
-    """
+    """Returns to how many decimals to round times in seconds, to resolve a billionth of ``longest_s``."""
     return 9 - floor(log10(longest_s)) if longest_s else 9
 
 
 def times_as_long(drawn: Sequence[Outline]) -> str:
-    """How the makespans of a pair compare, in words; empty where there is nothing to compare.
-
-    >>> times_as_long([])
-    ''
-    """
+    """Returns a sentence that compares the makespans of two timelines; "" if there are not two to compare."""
     if len(drawn) != 2 or not all(outline.makespan_s for outline in drawn):
         return ""
     first, second = drawn
     what, _, how = second.name.rpartition(", ")
     of, _, other = first.name.rpartition(", ")
-    names = (how, other) if what == of else (second.name, first.name)  # the same layout, predicted and measured
+    # of the same layout, predicted and measured, the layout's name is left out
+    names = (how, other) if what == of else (second.name, first.name)
     return f"{names[0]} takes {second.makespan_s / first.makespan_s:.2f} times as long as {names[1]}"
 
 
 class TimeUnit(NamedTuple):
-    """A unit of time and how many seconds it has."""
+    """A unit of time: its name, and its length in seconds."""
 
     name: str
     size_s: float
@@ -147,7 +139,7 @@ _UNITS = (
 
 
 def time_unit(longest_s: float) -> TimeUnit:
-    """The largest unit that ``longest_s`` has at least two of.
+    """Returns the largest unit that ``longest_s`` has at least two of.
 
     >>> [time_unit(seconds).name for seconds in (0, 3e-6, 0.9, 90, 130, 7200)]
     ['s', 'µs', 'ms', 's', 'min', 'h']
@@ -158,7 +150,7 @@ def time_unit(longest_s: float) -> TimeUnit:
 
 
 def precise_time(seconds: float) -> str:
-    """A time with three digits, in the unit that suits it; whole seconds from a minute on.
+    """Returns a time as text with three digits in a fitting unit, or in whole seconds from a minute on.
 
     >>> [precise_time(seconds) for seconds in (0, 3.2e-6, 0.0123, 1.5, 75, 4000)]
     ['0 s', '3.20 µs', '12.3 ms', '1.50 s', '1 min 15 s', '1 h 06 min']
@@ -171,16 +163,12 @@ def precise_time(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in percent.
-
-    >>> percent(0.2727)
-    '27.3 %'
-    """
+    """Returns a share (0 to 1) as text in percent, such as "27.3 %"."""
     return f"{100 * share:.1f} %"
 
 
 def ticks(end: float, most: int) -> list[float]:
-    """At most ``most`` round numbers from zero to ``end``, evenly apart.
+    """Returns at most ``most`` round numbers from zero to ``end``, evenly spaced, for the ticks of an axis.
 
     >>> ticks(33, 8), ticks(0.07, 3)
     ([0, 5, 10, 15, 20, 25, 30], [0.0, 0.05])
@@ -194,7 +182,7 @@ def ticks(end: float, most: int) -> list[float]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """All indices of ``count`` things; of more than ``most`` as many as that, evenly apart, the ends among them.
+    """Returns all indices below ``count``, or ``most`` of them, evenly spaced, with the first and the last.
 
     >>> spread(3, 4), spread(64, 4)
     ([0, 1, 2], [0, 21, 42, 63])

@@ -1,4 +1,4 @@
-"""A timeline as an interactive page: one HTML file, drawn by its own script, with the same as text below."""
+"""A pipeline timeline as an interactive page: one HTML file with its own script, and the timeline as text below."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwright.formatting import format_bytes
 from shardwright.report.assets import fill_template, read_asset
-from shardwright.report.page import _section, _table
+from shardwright.report.page import html_table, section
 from shardwright.report.timeline_outline import (
     KINDS,
     NOTHING,
@@ -33,27 +33,18 @@ _KEYS = (
 
 
 def write_timeline_page(path: Path, timelines: Sequence[Timeline], title: str = "Timeline") -> Path:
-    """Writes an interactive page of timelines below each other on one axis of time. Returns the path.
+    """Writes an interactive HTML page of pipeline timelines below each other on one axis of time. Returns the path.
 
-    Everything is in the one file: it opens without a network, and follows the reader's light or dark setting. An action
-    that another of the timelines also has is marked in both, and their durations are compared. Below stand the numbers
-    of each stage as a table, and the drawing as text: all that a reader without the script or the picture needs.
-
-    >>> import tempfile
-    >>> from shardwright.plan.schedule import Action
-    >>> from shardwright.runtime.timeline import Span
-    >>> timeline = Timeline("a < b", ((Span(Action("F", 0), 0, 1),),))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     page = write_timeline_page(Path(folder) / "timeline.html", [timeline]).read_text(encoding="utf-8")
-    >>> page.startswith("<!doctype html>"), "a &lt; b" in page, "a < b" in page
-    (True, True, False)
+    The file opens without a network and follows the reader's light or dark setting. An action that is in two timelines
+    is marked in both, and its durations are compared. A table of the stages and the drawing as text follow, for readers
+    without JavaScript or without sight.
     """
     drawn = outlines(timelines)
     under = filter(None, (_counts(drawn), times_as_long(drawn)))
     sections = [
         _bar(drawn) if any(outline.makespan_s for outline in drawn) else "",
         *(_panel(place, outline) for place, outline in enumerate(drawn)),
-        "" if drawn else _section("No timeline", f"<p>{NOTHING}</p>"),
+        "" if drawn else section("No timeline", f"<p>{NOTHING}</p>"),
         _stage_table(drawn),
         '<section>\n<details>\n<summary>As text</summary>\n<pre class="drawing">'
         f"{escape(timeline_text(timelines, width=130))}</pre>\n</details>\n</section>",
@@ -68,14 +59,13 @@ def write_timeline_page(path: Path, timelines: Sequence[Timeline], title: str = 
         data=_data(drawn),
         script=read_asset("timeline.js"),
     )
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
     return path
 
 
 def _counts(drawn: Sequence[Outline]) -> str:
-    """How many stages and microbatches all timelines have; empty where they differ."""
+    """Returns the number of stages, microbatches and actions in words; "" if the timelines differ in them."""
     found = {(len(outline.spans), outline.num_microbatches, outline.num_spans) for outline in drawn}
     if len(found) != 1:
         return ""
@@ -85,7 +75,7 @@ def _counts(drawn: Sequence[Outline]) -> str:
 
 
 def _bar(drawn: Sequence[Outline]) -> str:
-    """The legend, and the buttons that zoom."""
+    """Returns the legend and the zoom buttons."""
     most_chunks = max(outline.most_chunks for outline in drawn)
     keys = []
     for kind, words in KINDS.items():
@@ -109,7 +99,7 @@ def _css(colour: Sequence[float]) -> str:
 
 def _panel(place: int, outline: Outline) -> str:
     if not outline.makespan_s:
-        return _section(outline.name, f"<p>{NOTHING}</p>")
+        return section(outline.name, f"<p>{NOTHING}</p>")
     label = f"{outline.name}: {outline.summary}, on {len(outline.spans)} stages. {_KEYS}"
     return (
         f'<section>\n<div class="head"><h2>{escape(outline.name)}</h2><span>{escape(outline.summary)}</span></div>\n'
@@ -120,7 +110,7 @@ def _panel(place: int, outline: Outline) -> str:
 
 
 def _stage_table(drawn: Sequence[Outline]) -> str:
-    """What each stage does and holds, in every timeline."""
+    """Returns a table of the computing time, bubble and peak memory of each stage, in every timeline."""
     shown = [outline for outline in drawn if outline.makespan_s]
     if not shown:
         return ""
@@ -140,7 +130,7 @@ def _stage_table(drawn: Sequence[Outline]) -> str:
             cells += [precise_time((1 - bubble) * outline.makespan_s), percent(bubble)]
             cells += [format_bytes(outline.peaks[stage])] if counted else []
         body.append(cells)
-    table = _table(heads, body, numbers_from=1)
+    table = html_table(heads, body, numbers_from=1)
     return (
         f'<p class="note">{escape(_KEYS)}</p>\n<section>\n<details{" open" * (len(body) <= 16)}>\n'
         f"<summary>Stages</summary>\n{table}\n</details>\n</section>"
@@ -148,7 +138,7 @@ def _stage_table(drawn: Sequence[Outline]) -> str:
 
 
 def _data(drawn: Sequence[Outline]) -> str:
-    """What the script draws: of each stage the actions, five numbers each, and the memory, two for each change."""
+    """Returns the script's data: of each stage, five numbers for an action and two for a change of memory."""
     end = max((outline.makespan_s for outline in drawn), default=0.0)
     digits = digits_of(end)
     kinds = [*KINDS]

@@ -1,4 +1,4 @@
-"""A timeline as a PNG: a row of coloured actions for each stage, and below them what each stage holds over time."""
+"""A pipeline timeline as a PNG: a row of coloured actions for each stage, and below them each stage's memory."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:  # matplotlib takes a second to import, so the functions that 
     from matplotlib.text import Text
 
 KIND_COLOURS: dict[Kind, str] = {"F": COLOURS[4], "B": COLOURS[1], "I": COLOURS[3], "W": COLOURS[2]}
-"""Of Okabe and Ito, light enough for dark numbers."""
+"""Colours of Okabe and Ito that are light enough for dark numbers on them."""
 
 _IDLE = "#eef1f4"
 _TOP, _HEAD, _AXIS, _GAP = 1.42, 0.26, 0.32, 0.42  # inches: to the first timeline, its name, tick labels, to the next
 _ROW, _MOST_HEIGHT, _EMPTY, _MEMORY = 0.34, 3.9, 0.7, 1.05  # inches: a stage, all stages, no stage, a panel of memory
-_START, _END = 1.15, _WIDTH - 1.0  # inches: where the axis of time lies
-_FONT, _SMALL_FONT, _DIGIT = 9.5, 5.5, 0.66 / 72  # points, and inches that a digit takes for each point
+_START, _END = 1.15, _WIDTH - 1.0  # inches from the left: the two ends of the axis of time
+_FONT, _SMALL_FONT, _DIGIT = 9.5, 5.5, 0.66 / 72  # points, points, and the width of a digit in inches for each point
 _MANY_LINES = 6
 _FIRST_LINE, _LAST_LINE = (0.1, 0.15, 0.45), (0.84, 0.37, 0.0)
 
 
 class _Sizes(NamedTuple):
-    """How large things are drawn: the axis of time to ``end`` in ``unit``, a stage's row in inches."""
+    """The scales of a figure: the axis of time ends at ``end`` in ``unit``; ``row`` is a stage's height in inches."""
 
     unit: TimeUnit
     end: float
@@ -52,35 +52,21 @@ class _Sizes(NamedTuple):
     most_bytes: int
 
     def inches(self, duration_s: float) -> float:
-        """How wide a time is drawn."""
+        """Returns the width of a duration in inches."""
         return duration_s / self.unit.size_s / self.end * (_END - _START)
 
 
 def draw_timelines(path: Path, timelines: Sequence[Timeline], title: str = "Timeline") -> Path:
-    """Draws timelines below each other on one axis of time, each above its memory where counted. Returns the path.
+    """Draws pipeline timelines as a PNG on one axis of time, each above its memory if counted. Returns the path.
 
-    Grey is a wait; the second and later chunks of a stage are lighter. Any number of stages and actions can be drawn:
-    where most are narrower than two pixels, each pixel has the mean colour. Without actions, the picture says so.
-
-    >>> import tempfile
-    >>> from shardwright.plan.schedule import Action
-    >>> from shardwright.runtime.timeline import Span
-    >>> F, B = Action("F", 0), Action("B", 0)
-    >>> timeline = Timeline("two stages", ((Span(F, 0, 1), Span(B, 4, 6)), (Span(F, 1, 2), Span(B, 2, 4))))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     draw_timelines(Path(folder) / "timeline.png", [timeline]).read_bytes()[1:4]
-    b'PNG'
+    Grey is idle time; later chunks of a stage are lighter. Any number of stages and actions can be drawn: if most
+    actions are narrower than two pixels, each pixel has the mean colour. Without actions, the picture says so.
     """
     return _save(timelines_figure(timelines, title), path)
 
 
 def timelines_figure(timelines: Sequence[Timeline], title: str = "Timeline") -> Figure:
-    """The figure that ``draw_timelines`` saves: for each timeline one axes of stages, and one of memory where counted.
-
-    >>> figure = timelines_figure([Timeline("nobody ran", ((), ()))])
-    >>> [text.get_text() for text in figure.axes[0].texts]
-    ['nothing to draw: no action takes any time']
-    """
+    """Returns the matplotlib figure of :func:`draw_timelines`: for each timeline its stages, and memory if counted."""
     drawn = outlines(timelines) or outlines([Timeline("no timeline", ())])
     longest = max(outline.makespan_s for outline in drawn)
     unit = time_unit(longest)
@@ -92,34 +78,27 @@ def timelines_figure(timelines: Sequence[Timeline], title: str = "Timeline") -> 
     _draw_legend(figure, drawn)
     top = _TOP
     for outline in drawn:
-        told = outline.summary if outline.makespan_s else ""
-        words = _write(figure, _END, top, told, 6.0, ha="right", fontsize=11, color=_MUTED)
+        summary = outline.summary if outline.makespan_s else ""
+        words = _write(figure, _END, top, summary, 6.0, ha="right", fontsize=11, color=_MUTED)
         _write(figure, _LEFT, top, outline.name, _END - _LEFT - 0.3 - _inches(words), fontsize=12, weight="bold")
         top += _HEAD
         _draw_timeline(figure, top, outline, sizes)
         top += _height(outline, sizes) + _AXIS + _GAP
     mixed = "; mixed colours: actions too narrow for a pixel" * any(_many(outline, sizes) for outline in drawn)
-    _write(
-        figure,
-        (_START + _END) / 2,
-        top - _GAP,
-        f"time, {unit.name}{mixed}",
-        7.0,
-        ha="center",
-        fontsize=11,
-        color=_MUTED,
-    )
+    style: dict[str, Any] = {"ha": "center", "fontsize": 11, "color": _MUTED}
+    _write(figure, (_START + _END) / 2, top - _GAP, f"time, {unit.name}{mixed}", 7.0, **style)
     return figure
 
 
 def _height(outline: Outline, sizes: _Sizes) -> float:
-    """What the panels of a timeline take, in inches."""
+    """Returns the height of a timeline's panels in inches."""
     if not outline.makespan_s:
         return _EMPTY
     return len(outline.spans) * sizes.row + (0.14 + _MEMORY) * any(outline.peaks)
 
 
 def _draw_timeline(figure: Figure, top: float, outline: Outline, sizes: _Sizes) -> None:
+    """Draws the rows, bubbles and memory of a timeline below ``top`` inches."""
     if not outline.makespan_s:
         axes = _panel(figure, top, _EMPTY, sizes)
         axes.set_axis_off()
@@ -138,7 +117,7 @@ def _draw_timeline(figure: Figure, top: float, outline: Outline, sizes: _Sizes) 
 
 
 def _panel(figure: Figure, top: float, height: float, sizes: _Sizes) -> Axes:
-    """Axes over the axis of time, at ``top`` inches."""
+    """Returns axes along the axis of time, at ``top`` inches."""
     whole = figure.get_figheight()
     place = (_START / _WIDTH, 1 - (top + height) / whole, (_END - _START) / _WIDTH, height / whole)
     axes = figure.add_axes(place, xlim=(0, sizes.end))
@@ -150,6 +129,7 @@ def _panel(figure: Figure, top: float, height: float, sizes: _Sizes) -> Axes:
 
 
 def _draw_rows(axes: Axes, outline: Outline, sizes: _Sizes) -> None:
+    """Draws the actions of each stage as boxes on a grey row of idle time."""
     from matplotlib.collections import PolyCollection
 
     num_stages, second = len(outline.spans), sizes.unit.size_s
@@ -161,6 +141,7 @@ def _draw_rows(axes: Axes, outline: Outline, sizes: _Sizes) -> None:
     if _many(outline, sizes):
         _draw_many(axes, outline, end)
         return
+    # one collection for each colour: thousands of single patches would take minutes to draw
     alike: dict[tuple[Kind, int, int], list[list[tuple[float, float]]]] = {}
     for stage, spans in enumerate(outline.spans):
         top, bottom, places = stage + inset, stage + 1 - inset, outline.chunks[stage]
@@ -178,17 +159,20 @@ def _draw_rows(axes: Axes, outline: Outline, sizes: _Sizes) -> None:
 
 
 def _middle_inches(outline: Outline, sizes: _Sizes) -> float:
-    """How wide half of the actions are drawn, or wider."""
+    """Returns the median width of the actions in inches."""
     return sizes.inches(median(end - start for stage in outline.spans for _, start, end in stage))
 
 
 def _many(outline: Outline, sizes: _Sizes) -> bool:
-    """Whether most actions are narrower than two pixels."""
+    """Returns whether most actions are narrower than two pixels."""
     return outline.makespan_s > 0 and _middle_inches(outline, sizes) * _DPI < 2
 
 
 def _draw_many(axes: Axes, outline: Outline, end: float) -> None:
-    """Of actions narrower than a pixel or two, each pixel shows the mean colour."""
+    """Draws actions narrower than two pixels: each pixel shows the mean colour over its time.
+
+    Interpolating the busy time at the edges of pixels gives the exact share of every colour without a loop over pixels.
+    """
     num_stages, num_pixels = len(outline.spans), round((_END - _START) * _DPI)
     edges = np.linspace(0, outline.makespan_s, num_pixels + 1)
     idle = np.array(_mixed(_IDLE, 1))
@@ -200,7 +184,7 @@ def _draw_many(axes: Axes, outline: Outline, end: float) -> None:
             alike.setdefault(key, []).append((start_s, end_s))
         for key, of_key in alike.items():
             times = np.array(of_key)
-            busy_s = np.repeat(np.cumsum(times[:, 1] - times[:, 0]), 2)  # up to each start and each end
+            busy_s = np.repeat(np.cumsum(times[:, 1] - times[:, 0]), 2)  # busy time up to each start and each end
             busy_s[0::2] -= times[:, 1] - times[:, 0]
             share = np.diff(np.interp(edges, times.ravel(), busy_s)) * num_pixels / outline.makespan_s
             pixels[stage] += share[:, None] * (np.array(shade(*key)) - idle)
@@ -209,7 +193,7 @@ def _draw_many(axes: Axes, outline: Outline, end: float) -> None:
 
 
 def _draw_numbers(axes: Axes, outline: Outline, sizes: _Sizes) -> None:
-    """The microbatches, where they fit, in one size that nine of ten fit in."""
+    """Writes the microbatch into each action that it fits in, in one font size that fits nine of ten."""
     if sizes.row < 0.15:
         return
     found = [
@@ -225,7 +209,7 @@ def _draw_numbers(axes: Axes, outline: Outline, sizes: _Sizes) -> None:
 
 
 def _draw_memory(figure: Figure, top: float, outline: Outline, sizes: _Sizes) -> None:
-    """A line for each stage over time; at the right, whose they are."""
+    """Draws the memory of each stage over time as a line, with the stages' names at the right."""
     axes = _panel(figure, top, _MEMORY, sizes)
     second, end = sizes.unit.size_s, outline.makespan_s / sizes.unit.size_s
     counted = [stage for stage, peak in enumerate(outline.peaks) if peak]
@@ -247,13 +231,13 @@ def _draw_memory(figure: Figure, top: float, outline: Outline, sizes: _Sizes) ->
 
 
 def _line_colour(place: int, count: int) -> tuple[float, ...]:
-    """From dark blue for the first stage to red for the last: dark on white, and no colour of a kind."""
+    """Returns the colour of a stage's line, from dark blue for the first to red: not the colour of a kind."""
     part = place / max(count - 1, 1)
     return tuple((1 - part) * first + part * last for first, last in zip(_FIRST_LINE, _LAST_LINE, strict=True))
 
 
 def _draw_legend(figure: Figure, drawn: Sequence[Outline]) -> None:
-    """The kinds that occur, in their colours; and, where stages have several chunks, how these differ."""
+    """Draws the colour of each kind of action, and a note if stages have several chunks."""
     from matplotlib.patches import Rectangle
 
     most_chunks = max(outline.most_chunks for outline in drawn)
@@ -276,16 +260,12 @@ def _draw_legend(figure: Figure, drawn: Sequence[Outline]) -> None:
 
 
 def shade(kind: Kind, place: int, num_chunks: int) -> tuple[float, ...]:
-    """The colour of an action: its kind's, the lighter the later its chunk is among those of its stage.
-
-    >>> [round(part, 2) for part in shade("F", place=1, num_chunks=2)]
-    [0.73, 0.88, 0.97]
-    """
+    """Returns the colour of a pipeline action: that of its kind, lighter for later chunks of the stage."""
     return _mixed(KIND_COLOURS[kind], 1 - 0.6 * place / max(num_chunks - 1, 1))
 
 
 def _write(figure: Figure, x: float, y: float, words: str, room: float, **style: Any) -> Text:
-    """Puts text at inches from the top left, cut to ``room`` inches; what the font lacks is a square."""
+    """Writes text at inches from the top left, cut to ``room`` inches; letters that the font lacks become squares."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     font = get_font(findfont(FontProperties()))

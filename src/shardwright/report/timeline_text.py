@@ -1,4 +1,4 @@
-"""A timeline in the terminal: a row of cells for each stage, each cell what the stage does in the middle of its time.
+"""A pipeline timeline in the terminal: a row of cells for each stage, each cell the action at its middle.
 
 ::
 
@@ -45,28 +45,18 @@ _LONG_NAME = 60
 
 
 class _Scale(NamedTuple):
-    """How much time a cell is, and how many there are."""
+    """The time of a cell, and the number of cells in a row."""
 
     cell_s: float
     num_cells: int
 
 
-class _Run(NamedTuple):
-    """Cells beside each other in which a stage does one thing; without an action it is idle."""
-
-    action: Action | None
-    text: str
-
-
 def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool = False) -> str:
-    """Timelines drawn for a terminal, below each other on one scale of time: a row of cells for each stage.
+    """Draws pipeline timelines for a terminal of ``width`` characters, below each other on one scale of time.
 
-    An action shows its kind, and its microbatch and fill where they fit; a blank is idle time. Each row ends with the
-    stage's bubble and, where counted, the most that it holds. Of more than 16 stages 16 are drawn; the text says so,
-    and how many actions are too short to be seen. A timeline without actions is a line that says so.
-
-    Shapes: ``width`` counts characters; below some 40 the rows are longer than asked. With ``colour`` the kinds are
-        coloured by ANSI codes too.
+    An action shows its kind, and its microbatch and fill if they fit; a blank is idle time. Each row ends with the
+    stage's bubble and, if counted, its peak memory. At most 16 stages are drawn; the text says so, and how many actions
+    are too short to be seen. Below some 40 characters, rows are longer than ``width``. ``colour`` adds ANSI codes.
 
     >>> F, B = Action("F", 0), Action("B", 0)
     >>> timeline = Timeline("two stages", ((Span(F, 0, 1), Span(B, 4, 6)), (Span(F, 1, 2), Span(B, 2, 4))))
@@ -82,7 +72,7 @@ def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool 
     """
     drawn = outlines(timelines)
     name_width = max((len(f"stage {len(outline.spans) - 1}") for outline in drawn), default=0)
-    right = max((len(_behind(outline, 0)) for outline in drawn if outline.spans), default=0)
+    right = max((len(_row_end(outline, 0)) for outline in drawn if outline.spans), default=0)
     scale = _scale(drawn, max(_FEWEST_CELLS, width - name_width - 3 - right))
     lines = [line for outline in drawn for line in (*_drawing(outline, scale, name_width), Text())]
     notes = [*_legend(drawn), *_left_out(drawn, scale), times_as_long(drawn)]
@@ -91,28 +81,29 @@ def timeline_text(timelines: Sequence[Timeline], width: int = 100, colour: bool 
 
 
 def _drawing(outline: Outline, scale: _Scale, name_width: int) -> Iterator[Text]:
+    """Yields the lines of one timeline: its summary, the heads, a row for each stage, the axis of time."""
     name = outline.name if len(outline.name) <= _LONG_NAME else f"{outline.name[: _LONG_NAME - 3]}..."
     yield Text(_printable(f"{name}: {outline.summary}"), style="bold")
     if not outline.makespan_s:
         return
-    heads = "  bubble" + "peak".rjust(len(_behind(outline, 0)) - 8) * any(outline.peaks)
+    heads = "  bubble" + "peak".rjust(len(_row_end(outline, 0)) - 8) * any(outline.peaks)
     yield Text(" " * (name_width + scale.num_cells + 3) + heads, style="dim")
     for stage in spread(len(outline.spans), _MOST_STAGES):
-        row = Text(f"{f'stage {stage}':{name_width}} |")
-        for run in stage_runs(outline, stage, scale):
-            row.append(run.text, style=_style(run.action, outline.chunks[stage]))
-        yield row.append(f"|{_behind(outline, stage)}")
+        row, chunks = Text(f"{f'stage {stage}':{name_width}} |"), outline.chunks[stage]
+        for action, text in stage_runs(outline, stage, scale):
+            row.append(text, style=_STYLES[action.kind] + " dim" * (chunks[action.chunk] % 2) if action else "")
+        yield row.append(f"|{_row_end(outline, stage)}")
     yield Text(" " * (name_width + 2) + _axis(scale), style="dim")
 
 
-def _behind(outline: Outline, stage: int) -> str:
-    """What stands behind a stage's row."""
+def _row_end(outline: Outline, stage: int) -> str:
+    """Returns the text behind a stage's row: its bubble and its peak."""
     peak = f" {format_bytes(outline.peaks[stage]):>10}" if any(outline.peaks) else ""
     return f" {percent(outline.bubbles[stage]):>7}{peak}"
 
 
 def _scale(drawn: Sequence[Outline], most_cells: int) -> _Scale:
-    """All of the time in ``most_cells``; in somewhat fewer where the shortest action then takes whole cells."""
+    """Fits all of the time into ``most_cells``, or into up to a quarter fewer if actions then take whole cells."""
     longest = max((outline.makespan_s for outline in drawn), default=0.0)
     lengths = [end - start for outline in drawn for stage in outline.spans for _, start, end in stage if end > start]
     if not longest or not lengths:
@@ -125,14 +116,8 @@ def _scale(drawn: Sequence[Outline], most_cells: int) -> _Scale:
     return _Scale(longest / most_cells, most_cells)
 
 
-def stage_runs(outline: Outline, stage: int, scale: _Scale) -> Iterator[_Run]:
-    """The cells of a stage's row, those beside each other in which it does one thing together.
-
-    >>> F, B = Span(Action("F", 0), 0, 1), Span(Action("B", 0), 3, 5)
-    >>> (outline,) = outlines([Timeline("one stage", ((F, B),))])
-    >>> [run.text for run in stage_runs(outline, 0, _Scale(0.5, 10))]
-    ['F0', '    ', 'B0==']
-    """
+def stage_runs(outline: Outline, stage: int, scale: _Scale) -> Iterator[tuple[Action | None, str]]:
+    """Yields the cells of a stage's row, adjacent cells of one action, or of idle time (None), together."""
     spans, chunks = outline.spans[stage], outline.chunks[stage]
     at, doing = 0, list[Span | None]()
     for cell in range(scale.num_cells):
@@ -142,24 +127,18 @@ def stage_runs(outline: Outline, stage: int, scale: _Scale) -> Iterator[_Run]:
         doing.append(spans[at] if at < len(spans) and spans[at].start_s <= middle else None)
     for span, cells in groupby(doing):
         size = len(list(cells))
-        yield _Run(span and span.action, _label(span.action, chunks, size) if span else " " * size)
+        yield (span.action, _label(span.action, chunks, size)) if span else (None, " " * size)
 
 
 def _label(action: Action, chunks: dict[int, int], size: int) -> str:
-    """As much of an action as ``size`` cells hold, the whole of a number or none of it."""
+    """Returns the label of an action in ``size`` cells: a microbatch number that does not fit is left out."""
     kind = action.kind if chunks[action.chunk] % 2 == 0 else action.kind.lower()
     label = next(text for text in (f"{kind}{action.microbatch}", kind) if len(text) <= max(size, 1))
     return label.ljust(size, _FILLS[action.kind])
 
 
-def _style(action: Action | None, chunks: dict[int, int]) -> str:
-    if action is None:
-        return ""
-    return _STYLES[action.kind] + " dim" * (chunks[action.chunk] % 2)
-
-
 def _axis(scale: _Scale) -> str:
-    """Round times below the cells at which they begin."""
+    """Returns round times, each below the cell at which it begins."""
     end = scale.cell_s * scale.num_cells
     unit, line = time_unit(end), ""
     for tick in ticks(end / unit.size_s, max(4, scale.num_cells // 8)):
@@ -170,15 +149,15 @@ def _axis(scale: _Scale) -> str:
 def _legend(drawn: Sequence[Outline]) -> Iterator[str]:
     kinds = [kind for kind in KINDS if any(kind in outline.kinds for outline in drawn)]
     if kinds:
-        told = ", ".join(f"{kind} {KINDS[kind]}" for kind in kinds)
-        yield f"{told}, blank idle. The number is the microbatch."
+        names = ", ".join(f"{kind} {KINDS[kind]}" for kind in kinds)
+        yield f"{names}, blank idle. The number is the microbatch."
     most_chunks = max((outline.most_chunks for outline in drawn), default=0)
     if most_chunks > 1:
         yield f"Upper case is a stage's first chunk, lower case {'its' if most_chunks == 2 else 'every'} second."
 
 
 def _left_out(drawn: Sequence[Outline], scale: _Scale) -> Iterator[str]:
-    """Sentences about what the drawing does not show."""
+    """Yields sentences about the stages and actions that the drawing does not show."""
     for outline in drawn:
         stages, name = spread(len(outline.spans), _MOST_STAGES), f"{outline.name}: " * (len(drawn) > 1)
         if not outline.makespan_s:
@@ -186,10 +165,10 @@ def _left_out(drawn: Sequence[Outline], scale: _Scale) -> Iterator[str]:
         if len(stages) < len(outline.spans):
             low, high = percent(min(outline.bubbles)), percent(max(outline.bubbles))
             yield (
-                f"{name}{len(stages)} of {len(outline.spans):,} stages are drawn, evenly apart; "
+                f"{name}{len(stages)} of {len(outline.spans):,} stages are drawn, evenly spaced; "
                 f"the bubbles of all are {low} to {high}."
             )
-        shown = sum(run.action is not None for stage in stages for run in stage_runs(outline, stage, scale))
+        shown = sum(action is not None for stage in stages for action, _ in stage_runs(outline, stage, scale))
         total = sum(len(outline.spans[stage]) for stage in stages)
         if shown < total:
             yield (
@@ -199,7 +178,7 @@ def _left_out(drawn: Sequence[Outline], scale: _Scale) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Text without line breaks and codes that a terminal would obey."""
+    """Replaces line breaks and control codes, which a terminal would obey."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

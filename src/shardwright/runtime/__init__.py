@@ -1,1 +1,1 @@
-"""What every step runs, whatever its strategies: today the stack of wrappers around each module's forward."""
+"""What every training step runs, under any strategy: executor, gradient sync, precision, checkpointing, offload."""

@@ -1,51 +1,282 @@
-"""Lets the modules that a plan names keep nothing but what goes in, or keep what they save elsewhere."""
+"""Activation checkpointing: of each call of a block only the inputs are kept, and its backward recomputes the rest.
+
+torch's own checkpointing (``torch.utils.checkpoint``) does the same, but imports torch's compiler with the first call,
+and does not expect that collectives overwrite results in place::
+
+    forward     x --> [ norm . product . gelu . product ] --> y      saved: x; selective: also the products' results
+    backward    x --> [ norm . product . gelu . product ]            recomputed at the first use of a missing tensor
+
+Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198 (selective).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwright.analysis.structure import BATCH_NORMS, kind_of
 from shardwright.axes import mesh_axes
-from shardwright.comm.axis import Axis
-from shardwright.forward_stack import Forward, Rung, wrap
+from shardwright.errors import PlanError
+from shardwright.forward_stack import Rung, wrap
 from shardwright.plan.plan import Job, Plan
-from shardwright.plan.recompute import activation_offload_target
-from shardwright.runtime.activation_offload import ActivationOffload
-from shardwright.runtime.applied import Applied
-from shardwright.runtime.checkpointed_block import CheckpointedBlock, Restorable
-from shardwright.runtime.offload_storage import LEAST_BYTES, OffloadStorage
+
+COSTLY = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
+)  # fmt: skip
+"""The operators whose results selective checkpointing keeps: products, convolutions and attention."""
 
 
 def checkpoint_activations(job: Job, plan: Plan) -> None:
-    """Makes each call of the plan's ``again`` modules a region; the last change of a rank's model before it runs.
+    """Puts activation checkpointing around the modules that the plan lists as ``recomputed``.
 
-    Ranks that share operators run all of a block again, so that all make the same calls; others run as far as the
-    backward asks.
+    Ranks that share operators recompute a block to its end, so that all make the same collective calls; other ranks
+    stop as soon as the backward has all saved tensors.
     """
-    states: list[Restorable] = [each for each in (job.rng, job.batch_shard, job.frame) if each is not None]
+    snapshots = tuple(each.snapshot for each in (job.rng, job.batch_shard, job.frame) if each is not None)
     selective = plan.layout.recompute == "selective"
     shared = any(plan.mesh[axis] > 1 for axis in mesh_axes("operators"))
     for path in plan.recomputed:
         module = job.model.get_submodule(path)
-
-        def around(inner: Forward, path: str = path, module: nn.Module = module) -> Forward:
-            return CheckpointedBlock(path, module, inner, tuple(states), selective, shared)
-
+        around = partial(CheckpointedBlock, path, module, snapshots=snapshots, selective=selective, shared=shared)
         wrap(module, Rung.RECOMPUTE, f"recompute:{plan.layout.recompute}", by="core", around=around)
 
 
-def offload_activations(job: Job, plan: Plan, applied: Sequence[Applied], everyone: Axis) -> None:
-    """What the plan's ``packed`` modules save for the backward goes to host memory or to disk, and comes back for it.
+class _StopRecompute(BaseException):
+    """Ends a recomputation when all saved tensors are recomputed."""
 
-    On a CPU host memory is the device's: there nothing moves.
+
+class _KeepCostly(TorchDispatchMode):
+    """Keeps the results of costly operators, in order; with ``copies`` as copies, as collectives overwrite them."""
+
+    def __init__(self, kept: list[Any], copies: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept, self.copies = kept, copies
+        self._storages: dict[int, list[int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        # a kept result that is about to be overwritten is replaced by a copy
+        for argument in tree_leaves((args, named)) if self._storages and function._schema.is_mutable else ():
+            if isinstance(argument, Tensor):
+                for number in self._storages.pop(argument.untyped_storage()._cdata, ()):
+                    self.kept[number] = tree_map_only(Tensor, Tensor.clone, self.kept[number])
+        result = function(*args, **named)
+        if function.overloadpacket.__name__ in COSTLY and not function._schema.is_mutable:
+            keep = Tensor.clone if self.copies else Tensor.detach
+            for tensor in tree_leaves(result) if not self.copies else ():
+                if isinstance(tensor, Tensor):
+                    self._storages.setdefault(tensor.untyped_storage()._cdata, []).append(len(self.kept))
+            self.kept.append(tree_map_only(Tensor, keep, result))
+        return result
+
+
+class _ReplayCostly(TorchDispatchMode):
+    """Returns the kept results of costly operators, in the same order, instead of computing them."""
+
+    def __init__(self, kept: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = iter(kept)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
+        if function.overloadpacket.__name__ in COSTLY and not function._schema.is_mutable:
+            return next(self._left)
+        return function(*args, **(named or {}))
+
+
+@dataclass
+class _Call:
+    """One call of a checkpointed block, and the tensors that autograd saved of it, while they are recomputed."""
+
+    block: CheckpointedBlock
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    saved: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    restore: tuple[Callable[[], None], ...] = ()
+    versions: tuple[int, ...] = ()
+    modes: tuple[TorchFunctionMode, ...] = ()
+    autocasts: tuple[tuple[str, torch.dtype, bool, bool], ...] = ()
+    recomputed: dict[int, Tensor] | None = None
+    is_over: bool = False
+
+    def forward(self) -> Any:
+        """Runs the block, keeping its inputs and the state that a recomputation restores."""
+        self.restore = tuple(snapshot() for snapshot in self.block.snapshots)
+        self.versions, self.modes = self._versions(), tuple(_get_current_function_mode_stack())
+        self.autocasts = self._autocasts()
+        buffers = {name: buffer._version for name, buffer in self.block.other_buffers()}
+        keep = _KeepCostly(self.kept, self.block.shared) if self.block.selective else nullcontext()
+        with saved_tensors_hooks(self._save, self._load), keep:
+            result = self.block.forward(*self.args, **self.named)
+        # a gradient taken inside the forward may have recomputed tensors, but not all that are saved by now
+        self.recomputed, self.is_over = None, True
+        written = [name for name, buffer in self.block.other_buffers() if buffer._version != buffers.get(name)]
+        if written or self._versions() != self.versions:
+            raise self.block.refused(written[0] if written else "")
+        return result
+
+    def _tensors(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves((self.args, self.named)) if isinstance(leaf, Tensor)]
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(tensor._version for tensor in self._tensors())
+
+    def _autocasts(self) -> tuple[tuple[str, torch.dtype, bool, bool], ...]:
+        """The arguments of ``torch.autocast`` as it is set now, for the inputs' device types and the CPU."""
+        return tuple(
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+            for kind in sorted({"cpu", *(tensor.device.type for tensor in self._tensors())})
+            if torch.amp.is_autocast_available(kind)
+        )
+
+    def _save(self, tensor: Tensor) -> int:
+        self.saved.append((tensor.shape, tensor.dtype))
+        return len(self.saved) - 1
+
+    def _load(self, number: int) -> Tensor:
+        """Returns a saved tensor, recomputed; it is kept if another backward over this graph is still to come."""
+        keep = not self.is_over or _get_current_graph_task_keep_graph()
+        if self.recomputed is None or number not in self.recomputed:
+            if self.block.shared and not self.is_over:  # ranks that stop half way would miss each other's collectives
+                raise self.block.too_early()
+            self.recomputed = {}
+            self._recompute(self.recomputed, keep)
+        return self.recomputed[number] if keep else self.recomputed.pop(number)
+
+    def _recompute(self, found: dict[int, Tensor], keep: bool) -> None:
+        """Runs the block again with the state of the first run; unless ``keep``, this is the last time."""
+        if self._versions() != self.versions:
+            raise self.block.refused("")
+
+        def save(tensor: Tensor) -> int:
+            number = len(found)
+            if number == len(self.saved) or self.saved[number] != (tensor.shape, tensor.dtype):
+                raise self.block.changed()
+            found[number] = tensor.detach()
+            if len(found) == len(self.saved) and not self.block.shared:
+                raise _StopRecompute
+            return number
+
+        now = [snapshot() for snapshot in self.block.snapshots]
+        for restore in self.restore:
+            restore()
+        # Detached, so that autograd records a graph of its own; a tensor that is given twice stays one tensor.
+        leaves = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._tensors()}
+        args, named = tree_map_only(Tensor, lambda leaf: leaves[id(leaf)], (self.args, self.named))
+        replay = _ReplayCostly(self.kept) if self.block.selective else nullcontext()
+        saving = saved_tensors_hooks(save, found.__getitem__)
+        try:
+            with ExitStack() as stack, torch.enable_grad(), saving, replay, self.block.frozen_statistics():
+                for mode in self.modes:  # autograd's thread does not have the modes of the forward
+                    stack.enter_context(mode)
+                for autocast in self.autocasts if self.autocasts != self._autocasts() else ():
+                    stack.enter_context(torch.autocast(*autocast))
+                self.block.forward(*args, **named)
+        except _StopRecompute:
+            pass
+        finally:
+            if not keep:
+                self.args, self.named = (), {}
+                self.kept.clear()
+            for restore in now:
+                restore()
+        if len(found) != len(self.saved):
+            raise self.block.changed()
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointedBlock:
+    """A module's forward under activation checkpointing; a call without gradients runs the plain forward.
+
+    ``snapshots`` return functions that restore state which a forward reads and changes beside its inputs, such as
+    random numbers: a recomputation starts with the state of the first run. ``shared`` means that other ranks take part:
+    a recomputation then runs to its end, so that all make the same collective calls.
+
+    >>> layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    >>> block = CheckpointedBlock("layers", layers, layers.forward)
+    >>> layers.forward = block
+    >>> layers(torch.ones(1, 4)).sum().backward()
+    >>> layers[0].weight.grad.shape
+    torch.Size([4, 4])
     """
-    place = activation_offload_target(plan.layout)
-    if place is None or (place == "host" and everyone.device.type in ("cpu", "meta")):
-        return
-    outer = next((each.saving for each in applied if each.saving is not None), None)
-    storage = OffloadStorage(place, everyone, job.offload_folder)
-    storage.reserve([LEAST_BYTES])  # a folder that cannot be written is refused now, and not in the first step
-    packing = ActivationOffload(storage, outer)
-    for path in plan.offloaded_activations:
-        packing.attach(job.model.get_submodule(path))
+
+    path: str
+    module: nn.Module
+    forward: Callable[..., Any]
+    snapshots: tuple[Callable[[], Callable[[], None]], ...] = ()
+    selective: bool = False
+    shared: bool = False
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Runs the module's own forward, and recomputes it in the backward."""
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **named)
+        return _Call(self, args, named).forward()
+
+    def other_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the names and tensors of a block's buffers, except the running statistics of BatchNorms."""
+        for path, module in self.module.named_modules():
+            if kind_of(module) not in BATCH_NORMS:
+                for name, buffer in module.named_buffers(recurse=False):
+                    yield f"{self.path}.{path}.{name}".replace("..", "."), buffer
+
+    @contextmanager
+    def frozen_statistics(self) -> Iterator[None]:
+        """Returns a context manager in which BatchNorms update copies of their running statistics only."""
+        norms = [module for module in self.module.modules() if kind_of(module) in BATCH_NORMS and module.training]
+        before = [dict(norm._buffers) for norm in norms]
+        for norm in norms:
+            for name, buffer in norm._buffers.items():
+                norm._buffers[name] = None if buffer is None else buffer.clone()
+        try:
+            yield
+        finally:
+            for norm, buffers in zip(norms, before, strict=True):
+                norm._buffers.update(buffers)
+
+    def refused(self, buffer: str) -> PlanError:
+        """Returns the PlanError for a block whose forward writes into ``buffer`` or, if that is empty, its inputs."""
+        return self._error(
+            f"cannot be recomputed: its forward writes into {f'the buffer {buffer!r}' if buffer else 'its inputs'}",
+            given="to be recomputed in the backward",
+            allowed="blocks that leave inputs and buffers as they are; BatchNorms may update their statistics",
+        )
+
+    def too_early(self) -> PlanError:
+        """Returns the PlanError for a block whose forward calls torch.autograd.grad, under tensor parallelism."""
+        return self._error(
+            "takes a gradient in its forward, and is recomputed by several ranks together",
+            given="which calls torch.autograd.grad under tp",
+            allowed="gradients inside of blocks that each rank computes alone",
+            other_fix=", or use dp in place of tp",
+        )
+
+    def changed(self) -> PlanError:
+        """Returns the PlanError for a block whose recomputation saves other tensors than its first run."""
+        return self._error(
+            "computes something else when it is recomputed",
+            given="which saved other tensors for the backward the first time",
+            allowed="code that depends on its inputs, its parameters and nn.Dropout alone",
+        )
+
+    def _error(self, what: str, given: str, allowed: str, other_fix: str = "") -> PlanError:
+        return PlanError(
+            f"'{self.path}' {what}",
+            given=f"{type(self.module).__name__}, {given}",
+            allowed=allowed,
+            fix=f"name other modules, recompute:PATTERN, or leave out recompute{other_fix}",
+        )

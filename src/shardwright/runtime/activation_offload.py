@@ -1,19 +1,19 @@
-"""What the backward needs of blocks, kept in host memory or on disk while the forward goes on, beside recomputation.
+"""Activation offload: the tensors that autograd saves in some blocks are kept in host memory or on disk.
 
 ::
 
-    forward     x --> [ norm . product . gelu . product ] --> y      what autograd saves goes out, as it is saved
-    backward    y --> [ product . gelu . product . norm ]            each comes back when it is asked for
+    forward     x --> [ norm . product . gelu . product ] --> y      each saved tensor is copied out as it is saved
+    backward    y --> [ product . gelu . product . norm ]            each is copied back at its first use
 
-A storage goes out once, whole, whoever looks at it; it comes back with the same strides, so that what computes with it
-finds the same last bits. Weights and buffers stay where they are: they are state.
+A storage is copied once and whole, however many saved tensors are views of it. It comes back with the same strides, so
+that results are equal to the last bit. Parameters and buffers are not copied: they stay on the device anyway.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, NamedTuple
@@ -23,24 +23,41 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwright.comm.axis import Axis
 from shardwright.forward_stack import Forward, Rung, wrap
-from shardwright.runtime.offload_storage import OffloadStorage
+from shardwright.plan.plan import Job, Plan
+from shardwright.plan.recompute import activation_offload_target
+from shardwright.runtime.applied import Applied, Saving
+from shardwright.runtime.offload_storage import LEAST_BYTES, OffloadStorage
 
-Saving = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""What is done with a tensor that autograd saves, and how it comes back."""
+
+def offload_activations(job: Job, plan: Plan, applied: Sequence[Applied], everyone: Axis) -> None:
+    """Offloads what autograd saves in the plan's ``offloaded_activations`` modules, to host memory or disk.
+
+    With a CPU as the device, host memory is the device's own: then nothing is offloaded to it.
+    """
+    place = activation_offload_target(plan.layout)
+    if place is None or (place == "host" and everyone.device.type in ("cpu", "meta")):
+        return
+    outer = next((each.saving for each in applied if each.saving is not None), None)
+    storage = OffloadStorage(place, everyone, job.offload_folder)
+    storage.reserve([LEAST_BYTES])  # an unwritable folder is an error now, not in the first step
+    offload = ActivationOffload(storage, outer)
+    for path in plan.offloaded_activations:
+        offload.attach(job.model.get_submodule(path))
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A storage's bytes, out; and back again, once somebody has asked."""
+    """A storage's bytes in host memory or on disk, and on the device again after the first use."""
 
-    home: Tensor
+    offloaded: Tensor
     device: torch.device
-    back: Tensor | None = None
+    restored: Tensor | None = None
 
 
-class _Known(NamedTuple):
-    """A storage that is out as it was at this version; while this is held, no other has its key."""
+class _Copied(NamedTuple):
+    """A storage that was offloaded at this version; the weak reference keeps its address from being reused."""
 
     storage: StorageWeakRef
     version: int
@@ -48,7 +65,7 @@ class _Known(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """A tensor that looks at them."""
+    """What autograd keeps in place of a saved tensor: the slot of its storage, and its view of it."""
 
     slot: _Slot
     dtype: torch.dtype
@@ -59,26 +76,25 @@ class _Packed(NamedTuple):
 
 @dataclass(eq=False)
 class ActivationOffload:
-    """Takes out what autograd saves in the calls of some modules; ``outer`` is asked first, and may keep it its way.
+    """Moves what autograd saves in the calls of some modules to host memory or disk until the backward uses it.
 
-    Room is used again once the graph that saved something is gone: at first by what is as large, and by anything once
-    nothing is out, so that batches of any lengths take the room of the largest.
+    ``outer`` is a strategy's own pair of hooks; it comes first, and a tensor that it packs is not offloaded. Memory is
+    reused when the graph that saved a tensor is freed: at first by tensors of the same size, and by any once nothing is
+    offloaded, so that batches of any lengths need the memory of the largest.
     """
 
     storage: OffloadStorage
     outer: Saving | None = None
     _free: dict[int, list[Tensor]] = field(default_factory=dict)
-    _num_out: int = 0
+    _num_offloaded: int = 0
     _lock: RLock = field(default_factory=RLock)
 
     def attach(self, module: nn.Module) -> None:
-        """From now on what the module's calls save goes out."""
+        """Wraps the module's forward, so that the tensors that autograd saves in it are offloaded."""
 
         def around(forward: Forward) -> Forward:
             def packed(*args: Any, **named: Any) -> Any:
-                if not torch.is_grad_enabled():
-                    return forward(*args, **named)
-                with self._open(module):
+                with self._packing(module) if torch.is_grad_enabled() else nullcontext():
                     return forward(*args, **named)
 
             return packed
@@ -86,61 +102,56 @@ class ActivationOffload:
         wrap(module, Rung.OFFLOAD, f"saved activations go to {self.storage.target}", by="core", around=around)
 
     @contextmanager
-    def _open(self, module: nn.Module) -> Iterator[None]:
-        known: dict[int, _Known] = {}
+    def _packing(self, module: nn.Module) -> Iterator[None]:
+        copied: dict[int, _Copied] = {}
 
         def pack(tensor: Tensor) -> Any:
-            kept = tensor if self.outer is None else self.outer[0](tensor)
-            if kept is not tensor or tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
-                return kept
+            packed = tensor if self.outer is None else self.outer[0](tensor)
+            if packed is not tensor or tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
+                return packed
             key = tensor.untyped_storage()._cdata
             if any(key == state.untyped_storage()._cdata for state in (*module.parameters(), *module.buffers())):
-                return kept
-            found = known.get(key)
+                return packed
+            found = copied.get(key)
             if found is None or found.storage.expired() or found.version != tensor._version:
                 storage = StorageWeakRef(tensor.untyped_storage())
-                found = known[key] = _Known(storage, tensor._version, self._out(tensor))
+                found = copied[key] = _Copied(storage, tensor._version, self._offload(tensor))
             return _Packed(found.slot, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-        with saved_tensors_hooks(pack, self._back):
+        with saved_tensors_hooks(pack, self._unpack):
             yield
-        known.clear()
+        copied.clear()
 
     @torch.no_grad()
-    def _out(self, tensor: Tensor) -> _Slot:
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        home = self._room(whole.numel())
-        slot = _Slot(home.copy_(whole), tensor.device)
-        weakref.finalize(slot, self._is_back, home)
-        self.storage.put_away([home])
+    def _offload(self, tensor: Tensor) -> _Slot:
+        """Copies the tensor's whole storage out, as bytes."""
+        device_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        with self._lock:
+            self._num_offloaded += 1
+            free = self._free.get(device_bytes.numel())
+            offloaded = free.pop() if free else self.storage.empty(device_bytes.numel(), torch.uint8)
+        slot = _Slot(offloaded.copy_(device_bytes), tensor.device)
+        weakref.finalize(slot, self._free_memory, offloaded)
+        self.storage.put_away([offloaded])
         return slot
 
-    def _room(self, num_bytes: int) -> Tensor:
+    def _free_memory(self, offloaded: Tensor) -> None:
+        """Makes a slot's memory free for reuse; autograd may drop the slot in any thread."""
         with self._lock:
-            self._num_out += 1
-            free = self._free.get(num_bytes)
-            return free.pop() if free else self.storage.empty(num_bytes, torch.uint8)
-
-    def _is_back(self, home: Tensor) -> None:
-        """What lay there is needed no more: called by whoever lets go of it, in any thread."""
-        with self._lock:
-            self._num_out -= 1
-            self._free.setdefault(home.numel(), []).append(home)
-            if not self._num_out and home.device.type != "meta":
+            self._num_offloaded -= 1
+            self._free.setdefault(offloaded.numel(), []).append(offloaded)
+            if not self._num_offloaded and offloaded.device.type != "meta":
                 self._free.clear()
                 self.storage.reset()
 
     @torch.no_grad()
-    def _back(self, packed: Any) -> Tensor:
+    def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _Packed):
-            kept: Tensor = packed if self.outer is None else self.outer[1](packed)
-            return kept
+            unpacked: Tensor = packed if self.outer is None else self.outer[1](packed)
+            return unpacked
         slot = packed.slot
-        if slot.back is None:
-            slot.back = torch.empty_like(slot.home, device=slot.device).copy_(slot.home)
-            self.storage.put_away([slot.home])
+        if slot.restored is None:
+            slot.restored = torch.empty_like(slot.offloaded, device=slot.device).copy_(slot.offloaded)
+            self.storage.put_away([slot.offloaded])
         tensor = torch.empty(0, dtype=packed.dtype, device=slot.device)
-        return tensor.set_(slot.back.untyped_storage(), packed.offset, packed.size, packed.stride)
-
-
-__all__ = ["ActivationOffload", "Saving"]
+        return tensor.set_(slot.restored.untyped_storage(), packed.offset, packed.size, packed.stride)

@@ -1,4 +1,4 @@
-"""What a strategy adds to one rank's run: events, parameters at rest, a part of the model, offloaded state."""
+"""The results of a strategy's ``apply``, from which a run is built: events, stored parameters, a part of the model."""
 
 from __future__ import annotations
 
@@ -12,57 +12,62 @@ from torch import Tensor, nn
 from shardwright.plan.plan import ForwardFrame
 from shardwright.runtime.executor import Events, ModelPart
 
+Saving = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""A pair of ``saved_tensors_hooks``: packs a tensor that autograd saves, and unpacks it."""
+
 
 class Offload(Protocol):
-    """State that rests in host memory or on disk while nobody works on it: which, and how an optimizer updates it."""
+    """Parameters and optimizer state that are stored in host memory or on disk between uses, and their update."""
 
     @property
     def place(self) -> str:
-        """Where: ``host`` or ``disk``."""
+        """Where the offloaded state is stored: ``host`` or ``disk``."""
         ...
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """All that rests there."""
+        """All offloaded parameters and optimizer state, in host memory or on disk."""
         ...
 
     def attach(self, optimizer: torch.optim.Optimizer, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-        """From now on the optimizer steps unit by unit, its state there; ``make`` gives one like it over other groups.
+        """Makes the optimizer step one param group at a time, with its state offloaded.
 
-        Raises: PlanError, on every rank: there is no room.
+        ``make`` creates an optimizer of the same kind over other parameters.
+        Raises: PlanError, on every rank: too little room.
         """
         ...
 
     def home(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
-        """Where a value of the optimizer's state rests that has an entry for each of the parameter's."""
+        """Returns the offloaded tensor for one entry (``key``, as ``exp_avg``) of a parameter's optimizer state."""
         ...
 
     def put_away(self) -> None:
-        """Nobody works on any of it now."""
+        """Releases the host memory of tensors that are stored on disk, until their next use."""
         ...
 
     def begin(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """From now on a unit is updated as soon as its gradients are there, times ``factor``: until :meth:`end`."""
+        """Lets the optimizer step each param group as soon as its gradients, scaled by ``factor``, are final."""
         ...
 
     def end(self) -> None:
-        """Waits for what :meth:`begin` has started; the optimizer's own step leaves out what is done."""
+        """Waits for the steps on param groups since :meth:`begin`; the optimizer's own step then skips these."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """What a strategy adds to a rank's run beside changed modules; each is optional.
+    """What a strategy's ``apply`` adds to a rank's run beside changed modules; each field is optional.
 
-    ``events`` are fired by the executor. ``parameters`` take the place of the model's for the optimizer, where a
-    parameter rests in another form than it computes in; they carry the gradients too. ``work`` is this rank's part of
-    the model, where it is not the whole. ``frame`` is what is done around the model's forward, for stages, which run
-    the modules inside; without stages it is done by hooks. ``late`` are parameters whose gradients do not come from
-    autograd: they are in place when ``after_backward`` has returned. ``summed`` says of a unit whether its gradients,
-    where they rest elsewhere, are ready in this step for what else is to be summed.
-    ``offload`` is where state rests, if that is not this rank's device. ``kept`` gives what stays on the device between
-    steps and is no parameter: buffers that parameters become views of. ``saving`` is what it does with what
-    autograd saves, and undoes: for those who have hooks of their own inside.
+    - ``events``: listeners of the executor.
+    - ``parameters``: stored parameters, by the name of the model's parameter that they replace for the optimizer and
+      for gradients, where a parameter is stored in another form than it computes in.
+    - ``work``: this rank's part of the model, for pipeline stages.
+    - ``frame``: what is done around the model's forward. Stages, which run the modules inside, call it; else hooks do.
+    - ``late``: parameters whose gradients autograd does not accumulate; they are final after ``after_backward``.
+    - ``summed``: whether the stored gradients of a param group are final in this step, ready for gradient sync.
+    - ``offload``: the state that is stored off this rank's device.
+    - ``kept``: returns what stays on the device between steps and is no parameter, such as unshard buffers.
+    - ``saving``: the strategy's saved-tensor hooks, to be called by hooks that are set inside of them.
     """
 
     events: Events = field(default_factory=Events)
@@ -70,7 +75,7 @@ class Applied:
     work: ModelPart | None = None
     frame: ForwardFrame | None = None
     late: frozenset[str] = frozenset()
-    summed: Callable[[str], bool] = lambda unit: True
+    summed: Callable[[str], bool] = lambda group: True
     offload: Offload | None = None
     kept: Callable[[], Iterable[Tensor]] = tuple
-    saving: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+    saving: Saving | None = None

@@ -1,4 +1,4 @@
-"""Buffers that a model's own code changes: with microbatches several times a step, where one device does so once."""
+"""Refuses models whose code changes a buffer in every forward: with microbatches, that is several times a step."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwright.errors import PlanError
 
 
 class BufferWrites:
-    """Looks at the first two microbatches of each chunk: what both change depends on how many there are.
+    """Finds buffers that every microbatch changes, so that they depend on ``mb``: watches the first two of each chunk.
 
-    What is written once, like a table that is filled when it is first needed, may be. Seen is what torch counts as a
-    write: BatchNorms are refused by their kind, before anything runs.
+    A buffer that is written once, like a table that is filled at its first use, is allowed. Writes are found by torch's
+    version counters. BatchNorms are refused by their type, before anything runs.
 
     >>> model = nn.BatchNorm1d(2)
     >>> written = BufferWrites(model)
@@ -23,7 +23,7 @@ class BufferWrites:
     ...     with written.watching(chunk=0, num_microbatches=2):
     ...         y = model(torch.ones(3, 2))
     Traceback (most recent call last):
-    shardwright.errors.PlanError: 'num_batches_tracked' changes with every call, and 'mb' makes several of one
+    shardwright.errors.PlanError: 'num_batches_tracked' changes with every call, and 'mb' makes several calls a step
       given:   a buffer that BatchNorm1d writes into
       allowed: buffers that a second call leaves as they are; under mb2/own-statistics each microbatch may change them
       fix:     write mb2/own-statistics, or leave out mb
@@ -33,38 +33,36 @@ class BufferWrites:
         self.model = model
         self._by_chunk: dict[int, tuple[str, ...]] = {}
 
-    def is_done(self, chunk: int) -> bool:
-        """Whether there is nothing more to look for."""
-        return self._by_chunk.get(chunk) == ()
-
     @contextmanager
     def watching(self, chunk: int, num_microbatches: int) -> Iterator[None]:
-        """A forward of one microbatch in training. Raises: PlanError: a buffer that the one before changed too."""
-        buffers = dict(self.model.named_buffers())
+        """Returns a context manager that checks one microbatch's training forward for buffer writes.
+
+        Raises: PlanError: it changes a buffer that the microbatch before has changed too.
+        """
         names = self._by_chunk.get(chunk)
-        before = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
-        values = {name: buffers[name].clone() for name in names or ()}
+        if names == ():  # both microbatches were checked, or the first one wrote nothing
+            yield
+            return
+        before = {name: (buffer, buffer._version) for name, buffer in self.model.named_buffers()}
+        values = {name: before[name][0].clone() for name in names or ()}
         yield
         after = dict(self.model.named_buffers())
-        if names is None:
-            self._by_chunk[chunk] = tuple(name for name, seen in before.items() if _seen(after[name]) != _seen(*seen))
+        if names is None:  # the first microbatch: version counters show what was written, without copies
+            self._by_chunk[chunk] = tuple(
+                name
+                for name, (buffer, version) in before.items()
+                if after[name] is not buffer or after[name]._version != version
+            )
             return
         self._by_chunk[chunk] = ()
+        own = f"mb{num_microbatches}/own-statistics"
+        unchanged = "buffers that a second call leaves as they are"
         for name, value in values.items():
             if not (value.is_meta or torch.equal(value, after[name])):
-                raise self._refused(name, num_microbatches)
-
-    def _refused(self, name: str, num_microbatches: int) -> PlanError:
-        owner = self.model.get_submodule(name.rpartition(".")[0])
-        own = f"mb{num_microbatches}/own-statistics"
-        return PlanError(
-            f"'{name}' changes with every call, and 'mb' makes several of one",
-            given=f"a buffer that {type(owner).__name__} writes into",
-            allowed=f"buffers that a second call leaves as they are; under {own} each microbatch may change them",
-            fix=f"write {own}, or leave out mb",
-        )
-
-
-def _seen(buffer: Tensor, version: int | None = None) -> tuple[int, int]:
-    """Which tensor it is, and how often it was written into."""
-    return id(buffer), buffer._version if version is None else version
+                owner = self.model.get_submodule(name.rpartition(".")[0])
+                raise PlanError(
+                    f"'{name}' changes with every call, and 'mb' makes several calls a step",
+                    given=f"a buffer that {type(owner).__name__} writes into",
+                    allowed=f"{unchanged}; under {own} each microbatch may change them",
+                    fix=f"write {own}, or leave out mb",
+                )

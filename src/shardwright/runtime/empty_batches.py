@@ -1,4 +1,4 @@
-"""torch's layers that fail where there are no samples: a rank may have none of a small batch, and runs all the same."""
+"""Empty batches: a rank may have no samples of a small batch, and some of torch's layers fail on none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALL = inspect.signature(nn.MultiheadAttention.forward)
 
 
 def support_empty_batches(model: nn.Module) -> None:
-    """Lets the shuffles of pixels, the norms of single samples and attention in ``model`` take none, backward too.
+    """Makes pixel shuffles, instance norms and attention in ``model`` accept empty batches, in the backward too.
 
     >>> import torch
     >>> model, none = nn.PixelShuffle(2), torch.zeros(0, 8, 3, 3, requires_grad=True)
@@ -28,21 +28,21 @@ def support_empty_batches(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, nn.PixelShuffle) and runs_as(module, nn.PixelShuffle):
-            _stand_in(module, partial(_shuffled, module.upscale_factor, 1))
+            _replace(module, partial(_shuffle, module.upscale_factor, 1))
         elif isinstance(module, nn.PixelUnshuffle) and runs_as(module, nn.PixelUnshuffle):
-            _stand_in(module, partial(_shuffled, 1, module.downscale_factor))
+            _replace(module, partial(_shuffle, 1, module.downscale_factor))
         elif any(runs_as(module, kind) for kind in NORMS):
-            _stand_in(module, _normed)
+            _replace(module, lambda forward, input: forward(input) if input.numel() else input.clone())
         elif type(module) is nn.MultiheadAttention:
-            _stand_in(module, _attended)
+            _replace(module, _attend)
 
 
-def _stand_in(module: nn.Module, stands: Callable[..., Any]) -> None:
-    """``stands(forward, ...)`` is called in place of the module's ``forward(...)``."""
-    wrap(module, Rung.NO_SAMPLES, "takes an empty batch, too", by="core", around=partial(partial, stands))
+def _replace(module: nn.Module, replacement: Callable[..., Any]) -> None:
+    """Calls ``replacement(forward, ...)`` in place of the module's ``forward(...)``."""
+    wrap(module, Rung.NO_SAMPLES, "accepts empty batches", by="core", around=partial(partial, replacement))
 
 
-def _shuffled(larger: int, smaller: int, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+def _shuffle(larger: int, smaller: int, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     if input.numel():
         return forward(input)
     *others, channels, height, width = input.shape
@@ -50,8 +50,8 @@ def _shuffled(larger: int, smaller: int, forward: Callable[[Tensor], Tensor], in
     return input.reshape(*others, channels, height * larger // smaller, width * larger // smaller)
 
 
-def _attended(forward: Forward, *args: Any, **named: Any) -> Any:
-    """Masks of each sample, of which there are none, are left out."""
+def _attend(forward: Forward, *args: Any, **named: Any) -> Any:
+    """Leaves out masks of each sample, on which torch fails if there are no samples."""
     bound = CALL.bind(None, *args, **named)
     if bound.arguments["query"].numel():
         return forward(*args, **named)
@@ -60,7 +60,3 @@ def _attended(forward: Forward, *args: Any, **named: Any) -> Any:
     if mask is not None and mask.dim() == 3:
         bound.arguments |= {"attn_mask": None, "is_causal": False}
     return forward(*bound.args[1:], **bound.kwargs)
-
-
-def _normed(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    return forward(input) if input.numel() else input.clone()

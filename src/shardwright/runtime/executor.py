@@ -1,27 +1,27 @@
-"""The one executor: it runs a list of actions on a rank's part of the model, and fires the events strategies act on.
+"""The executor: runs a schedule's actions (F, B, I, W) on a rank's part of the model, and fires events for strategies.
 
-A rank's part of the model is its *work*: chunks that take in a microbatch, or what other stages sent, and that compute
-the loss, or send to other stages. Without a pipeline it is one chunk, the whole model. A *group* is a block of
-parameters that travel together. One step, with its events in the order they fire, and what listens to each::
+A rank's part of the model is a :class:`ModelPart`: chunks that receive a microbatch or the activations of another
+stage, and compute the loss or send to other stages. Without a pipeline it is one chunk, the whole model. One step, with
+its events in the order in which they fire, and their listeners::
 
-    restart                                  ZeRO, fp32 masters, tensor parallelism: drop what a failed step left
+    restart                                  ZeRO, master weights, tensor parallelism: drop what a failed step left
     for each action a of the schedule:       F, B, or a backward in two parts, I (inputs) and W (weights)
         before_action(a)                     the memory ledger
-        during(a) opens                      ZeRO: unshards the groups of the chunk
+        during(a) opens                      ZeRO: unshards the param groups of the chunk
           F: forward of one microbatch
-          B: backward of one microbatch; W: the weight gradients that its I has put off
-             after_backward(m)               tensor parallelism: puts weight gradients still under way in place
-             after_weight_gradients(u, m)    ZeRO, gradient sync: start to sum the group; masters: widen its gradients
-        during(a) closes                     ZeRO: starts the sums that are left, reshards the groups
-        after_action(a)                      tensor parallelism: ends early gathers; offload: mean loss; the ledger
+          B: backward of one microbatch; W: the weight gradients that its I has deferred
+             after_backward(m)               tensor parallelism: waits for weight gradients still under way
+             after_weight_gradients(g, m)    ZeRO, gradient sync: start to sum the group; masters: widen its gradients
+        during(a) closes                     ZeRO: starts the remaining sums, reshards the param groups
+        after_action(a)                      tensor parallelism: ends prefetches; offload: mean loss; the ledger
     before_sync                              ZeRO: waits for its sums
-    (the core waits for the sums of the gradient sync)
-    after_sync                               fp32 masters: take over the gradients
+    (the run waits for the sums of gradient sync)
+    after_sync                               master weights: take over the gradients
     (the optimizer steps)
-    after_optimizer                          ZeRO: what it gathered is stale; masters: round to the compute dtype
+    after_optimizer                          ZeRO: unsharded parameters are stale; masters: round to the compute dtype
 
-``after_weight_gradients(u, m)`` fires during a backward as soon as autograd has given the last gradient of the
-group, so that the sums overlap with the rest of the backward. Groups that this backward did not reach follow after
+``after_weight_gradients(g, m)`` fires during a backward as soon as autograd has accumulated the last gradient of the
+param group, so that sums overlap with the rest of the backward. Groups that this backward did not reach follow after
 ``after_backward``, and so do all groups of an action W.
 """
 
@@ -29,17 +29,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.module_calls import call_model
 from shardwright.errors import PlanError
-from shardwright.operators.deferred_gradients import DeferredGradients
+from shardwright.models.losses import sum_and_count
+from shardwright.operators.split_backward import DeferredGradients
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.param_groups import ParamGroup, held_param_groups
 from shardwright.plan.schedule import Action, Schedule
@@ -49,10 +51,10 @@ from shardwright.runtime.timeline import Span
 
 
 class Microbatch(NamedTuple):
-    """A share of one step's samples, their places in the global batch, and how many that has.
+    """A rank's samples of one microbatch, and their indices in the global batch.
 
-    ``num_global`` is None where every rank holds all samples; ``num_tokens`` is how many tokens each sample has on all
-    ranks together, where these cut sequences.
+    ``num_global`` is the number of samples of the global batch, None where every rank holds all samples;
+    ``num_tokens`` is the number of tokens of each sample on all ranks together, where sequences are sharded.
     """
 
     inputs: Any
@@ -63,24 +65,21 @@ class Microbatch(NamedTuple):
 
 
 def _nothing(*_: Any) -> None:
-    return None
-
-
-def _in_nothing(action: Action) -> AbstractContextManager[None]:
-    return nullcontext()
+    """The listener of an event that is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Events:
-    """What one listener does at each event of a step, in the order drawn above; an event left out does nothing.
+    """Callbacks of one strategy or other listener for the events of a training step, in the order in which they fire.
 
-    All ranks fire the same events in the same order, so that listeners may send. ``restart`` fires before a forward
-    alone too, and ``after_optimizer`` whenever parameters at rest have changed, as when a checkpoint is loaded.
+    All ranks fire the same events in the same order, so that listeners may call collectives. ``restart`` fires before a
+    forward without a step too, and ``after_optimizer`` whenever stored parameters have changed, as after a checkpoint
+    is loaded.
     """
 
     restart: Callable[[], None] = _nothing
     before_action: Callable[[Action], None] = _nothing
-    during: Callable[[Action], AbstractContextManager[None]] = _in_nothing
+    during: Callable[[Action], AbstractContextManager[None]] | None = None
     after_backward: Callable[[int], None] = _nothing
     after_weight_gradients: Callable[[ParamGroup, int], None] = _nothing
     after_action: Callable[[Action], None] = _nothing
@@ -90,43 +89,77 @@ class Events:
 
 
 class OutputHandler(Protocol):
-    """What becomes of the model's output."""
+    """What is done with the model's output on each microbatch: its loss is computed, or it is collected."""
 
     def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
-        """Takes in an output; returns the tensor that backward starts from."""
+        """Takes the model's output on microbatch ``number``; returns the loss, or in a forward alone a placeholder."""
         ...
+
+
+@dataclass
+class LossOutput:
+    """Computes the loss of each microbatch for its backward, and keeps each one's loss sum and count of targets.
+
+    Backward runs on the loss sum times ``scale``. With ``widen`` the loss is computed from the output in float32: a sum
+    of many numbers loses its digits in bf16 or fp16.
+    """
+
+    loss: Callable[[Any, Any], tuple[Tensor, Tensor]]
+    scale: float = 1.0
+    widen: bool = False
+    sums: list[Tensor] = field(default_factory=list)
+
+    def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
+        """Computes a microbatch's loss; returns its sum times ``scale``, from which backward starts."""
+        if self.widen:
+            output = tree_map_only(Tensor, lambda t: t.float() if t.dtype.is_floating_point else t, output)
+        loss_sum, count = sum_and_count(self.loss(output, microbatch.targets))
+        self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]))
+        return loss_sum * self.scale if self.scale != 1 else loss_sum
+
+
+@dataclass
+class CollectedOutput:
+    """Keeps the output of each microbatch, for a forward without a loss."""
+
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+    def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
+        """Keeps the output of microbatch ``number``; returns a placeholder, as no backward follows."""
+        self.outputs[number] = output
+        return torch.zeros(())
 
 
 class ModelPart(Protocol):
-    """A rank's part of the model, in chunks: what an action does with a microbatch, but for when."""
+    """A rank's chunks of the model: their forwards, and the p2p sends and receives; the executor decides when."""
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """A list of actions comes; ``last`` takes the model's output."""
+        """Prepares to run a schedule on ``microbatches``; ``last`` takes the model's output on each of them."""
         ...
 
     def wait(self, place: int) -> None:
-        """Blocks until what the action at ``place`` in the list needs from elsewhere is there."""
+        """Blocks until the tensors that the action at index ``place`` of this rank's list needs have been received."""
         ...
 
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
-        """Runs a microbatch through a chunk and passes the output on; returns the tensors that backward starts from."""
+        """Runs a microbatch through a chunk and sends its outputs on; returns the tensors to start backward from."""
         ...
 
     def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """The gradients of these tensors; None for a loss."""
+        """Returns the gradient of each tensor that ``forward`` returned, as later chunks sent it; None if a loss."""
         ...
 
     def pass_back(self, chunk: int, number: int) -> None:
-        """Called when the gradients of what came in are there."""
+        """Sends the gradients of a chunk's inputs to the stages that sent those inputs, after the chunk's backward."""
         ...
 
     def chunks_with(self, parameter: str) -> frozenset[int]:
-        """This rank's chunks that use a parameter."""
+        """Returns the numbers of this rank's chunks that use a parameter."""
         ...
 
 
 class WholeModel:
-    """A model that begins and ends on this rank: one chunk, which takes in the microbatch itself."""
+    """The model part of a rank without pipeline stages: one chunk, the whole model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -134,53 +167,36 @@ class WholeModel:
         self._last: OutputHandler
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """See :class:`ModelPart`."""
+        """Keeps the microbatches, and the handler of the model's output, for :meth:`forward`."""
         self._microbatches, self._last = microbatches, last
 
     def wait(self, place: int) -> None:
         """Does nothing: this rank receives from no other stage."""
 
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
-        """See :class:`ModelPart`."""
+        """Runs the model on a microbatch; returns the tensor that backward starts from, made by the output handler."""
         microbatch = self._microbatches[number]
         return (self._last.give(number, microbatch, call_model(self.model, microbatch.inputs)),)
 
     def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """See :class:`ModelPart`."""
+        """Returns None as the gradient of the loss, from which backward starts."""
         return (None,)
 
     def pass_back(self, chunk: int, number: int) -> None:
         """Does nothing: no other rank waits for the gradient of the model's inputs."""
 
     def chunks_with(self, parameter: str) -> frozenset[int]:
-        """See :class:`ModelPart`."""
+        """Returns chunk 0, the only one, for every parameter."""
         return frozenset((0,))
 
 
-def _too_late(parameter: str) -> PlanError:
-    return PlanError(
-        f"the parameter '{parameter}' gets a gradient once more after its group's have been summed over ranks",
-        given="backwards inside one backward, as torch.utils.checkpoint(use_reentrant=True) makes them",
-        allowed="one gradient of each parameter in one backward",
-        fix="use_reentrant=False, or recompute:full or recompute:PATTERN in the layout in its place",
-    )
-
-
-@contextmanager
-def _all_of(around: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in around:
-            stack.enter_context(each)
-        yield
-
-
 class Executor:
-    """Runs the actions of one step on this rank's part of the model.
+    """Runs one step's forwards and backwards, as the schedule lists them, on this rank's part of the model.
 
-    ``late`` are the parameters whose gradients a strategy puts in place itself, before ``after_backward`` has returned.
-    A microbatch without samples runs like any other, on tensors of no rows: another rank's may have some, and the
-    two meet in the same calls. ``spans`` are the actions of the last list, with the seconds at which they began and
-    ended, and none of the time in which they waited for others.
+    ``late`` are the parameters whose gradients a strategy accumulates itself, before ``after_backward`` has returned.
+    A microbatch without samples runs like any other, on tensors with no rows: another rank's may have samples, and both
+    must make the same collective calls. ``spans`` are the actions of the last run with their start and end in seconds,
+    without the time in which they waited for other ranks.
     """
 
     def __init__(
@@ -210,10 +226,10 @@ class Executor:
         self._action = Action("F", 0)
         self._done: dict[tuple[str, int], set[int]] = {}
         self._missing: dict[str, set[str]] = {}
-        self._watch()
+        self._register_hooks()
 
     def run(self, schedule: Schedule, stage: int, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """All actions of a stage, in order; one step is from zero gradients to those of this rank's part."""
+        """Runs all actions of a pipeline stage, in order; afterwards this rank's parameters have their gradients."""
         self.work.begin(schedule, microbatches, last)
         self._done, self.spans = {}, []
         starts: dict[tuple[int, int], tuple[Sequence[Tensor], Sequence[Callable[[], None]]]] = {}
@@ -225,9 +241,11 @@ class Executor:
             began = perf_counter()
             with self.during(action):
                 if kind == "F":
-                    starts[chunk, number] = self._forward(chunk, number, microbatches), self._snapshots()
+                    tensors = self._forward(chunk, number, microbatches)
+                    # the backward may recompute this forward, after other microbatches have changed these
+                    starts[chunk, number] = tensors, [self.rng.snapshot(), self.batch_shard.snapshot()]
                 elif kind == "W":
-                    self.deferred.do(chunk, number)
+                    self.deferred.run(chunk, number)
                     self._end_backward(number, chunk)
                 else:
                     self._backward(*starts.pop((chunk, number)))
@@ -235,13 +253,17 @@ class Executor:
             for events in self.events:
                 events.after_action(action)
 
-    def during(self, action: Action) -> AbstractContextManager[Any]:
-        """Returns a context manager that enters ``Events.during`` of all listeners around an action."""
-        around = [events.during(action) for events in self.events if events.during is not _in_nothing]
-        return _all_of(around) if around else nullcontext()
+    @contextmanager
+    def during(self, action: Action) -> Iterator[None]:
+        """Returns a context manager that enters the ``during`` contexts of all listeners around an action."""
+        with ExitStack() as stack:
+            for events in self.events:
+                if events.during is not None:
+                    stack.enter_context(events.during(action))
+            yield
 
     def in_order(self, actions: Sequence[Action]) -> tuple[ParamGroup, ...]:
-        """The groups in the order in which the actions complete their gradients, the same on every model copy."""
+        """Returns the param groups in the order in which ``actions`` complete their gradients, equal along ``dp``."""
         last = {action.chunk: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
         chunks = [self._chunks[group.name] for group in self.param_groups]
         places = [max((last.get(chunk, -1) for chunk in each), default=-1) for each in chunks]
@@ -256,22 +278,19 @@ class Executor:
         else:
             self.batch_shard.set_microbatch(microbatch.num_global, number, len(microbatches))
         key = (chunk, self.model.training)
-        around: list[AbstractContextManager[Any]] = [] if key in self._has_run else [RefusesRandomNumbers()]
         written = self.written if self.model.training and len(microbatches) > 1 else None
-        if written is not None and not written.is_done(chunk):
-            around.append(written.watching(chunk, len(microbatches)))
-        with _all_of(around) if around else nullcontext():
+        with ExitStack() as stack:
+            if key not in self._has_run:  # once is enough: code that draws random numbers does so in its first run
+                stack.enter_context(RefusesRandomNumbers())
+            if written is not None:
+                stack.enter_context(written.watching(chunk, len(microbatches)))
             starts = self.work.forward(chunk, number)
         self._has_run.add(key)
         return starts
 
-    def _snapshots(self) -> Sequence[Callable[[], None]]:
-        """Returns functions that restore the batch shard and the random numbers that this forward has used."""
-        return [self.rng.snapshot(), self.batch_shard.snapshot()]
-
-    def _backward(self, starts: Sequence[Tensor], forward: Sequence[Callable[[], None]]) -> None:
+    def _backward(self, starts: Sequence[Tensor], snapshots: Sequence[Callable[[], None]]) -> None:
         kind, number, chunk = self._action
-        for restore in forward:  # other microbatches came since, and activation checkpointing may run its forward again
+        for restore in snapshots:
             restore()
         self._missing = {group.name: set(group.parameters) for group in self.param_groups}
         gradients = self.work.gradients(chunk, number)
@@ -285,22 +304,22 @@ class Executor:
     def _end_backward(self, number: int, chunk: int) -> None:
         for events in self.events:
             events.after_backward(number)
-        for group in reversed(self.param_groups):  # what autograd did not reach has no gradient to wait for
+        for group in reversed(self.param_groups):  # parameters that autograd did not reach have no gradient to wait for
             self._fire_gradients(group)
 
-    def _watch(self) -> None:
-        """Puts a hook on every trained parameter, to hear when autograd has given its gradient."""
+    def _register_hooks(self) -> None:
+        """Registers a hook on every trained parameter, which autograd calls when it has accumulated the gradient."""
         for group in self.param_groups:
             for name in group.parameters:
                 parameter = self.parameters[name]
-                if parameter.requires_grad and name not in self.late:  # autograd calls hooks of no gradient too
+                if parameter.requires_grad and name not in self.late:  # a late one's hook would fire without a gradient
                     parameter.register_post_accumulate_grad_hook(self._on_gradient(group, name))
 
     def _on_gradient(self, group: ParamGroup, name: str) -> Callable[[Tensor], None]:
-        here = ref(self)  # torch keeps such a hook outside of what Python collects: it must not hold the model
+        weak_self = ref(self)  # Python cannot collect cycles through such a hook: it must not hold the model
 
         def hook(_: Tensor) -> None:
-            if (executor := here()) is not None:
+            if (executor := weak_self()) is not None:
                 executor._accumulated(group, name)
 
         return hook
@@ -308,9 +327,14 @@ class Executor:
     def _accumulated(self, group: ParamGroup, name: str) -> None:
         missing = self._missing[group.name]
         done = self._done.get((group.name, self._action.microbatch), set())
-        is_given = bool(done) and done == self._chunks[group.name]
-        if is_given and any(events.after_weight_gradients is not _nothing for events in self.events):
-            raise _too_late(name)
+        is_fired = bool(done) and done == self._chunks[group.name]
+        if is_fired and any(events.after_weight_gradients is not _nothing for events in self.events):
+            raise PlanError(
+                f"the parameter '{name}' gets another gradient after its param group was summed over ranks",
+                given="backwards inside one backward, as torch.utils.checkpoint(use_reentrant=True) runs them",
+                allowed="one gradient of each parameter in one backward",
+                fix="use_reentrant=False, or instead recompute:full or recompute:PATTERN in the layout",
+            )
         missing.discard(name)
         if not missing and self._action.kind == "B":
             self._fire_gradients(group)

@@ -1,13 +1,23 @@
-"""Gradient sync, derived from the plan: each unit's partial gradients become whole while backward goes on.
+"""Gradient sync: all-reduces each param group's gradients over the ranks that share them, during the backward.
 
-A unit is sent as soon as its gradients are there, in the same order on every rank: one message for the gradients that
-the same ranks share whole, one for the boxes of those that they share in part.
+Which axes are summed is derived from the plan. A group is sent as soon as its gradients are final, in the same order on
+every rank: in one message the gradients that the same ranks share whole, in one the boxes that they share in part.
+
+The sum also shows whether any rank's backward has reached a parameter, by the sign of its zeros::
+
+    reached by     rank 0   rank 1      rank 0 sends   rank 1 sends   sum
+                   no       no          -0.0           -0.0           -0.0    no gradient, as on one device
+                   yes      no          +0.0           -0.0           +0.0    a gradient of zeros
+
+The two differ: with a gradient of zeros an optimizer still applies weight decay and momentum. A sum of floating-point
+numbers is a negative zero only if all its terms are. So a rank without a gradient sends negative zeros, and a rank with
+one makes sure that an element of each part is none: no message is added. Of a complex number the real part counts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -23,13 +33,35 @@ from shardwright.plan.param_groups import ParamGroup, held_param_groups
 from shardwright.plan.plan import Plan
 from shardwright.plan.traffic import is_shared_whole, sync_groups, whole_uses
 from shardwright.runtime.executor import Events
-from shardwright.runtime.unused_parameters import UNREACHED, is_reached, mark_reached
 from shardwright.sharding.box import Box, Piece, read
+
+UNREACHED = -0.0
+"""Each element that a rank sends for a parameter that its backward has not reached."""
+
+
+@torch.no_grad()
+def mark_reached(gradients: Iterable[tuple[Tensor, Sequence[int]]]) -> None:
+    """Marks gradients as reached by a backward: makes negative zeros at these flat positions positive, in place."""
+    marks = [flat[place] for flat, places in ((g.view(-1), places) for g, places in gradients) for place in places]
+    if marks:
+        torch._foreach_add_(marks, 0.0)
+
+
+def is_reached(summed: Tensor) -> bool:
+    """Returns whether any rank's backward reached a parameter, read off its summed gradient; true on the meta device.
+
+    >>> unreached, gradient = torch.full((3,), UNREACHED), torch.zeros(3)
+    >>> mark_reached([(gradient, [0])])
+    >>> is_reached(gradient + unreached), is_reached(unreached + unreached)
+    (True, False)
+    """
+    signed = summed.real if summed.is_complex() else summed
+    return summed.device.type == "meta" or bool((summed.any() | ~signed.signbit().all()).item())
 
 
 @dataclass
-class _Group:
-    """What one unit sums over one axis, in one message: whole local gradients, or boxes of them."""
+class _Message:
+    """The gradients of one param group that are summed over one axis: whole local gradients, or boxes of them."""
 
     name: str
     names: tuple[str, ...]
@@ -38,12 +70,12 @@ class _Group:
     boxes: list[tuple[nn.Parameter, Piece, Box]]
 
     def start(self) -> Callable[[], None]:
-        """Sends the message; returns what waits for the sum and puts it where it belongs."""
+        """Sends the message; returns a function that waits for the sum and writes it into the gradients."""
         if not self.parameters:
             return self._start_boxes()
         unreached = {parameter for parameter in self.parameters if parameter.grad is None}
         gradients = [_contiguous_gradient(parameter) for parameter in self.parameters]
-        sent = [gradient.to(self.axis.device) for gradient in gradients]  # what is offloaded has left the device
+        sent = [gradient.to(self.axis.device) for gradient in gradients]  # offloaded ones are in host memory
         reached = [each for each, p in zip(sent, self.parameters, strict=True) if p not in unreached and p.numel()]
         mark_reached((each, [0]) for each in reached)
         pending = self.axis.all_reduce_together_async(sent)
@@ -53,10 +85,10 @@ class _Group:
             pending.wait()
             for gradient, summed in away:
                 gradient.copy_(summed)
-            away.clear()  # nothing is held that the step does not need
+            away.clear()  # frees the copies on the device
             for parameter in unreached:
                 if parameter.grad is not None and parameter.numel() and not is_reached(parameter.grad):
-                    parameter.grad = None  # no rank's forward did: as on one device
+                    parameter.grad = None  # no rank has used it: as on one device
 
         return finish
 
@@ -73,7 +105,7 @@ class _Group:
 
 
 def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
-    """The parameter's gradient, to be overwritten with a sum; zeros where backward did not reach it."""
+    """Returns the parameter's gradient as a contiguous tensor; negative zeros where backward did not reach it."""
     if parameter.grad is None:
         parameter.grad = torch.full_like(parameter, UNREACHED, memory_format=torch.contiguous_format)
     elif not parameter.grad.is_contiguous():
@@ -82,10 +114,10 @@ def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class GradientSync:
-    """Sums every unit's gradients over those who share them; ``finish`` waits for all.
+    """All-reduces the gradients of every param group over the ranks that share them; ``finish`` waits for all.
 
-    Those that rest elsewhere than they are computed, ``resting``, are summed there, once ``summed`` says of their unit
-    that they have come.
+    ``stored`` are the parameters that ZeRO stores in another form: their gradients are summed in that form, once
+    ``summed(group)`` is true, that is after ZeRO's own sums.
     """
 
     def __init__(
@@ -94,34 +126,34 @@ class GradientSync:
         plan: Plan,
         coord: Coord,
         joined: Callable[[tuple[str, ...]], Axis],
-        resting: Mapping[str, nn.Parameter] = MappingProxyType({}),
-        summed: Callable[[str], bool] = lambda unit: True,
+        stored: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        summed: Callable[[str], bool] = lambda group: True,
     ) -> None:
         self.parameters: Mapping[str, nn.Parameter] = {
-            name: resting.get(name, p) for name, p in model.named_parameters() if p.requires_grad
+            name: stored.get(name, p) for name, p in model.named_parameters() if p.requires_grad
         }
-        self.sliced = frozenset(name for name in resting if plan.state[name].gradient != plan.compute[name])
+        self.sliced = frozenset(name for name in stored if plan.state[name].gradient != plan.compute[name])
         self.param_groups = held_param_groups(plan.param_groups, dict(model.named_parameters()))
-        self.groups = {unit.name: self._groups(plan, unit, coord, joined) for unit in self.param_groups}
-        self._left: Counter[str] = Counter()
+        self.messages = {group.name: self._messages(plan, group, coord, joined) for group in self.param_groups}
+        self._num_left: Counter[str] = Counter()
         self._sent: list[Callable[[], None]] = []
-        self._waiting: list[ParamGroup] = []
+        self._unsent: list[ParamGroup] = []
         self._summed = summed
-        self._in_slices: list[tuple[str, _Group]] = []
-        self._at_the_end: list[_Group] = []
+        self._sliced: list[tuple[str, _Message]] = []
+        self._across_stages: list[_Message] = []
         _contribute_once(model, plan, coord)
 
-    def _groups(
-        self, plan: Plan, unit: ParamGroup, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]
-    ) -> list[_Group]:
-        found = []
-        for (axes, ranks, _), shares in sync_groups(plan, unit, coord).items():
+    def _messages(
+        self, plan: Plan, group: ParamGroup, coord: Coord, joined: Callable[[tuple[str, ...]], Axis]
+    ) -> list[_Message]:
+        messages = []
+        for (axes, ranks, _), shares in sync_groups(plan, group, coord).items():
             axis = joined(axes)
             if ranks != axis.ranks:
                 axis = axis.subset([axis.ranks.index(rank) for rank in ranks])
             names = tuple(shares)
-            whole = _Group(f"{unit.name} whole", names, axis, [], [])
-            parts = _Group(f"{unit.name} parts", names, axis, [], [])
+            whole = _Message(f"{group.name} whole", names, axis, [], [])
+            parts = _Message(f"{group.name} parts", names, axis, [], [])
             for name, boxes in shares.items():
                 if name not in self.parameters:
                     continue  # frozen
@@ -132,43 +164,44 @@ class GradientSync:
                 for box in boxes:
                     (piece,) = (piece for piece in pieces if piece.whole.intersect(box) is not None)
                     parts.boxes.append((parameter, piece, box))
-            found += [each for each in (whole, parts) if each.parameters or each.boxes]
-        return found
+            messages += [each for each in (whole, parts) if each.parameters or each.boxes]
+        return messages
 
     def begin(self, param_groups: Sequence[ParamGroup], num_microbatches: int) -> None:
-        """Starts a step: the param_groups' gradients are sent in this order, each after its last microbatch's backward.
+        """Starts a step: param groups are all-reduced in this order, each after its last microbatch's backward.
 
-        Gradients in slices are sent as their own sums come in. What stages share is sent at the end, since they come to
-        it in different orders. What a step that raised has sent is waited for, since others hold it until then.
+        Gradients that are stored in slices are sent when their own sums are complete. Gradients that stages share are
+        sent at the end, because stages complete them in different orders. Messages of a step that raised are waited
+        for, because the other ranks keep them until then.
         """
         self._wait()
-        self._left = Counter({unit.name: num_microbatches for unit in param_groups})
-        self._waiting, self._in_slices, self._at_the_end = list(param_groups), [], []
+        self._num_left = Counter({group.name: num_microbatches for group in param_groups})
+        self._unsent, self._sliced, self._across_stages = list(param_groups), [], []
 
     def events(self) -> Events:
-        """What the executor tells it."""
-        if not any(self.groups.values()):
-            return Events()  # nothing is sent, and so nothing too early
+        """Returns the executor's events that start the all-reduces; none if no gradient is shared."""
+        if not any(self.messages.values()):
+            return Events()  # the executor then also allows a gradient that comes twice
         return Events(after_weight_gradients=self._after_weight_gradients)
 
-    def _after_weight_gradients(self, unit: ParamGroup, microbatch: int) -> None:
-        self._left[unit.name] -= 1
-        while self._waiting and not self._left[self._waiting[0].name]:
-            name = self._waiting.pop(0).name
-            for group in self.groups[name]:
-                if "pp" in group.axis.name.split("+"):
-                    self._at_the_end.append(group)
-                elif self.sliced.intersection(group.names):
-                    self._in_slices.append((name, group))
+    def _after_weight_gradients(self, group: ParamGroup, microbatch: int) -> None:
+        self._num_left[group.name] -= 1
+        while self._unsent and not self._num_left[self._unsent[0].name]:
+            name = self._unsent.pop(0).name
+            for message in self.messages[name]:
+                if "pp" in message.axis.name.split("+"):
+                    self._across_stages.append(message)
+                elif self.sliced.intersection(message.names):
+                    self._sliced.append((name, message))
                 else:
-                    self._sent.append(group.start())
-        while self._in_slices and self._summed(self._in_slices[0][0]):
-            self._sent.append(self._in_slices.pop(0)[1].start())
+                    self._sent.append(message.start())
+        while self._sliced and self._summed(self._sliced[0][0]):
+            self._sent.append(self._sliced.pop(0)[1].start())
 
     def finish(self) -> None:
-        """Waits for every sum."""
-        self._sent += [group.start() for _, group in self._in_slices]
-        self._sent += [group.start() for group in sorted(self._at_the_end, key=lambda group: group.name)]
+        """Starts the remaining all-reduces and waits for all."""
+        self._sent += [message.start() for _, message in self._sliced]
+        self._sent += [message.start() for message in sorted(self._across_stages, key=lambda message: message.name)]
         self._wait()
 
     def _wait(self) -> None:
@@ -177,11 +210,10 @@ class GradientSync:
 
 
 def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:
-    """Where a use gives a whole gradient that will be summed with terms, lets one index alone contribute it."""
-    uses: Sequence[tuple[Any, tuple[str, ...]]] = whole_uses(plan)
+    """Makes only index 0 of an axis contribute a gradient that all indices compute whole but gradient sync sums."""
     names = {id(p): name for name, p in model.named_parameters()}
     constants: dict[nn.Module, dict[str, str]] = {}
-    for use, axes in uses:
+    for use, axes in whole_uses(plan):
         if not any(coord[axis] for axis in axes):
             continue
         module = model.get_submodule(use.module)
@@ -194,7 +226,7 @@ def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:
 
 
 def _without(module: nn.Module, own: Sequence[str], forward: Forward, *args: Any, **named: Any) -> Any:
-    """A forward to which these parameters are constants. No hook: what is computed again is computed like this too."""
+    """Runs a forward with these parameters detached. Unlike a hook, this also holds when the forward is recomputed."""
     kept = {key: module._parameters[key] for key in own}
     for key, parameter in kept.items():
         assert parameter is not None

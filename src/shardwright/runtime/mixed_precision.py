@@ -1,29 +1,34 @@
-"""Mixed precision without ZeRO: parameters that compute in bf16 or fp16, and their fp32 master weights.
+"""Mixed precision: fp32 master weights of parameters that compute in bf16 or fp16, and the loss scale for fp16.
 
-Where state is sharded, the shards are the master weights (``flat``); these here are the parameters that are not.
+Under ZeRO the stored shards are the master weights; :class:`MasterWeights` is for parameters that are not sharded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from shardwright.comm.agreement import gather_json
+from shardwright.comm.axis import Axis
+from shardwright.errors import PlanError
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan, compute_dtype
 from shardwright.runtime.applied import Applied
 from shardwright.runtime.executor import Events
 
+LEAST_SCALE = 1.0
+
 
 class MasterWeights:
-    """Master weights of this rank's parameters, except of ``sharded`` ones; casts the model's own parameters.
+    """fp32 master weights of this rank's parameters, except ``sharded`` ones; casts the model's own parameters.
 
-    The optimizer steps ``masters``, and the model computes with what they are rounded to. Gradients move from the
-    model's parameters to the masters at the end of a step; those of ``fp32_sums`` after each microbatch, so that
-    microbatches are summed in the masters' dtype.
+    The optimizer updates ``masters``, and the model computes with their rounded values. Gradients move from the
+    model's parameters to the masters at the end of a step. Those of ``fp32_sums`` move after each microbatch, so that
+    gradient accumulation is in the masters' dtype.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, sharded: Collection[str]) -> None:
@@ -41,7 +46,7 @@ class MasterWeights:
         self._versions, self._may_be_stale = self._current_versions(), False
 
     def applied(self) -> Applied:
-        """The events and parameters that a run takes over."""
+        """Returns the executor's events and the master weights, for the run that is built from them."""
         events = Events(restart=self._restart, after_sync=self._after_sync, after_optimizer=self._after_optimizer)
         if self.fp32_sums:
             events = replace(events, after_weight_gradients=self._after_weight_gradients)
@@ -49,17 +54,17 @@ class MasterWeights:
 
     def _restart(self) -> None:
         for parameter in self.parameters.values():
-            parameter.grad = None  # of a step that failed
-        # An optimizer that the run has not made fires no after_optimizer; that it has stepped shows in the versions.
+            parameter.grad = None  # left by a step that failed
+        # The user's own optimizer fires no after_optimizer; the version counters show that it has stepped.
         if self._may_be_stale or self._versions != self._current_versions():
             self._round()
 
-    def _after_weight_gradients(self, unit: ParamGroup, microbatch: int) -> None:
-        self._move_gradients(self.fp32_sums.intersection(unit.parameters))
+    def _after_weight_gradients(self, group: ParamGroup, microbatch: int) -> None:
+        self._move_gradients(self.fp32_sums.intersection(group.parameters))
 
     def _after_sync(self) -> None:
         self._move_gradients(self.parameters.keys() - self.fp32_sums)
-        self._may_be_stale = True  # an optimizer may write through .data, which raises no version
+        self._may_be_stale = True  # an optimizer may write through .data, which no version counter shows
 
     def _after_optimizer(self) -> None:
         self._may_be_stale = False
@@ -87,7 +92,7 @@ class MasterWeights:
 def cast_buffers(model: nn.Module, plan: Plan) -> None:
     """Casts a model's buffers to the layout's compute dtype, in place.
 
-    Running statistics of batch norms stay wide: they are averages over many steps, whose small changes would be lost.
+    Running statistics of batch norms stay in fp32: they average many steps, whose small changes would be lost.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -96,7 +101,7 @@ def cast_buffers(model: nn.Module, plan: Plan) -> None:
 
 
 def cast_to_compute(tensor: Tensor, plan: Plan) -> Tensor:
-    """A tensor in the dtype that the layout computes in.
+    """Returns a tensor in the dtype that the layout computes in.
 
     >>> from shardwright.layout import Layout
     >>> from shardwright.plan.plan import Job
@@ -106,4 +111,80 @@ def cast_to_compute(tensor: Tensor, plan: Plan) -> Tensor:
     return tensor.to(compute_dtype(tensor.dtype, plan.layout))
 
 
-__all__ = ["MasterWeights", "cast_buffers", "cast_to_compute"]
+@dataclass
+class LossScale:
+    """The factor by which the loss is multiplied before backward, so that small gradients are not zero in fp16.
+
+    It is halved when a gradient overflows, and that step is skipped; it is doubled after ``grow_after`` finite steps.
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
+
+    >>> scale = LossScale(grow_after=2)
+    >>> for finite in (False, True, True):
+    ...     scale.update(finite)
+    ...     print(scale.value, scale.num_skipped)
+    32768.0 1
+    32768.0 1
+    65536.0 1
+    """
+
+    value: float = 2.0**16
+    grow_after: int = 2000
+    num_good: int = 0
+    num_skipped: int = 0
+
+    def update(self, finite: bool) -> None:
+        """Halves the fp16 loss scale if a step's gradients are not ``finite``; doubles it after enough that are."""
+        if not finite:
+            self.num_skipped += 1
+            self.num_good, self.value = 0, max(self.value / 2, LEAST_SCALE)
+            return
+        self.num_good += 1
+        if self.num_good == self.grow_after:
+            self.num_good, self.value = 0, self.value * 2
+
+
+def _are_finite(parameters: Mapping[str, nn.Parameter], world: Axis) -> bool:
+    """Whether the gradients of all ranks are finite; true on the meta device. Traffic: one all-reduce of one number."""
+    bad = torch.zeros((), device=world.device)
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            bad = torch.maximum(bad, (~parameter.grad.isfinite()).any().to(torch.float32))
+    bad = world.all_reduce(bad, "max")
+    return bad.device.type == "meta" or not bool(bad)
+
+
+def _raise_if_not_finite(parameters: Mapping[str, nn.Parameter], world: Axis, step: int) -> None:
+    """Raises PlanError, on every rank, naming a parameter whose gradient is not finite."""
+    bad = [name for name, p in parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+    found = [name for names in gather_json(world, bad[:1]) for name in names]
+    if found:
+        raise PlanError(
+            f"the gradient of '{found[0]}' is not finite in step {step}",
+            given="NaN or infinity",
+            allowed="finite gradients",
+            fix="use a lower learning rate, or check the batch; the parameters are as they were before the step",
+        )
+
+
+def finish_gradients(
+    parameters: Mapping[str, nn.Parameter], world: Axis, scale: LossScale | None, factor: float, step: int,
+    *, stops_at_nan: bool,
+) -> None:  # fmt: skip
+    """Scales gradients by ``factor``, the rest of the division by the number of targets; drops them to skip a step.
+
+    Raises: PlanError: a gradient is not finite, with ``stops_at_nan`` or at the least loss scale.
+    """
+    if stops_at_nan and scale is None:
+        _raise_if_not_finite(parameters, world, step)
+    if scale is not None:
+        finite = _are_finite(parameters, world)
+        if not finite and scale.value <= LEAST_SCALE:
+            _raise_if_not_finite(parameters, world, step)
+        scale.update(finite)
+        if not finite:
+            for parameter in parameters.values():
+                parameter.grad = None  # an optimizer skips parameters without a gradient
+            return
+    gradients = [p.grad for p in parameters.values() if p.grad is not None]
+    if gradients and factor != 1:
+        torch._foreach_mul_(gradients, factor)

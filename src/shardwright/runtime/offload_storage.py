@@ -1,10 +1,8 @@
 """Memory for offloaded tensors: host memory (pinned beside an accelerator), or files that are mapped into memory.
 
-Files have no name, so the system frees one as soon as no tensor uses it any more, also after a kill: nothing is left to
-clean up, and no run can take an old file for its own. A killed run resumes from its checkpoint.
-
-The pages of a file are in the process's memory only while they are read or written: :meth:`OffloadStorage.put_away`
-releases them, and the system writes them to disk when it needs their memory.
+Used by ZeRO offload and activation offload. Files have no name, so the system frees one as soon as no tensor uses it,
+also after a kill: there is nothing to clean up. The pages of a file are in the process's memory only while they are
+used: :meth:`OffloadStorage.put_away` releases them, and the system writes them to disk when it needs their memory.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,14 +32,6 @@ LEAST_BYTES = 2**22
 """The smallest file that is opened when the reserved files are full."""
 
 
-class _Span(NamedTuple):
-    """The bytes of a mapped file that are a tensor."""
-
-    file: mmap.mmap
-    start: int
-    num_bytes: int
-
-
 @dataclass(eq=False)
 class _File:
     """A mapped file, filled with tensors from its start up to ``end``."""
@@ -53,7 +43,7 @@ class _File:
 class OffloadStorage:
     """Allocates one rank's offloaded tensors; on disk in files of ``folder``, by default the system's temporary one.
 
-    ``tensors`` are all that were allocated. A rehearsal on the meta device allocates nothing. ``world`` are all ranks.
+    ``tensors`` are all allocated tensors. ``world`` is the axis of all ranks; on the meta device nothing is allocated.
     """
 
     def __init__(self, target: OffloadTarget, world: Axis, folder: Path | None = None) -> None:
@@ -62,7 +52,7 @@ class OffloadStorage:
         self._num_bytes = 0
         self._world = world
         self._files: list[_File] = []
-        self._spans: dict[int, _Span] = {}  # by the tensor's address
+        self._spans: dict[int, tuple[mmap.mmap, int, int]] = {}  # file, start and bytes, by the tensor's address
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """Reserves disk space for tensors of these numbers of bytes; all ranks call it.
@@ -109,50 +99,45 @@ class OffloadStorage:
     def _mapped(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         num_bytes = num_elements * dtype.itemsize
         if all(file.end + num_bytes > len(file.pages) for file in self._files):
-            self._grow(num_bytes)
+            # beyond what was reserved, a file as large as all before it together: so files stay few
+            try:
+                self._open(max(_aligned(num_bytes), self._num_bytes, LEAST_BYTES))
+            except OSError as failure:
+                raise _refused(f"{failure.strerror or failure}, in '{self.folder}'") from failure
         file = next(file for file in self._files if file.end + num_bytes <= len(file.pages))
         tensor = torch.frombuffer(file.pages, dtype=dtype, count=num_elements, offset=file.end)
-        self._spans[tensor.data_ptr()] = _Span(file.pages, file.end, num_bytes)
+        self._spans[tensor.data_ptr()] = file.pages, file.end, num_bytes
         file.end += _aligned(num_bytes)  # tensors share no page, or one could not be put away without the other
         return tensor
 
     def reset(self) -> None:
-        """Frees all tensors for new ones; the caller must not use the old ones any more. The files stay open."""
+        """Frees the memory of all offloaded tensors for new ones; the old must not be used. Files stay open."""
         self.tensors.clear()
         self._spans.clear()
         for file in self._files:
             file.end = 0
 
-    def _grow(self, num_bytes: int) -> None:
-        """Opens a file beyond what was reserved, as large as all before it together, so that files stay few."""
-        try:
-            self._open(max(_aligned(num_bytes), self._num_bytes, LEAST_BYTES))
-        except OSError as failure:
-            raise _refused(f"{failure.strerror or failure}, in '{self.folder}'") from failure
-
     def put_away(self, tensors: Iterable[Tensor]) -> None:
-        """Releases the tensors' pages from the process's memory, and returns without waiting for writes.
+        """Releases the process memory of tensors offloaded to disk, without waiting; the next access reads them.
 
-        Values are kept: of a shared mapping the system still has them. The next access reads the pages back in.
+        No value is lost: the pages of a shared mapping stay in the system's page cache until they are written.
         """
         if hasattr(mmap, "MADV_DONTNEED"):
             for span in (self._spans.get(tensor.data_ptr()) for tensor in tensors):
                 if span is not None:
-                    span.file.madvise(mmap.MADV_DONTNEED, span.start, span.num_bytes)
+                    file, start, num_bytes = span
+                    file.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
 
 def _refused(what: str) -> PlanError:
     return PlanError(
         "no room to offload to disk",
         given=what,
-        allowed="a folder that can be written, on a disk with room for all that is offloaded",
+        allowed="a writable folder, on a disk with room for all offloaded tensors",
         fix="free space there, or name another folder: offload_folder=PATH, --offload-folder PATH",
     )
 
 
 def _aligned(num_bytes: int) -> int:
-    """The next multiple of a page: only whole pages can be released."""
+    """Rounds up to whole pages: only these can be released."""
     return -(-num_bytes // _PAGE) * _PAGE
-
-
-__all__ = ["LEAST_BYTES", "OffloadStorage", "OffloadTarget"]

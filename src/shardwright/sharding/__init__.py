@@ -1,1 +1,1 @@
-"""Where tensors lie: boxes, pieces, layouts over a mesh, and the planner of transfers between layouts."""
+"""Which rank holds which elements of a tensor: boxes, pieces, layouts over a mesh, and transfers between layouts."""

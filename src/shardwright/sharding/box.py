@@ -1,7 +1,7 @@
 """Boxes of a tensor, ranges of a dim, and the tensor operations that read and write them.
 
-A tensor's place on a rank is an ordered list of pieces. A piece is a box of the whole tensor and where that
-box begins in the rank's local tensor::
+A rank's part of a tensor is an ordered list of pieces. A piece is a box of the whole tensor, and where that box begins
+in the rank's local tensor::
 
     whole (4, 4)            local (4, 2): two pieces        local (5,): a flat run, two pieces
     . A A .                 A A                             . . . .
@@ -32,7 +32,7 @@ Ranges = tuple[tuple[Range, ...], ...]
 
 
 class Box(NamedTuple):
-    """A box of a tensor: where it starts and where it stops in every dim. A 0-d box has one element.
+    """A box of a tensor: its start and stop in every dim. A 0-d box has one element.
 
     >>> box = Box((0, 2), (3, 4))
     >>> box.shape, box.size, box.intersect(Box((2, 0), (9, 3)))
@@ -44,47 +44,39 @@ class Box(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Box:
-        """The whole of a tensor of this shape.
-
-        >>> Box.of((2, 3))
-        Box(start=(0, 0), stop=(2, 3))
-        """
+        """Returns the box that covers a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its length in every dim."""
+        """The length of the box in every dim."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """The number of elements in the box."""
         return prod(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What to index a tensor with to get this box."""
+        """The slices that index a tensor to get this box."""
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """What both hold; None when that is nothing."""
+        """Returns the box of elements that this box and ``other`` have in common; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def shift(self, offset: Sequence[int]) -> Box:
-        """The same box, ``offset`` further on in every dim.
-
-        >>> Box((1,), (3,)).shift((4,))
-        Box(start=(5,), stop=(7,))
-        """
+        """Returns the box moved by ``offset``, one number for each dim."""
         return Box(
             tuple(a + by for a, by in zip(self.start, offset, strict=True)),
             tuple(b + by for b, by in zip(self.stop, offset, strict=True)),
         )
 
     def minus(self, other: Box) -> tuple[Box, ...]:
-        """What it holds and ``other`` does not, as disjoint boxes, at most two for each dim.
+        """Returns the elements of this box that are not in ``other``, as disjoint boxes, at most two for each dim.
 
         >>> Box((0,), (9,)).minus(Box((2,), (4,)))
         (Box(start=(0,), stop=(2,)), Box(start=(4,), stop=(9,)))
@@ -92,6 +84,7 @@ class Box(NamedTuple):
         common = self.intersect(other)
         if common is None:
             return (self,)
+        # dim by dim, cut off the slabs before and after the common part; what remains shrinks towards it
         rest, (start, stop) = [], self
         for dim, (first, last) in enumerate(zip(*common, strict=True)):
             if start[dim] < first:
@@ -109,8 +102,8 @@ class Box(NamedTuple):
 class Piece(NamedTuple):
     """A box of the whole tensor, and where it begins in the local tensor.
 
-    ``local_offset`` has one number for each dim of the whole; or one number when the local tensor is a flat
-    1-D buffer, and the box's elements lie there in row-major order with no gap. For a 1-D tensor both agree.
+    ``local_offset`` has one number for each dim of the whole; or one number when the local tensor is a flat 1-D buffer,
+    which holds the box's elements in row-major order without gaps. For a 1-D tensor both agree.
 
     >>> Piece(Box((2, 0), (4, 3)), (0, 0)).is_flat, Piece(Box((2, 0), (4, 3)), (7,)).is_flat
     (False, True)
@@ -121,22 +114,18 @@ class Piece(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether it lies in a flat buffer rather than in a tensor with the whole's dims."""
+        """Whether the local tensor is a flat buffer rather than one with the dims of the whole."""
         return len(self.local_offset) != len(self.whole.start)
 
     @property
     def local_box(self) -> Box:
-        """Its box of the local tensor: 1-D when the local tensor is flat.
-
-        >>> Piece(Box((2, 0), (4, 3)), (7,)).local_box
-        Box(start=(7,), stop=(13,))
-        """
+        """The range of every dim of the local tensor that this piece takes; 1-D when the local tensor is flat."""
         return Box.of((self.whole.size,) if self.is_flat else self.whole.shape).shift(self.local_offset)
 
     def parts(self, box: Box) -> tuple[Piece, ...]:
-        """The pieces that hold ``box`` of the whole, which must lie inside this one.
+        """Returns the part of this piece that holds ``box``, a box of the whole tensor inside it, as pieces.
 
-        One piece, or one for each contiguous run of ``box`` when this one lies flat.
+        One piece, or one for each contiguous run of ``box`` when this piece is flat.
 
         >>> Piece(Box((2, 0), (4, 3)), (7,)).parts(Box((2, 1), (4, 2)))
         (Piece(whole=Box(start=(2, 1), stop=(3, 2)), local_offset=(8,)),
@@ -152,11 +141,8 @@ class Piece(NamedTuple):
         )
 
 
-# ---- ranges of one dim
-
-
 def balanced_ranges(size: int, parts: int) -> Ranges:
-    """An even cut of a dim: for each part one range, or none when it would be empty.
+    """Returns the ranges of a dim cut evenly: for each part one (start, stop), or none when it would be empty.
 
     >>> balanced_ranges(5, 3), balanced_ranges(1, 2)
     ((((0, 2),), ((2, 4),), ((4, 5),)), (((0, 1),), ()))
@@ -166,7 +152,7 @@ def balanced_ranges(size: int, parts: int) -> Ranges:
 
 
 def fused_ranges(blocks: Sequence[int], parts: int) -> Ranges:
-    """The cut of a dim that holds several sections, such as Q, K and V: each part gets a slice of each.
+    """Cuts a dim that holds several sections, such as Q, K and V: each part gets a slice of each section.
 
     >>> fused_ranges((4, 2), 2)
     (((0, 2), (4, 5)), ((2, 4), (5, 6)))
@@ -175,9 +161,9 @@ def fused_ranges(blocks: Sequence[int], parts: int) -> Ranges:
 
 
 def concat(blocks: Sequence[int], sections: Sequence[Ranges]) -> Ranges:
-    """The cut of a dim made of sections that lie one after the other, from the cut of each section.
+    """Returns the ranges that each part holds of a fused dim (such as Q, K, V), given its ranges of each section.
 
-    ``blocks`` are the sections' sizes; each of ``sections`` counts from its own section's start.
+    ``blocks`` are the sections' sizes; each of ``sections`` counts from the start of its own section.
 
     >>> concat((4, 1), [balanced_ranges(4, 2), (((0, 1),), ((0, 1),))])  # the last one is held by both parts
     (((0, 2), (4, 5)), ((2, 4), (4, 5)))
@@ -193,11 +179,8 @@ def concat(blocks: Sequence[int], sections: Sequence[Ranges]) -> Ranges:
     return tuple(joined)
 
 
-# ---- boxes of flat ranges
-
-
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """A range of the row-major sequence of a tensor as boxes, in that order: at most ``2 n - 1`` for n dims.
+    """Returns elements ``start:stop`` of a flattened tensor as boxes, in order: at most ``2 n - 1`` for n dims.
 
     >>> [str(box) for box in flat_boxes((4, 4), 6, 13)]
     ['[1:2, 2:4]', '[2:3, 0:4]', '[3:4, 0:1]']
@@ -224,7 +207,7 @@ def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, Box]]:
-    """The contiguous runs of a box in a tensor's row-major sequence: where each begins there, and its box.
+    """Yields the parts of a box that are contiguous in a row-major tensor: each one's first flat index, and its box.
 
     >>> [(first, str(run)) for first, run in runs((3, 4), Box((0, 1), (2, 3)))]
     [(1, '[0:1, 1:3]'), (5, '[1:2, 1:3]')]
@@ -232,21 +215,17 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, Box]]:
     dim = len(shape)
     while dim > 0 and box.start[dim - 1] == 0 and box.stop[dim - 1] == shape[dim - 1]:
         dim -= 1
-    dim = max(dim - 1, 0)  # the only dim a run spans in part; those before it are walked index by index
+    dim = max(dim - 1, 0)  # a run spans dims from this one on; the dims before it are walked index by index
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     for index in product(*(range(a, b) for a, b in zip(box.start[:dim], box.stop[:dim], strict=True))):
         run = Box(index + box.start[dim:], tuple(i + 1 for i in index) + box.stop[dim:])
         yield sum(a * stride for a, stride in zip(run.start, strides, strict=True)), run
 
 
-# ---- who shares what
-
-
 def cells(held: Iterable[tuple[int, Iterable[Box]]]) -> tuple[tuple[Box, frozenset[int]], ...]:
-    """Disjoint boxes that cover all the boxes held, each with exactly the set of those that hold it.
+    """Splits overlapping boxes into disjoint ones, sorted by start, each with the set of ranks that hold it.
 
-    ``held`` gives, for each holder, its boxes. Neighbours with the same holders are joined where they form a
-    box; the cells come in the order of their starts.
+    ``held`` gives the boxes of each holder. Neighbouring cells with the same holders are joined where they form a box.
 
     >>> for cell, holders in cells([(0, [Box((0,), (4,))]), (1, [Box((2,), (6,))])]):
     ...     print(cell, sorted(holders))
@@ -262,7 +241,8 @@ def cells(held: Iterable[tuple[int, Iterable[Box]]]) -> tuple[tuple[Box, frozens
     if not holders_of:
         return ()
     num_dims = len(next(iter(holders_of)).start)
-    found = list(_cells([(box, frozenset(who)) for box, who in holders_of.items()], 0, num_dims))
+    # the sweep cuts at every edge of every box, also where nothing changes: the joins undo that
+    found = list(_cells([(box, frozenset(holders)) for box, holders in holders_of.items()], 0, num_dims))
     for dim in reversed(range(num_dims)):
         found = _joined(found, dim)
     return tuple(sorted(found, key=lambda cell: cell[0]))
@@ -272,9 +252,9 @@ _Cell = tuple[Box, frozenset[int]]
 
 
 def _cells(held: Sequence[_Cell], dim: int, num_dims: int) -> Iterator[_Cell]:
-    """Sweeps along ``dim`` and looks in each slab between two edges only at the boxes that cross it."""
-    if dim == num_dims or len(held) == 1:
-        holders = frozenset[int]().union(*(who for _, who in held))
+    """Sweeps along ``dim``; between two edges, only the boxes that cross that slab go on to the next dim."""
+    if dim == num_dims or len(held) == 1:  # no dim left to sweep, or one box left
+        holders = frozenset[int]().union(*(each for _, each in held))
         start, stop = held[0][0]
         yield Box(start[dim:], stop[dim:]), holders
         return
@@ -286,7 +266,7 @@ def _cells(held: Sequence[_Cell], dim: int, num_dims: int) -> Iterator[_Cell]:
     edges = sorted({*begins, *ends})
     crossing: dict[int, None] = {}
     for low, high in pairwise(edges):
-        for number in ends[low]:
+        for number in ends[low]:  # ends before begins: a box that stops at an edge is not in the slab after it
             del crossing[number]
         crossing.update(dict.fromkeys(begins[low]))
         if crossing:
@@ -297,28 +277,23 @@ def _cells(held: Sequence[_Cell], dim: int, num_dims: int) -> Iterator[_Cell]:
 def _joined(found: Sequence[_Cell], dim: int) -> list[_Cell]:
     """Joins neighbours along ``dim`` that agree in every other dim and in their holders."""
     lines: defaultdict[object, list[_Cell]] = defaultdict(list)
-    for box, who in found:
+    for box, holders in found:
         others = (*box.start[:dim], *box.start[dim + 1 :], *box.stop[:dim], *box.stop[dim + 1 :])
-        lines[(who, others)].append((box, who))
+        lines[(holders, others)].append((box, holders))
     joined: list[_Cell] = []
     for line in lines.values():
         line.sort(key=lambda cell: cell[0].start[dim])
         last = len(joined)
-        for box, who in line:
+        for box, holders in line:
             if len(joined) > last and joined[-1][0].stop[dim] == box.start[dim]:
-                joined[-1] = (Box(joined[-1][0].start, box.stop), who)
+                joined[-1] = (Box(joined[-1][0].start, box.stop), holders)
             else:
-                joined.append((box, who))
+                joined.append((box, holders))
     return joined
 
 
-# ---- tensors
-
-
 def read(local: Tensor, piece: Piece, box: Box) -> Tensor:
-    """The part of ``local`` that holds ``box`` of the whole: a view, of ``box.shape``.
-
-    ``box`` lies inside ``piece.whole``. Writing to the view writes to ``local``.
+    """Returns a view of the part of ``local`` that holds ``box``, a box of the whole tensor inside ``piece``.
 
     >>> flat = torch.arange(6)  # rows 2 and 3 of a tensor with three columns
     >>> read(flat, Piece(Box((2, 0), (4, 3)), (0,)), Box((2, 1), (4, 3)))
@@ -334,7 +309,7 @@ def read(local: Tensor, piece: Piece, box: Box) -> Tensor:
 
 
 def write(local: Tensor, piece: Piece, box: Box, values: Tensor) -> None:
-    """Writes ``values``, of ``box.shape``, where ``local`` holds ``box`` of the whole.
+    """Writes ``values`` into the part of ``local`` that holds ``box``, a box of the whole tensor inside ``piece``.
 
     >>> local = torch.zeros(2)
     >>> write(local, Piece(Box((4,), (6,)), (0,)), Box((5,), (6,)), torch.ones(1)); local
@@ -345,7 +320,7 @@ def write(local: Tensor, piece: Piece, box: Box, values: Tensor) -> None:
 
 
 def cut(whole: Tensor, pieces: Sequence[Piece], local_shape: Sequence[int]) -> Tensor:
-    """The local tensor that holds ``pieces`` of ``whole``: new and contiguous, of ``local_shape``.
+    """Returns a new contiguous local tensor, of ``local_shape``, filled with ``pieces`` of ``whole``.
 
     >>> cut(torch.arange(6), [Piece(Box((4,), (6,)), (0,)), Piece(Box((0,), (1,)), (2,))], (3,))
     tensor([4, 5, 0])
@@ -354,15 +329,3 @@ def cut(whole: Tensor, pieces: Sequence[Piece], local_shape: Sequence[int]) -> T
     for piece in pieces:
         write(local, piece, piece.whole, whole[piece.whole.slices])
     return local
-
-
-def paste(whole: Tensor, local: Tensor, pieces: Sequence[Piece]) -> None:
-    """Writes the pieces that ``local`` holds into ``whole``.
-
-    >>> whole = torch.zeros(4)
-    >>> paste(whole, torch.ones(2), [Piece(Box((1,), (3,)), (0,))]); whole
-    tensor([0., 1., 1., 0.])
-    """
-    with torch.no_grad():
-        for piece in pieces:
-            whole[piece.whole.slices] = read(local, piece, piece.whole)

@@ -1,4 +1,12 @@
-"""Where one tensor lies on every coordinate of a mesh."""
+"""``TensorLayout``: which elements of one tensor each coordinate of a mesh holds, and in what order it stores them.
+
+Plans, checkpoints and transfers all describe sharding with it. A layout is a list of steps, applied in order::
+
+    TensorLayout.whole((4, 6))                        every rank holds a copy
+        .cut("tp", 0, balanced_ranges(4, 2))          tensor parallel: rows 0:2 and 2:4
+        .flat("dp", 2)                                ZeRO: the local tensor, flattened, in two slices
+        .only("pp", [1])                              pipeline: on stage 1 alone
+"""
 
 from __future__ import annotations
 
@@ -15,25 +23,29 @@ from shardwright.sharding.box import Box, Piece, Range, Ranges, cells, flat_boxe
 
 
 class _HeldOnly(NamedTuple):
-    """Held only at some indices of an axis."""
+    """Only these indices of an axis hold the tensor."""
 
     axis: str
     indices: tuple[int, ...]
 
 
 class _Cut(NamedTuple):
-    """Index i of the axis holds ``ranges[i]`` of a dim of the whole."""
+    """Index i of the axis holds ``ranges[i]`` of a dim of the whole tensor."""
 
     axis: str
     dim: int
     ranges: Ranges
 
+    @property
+    def parts(self) -> int:
+        return len(self.ranges)
+
 
 class _FlatSlices(NamedTuple):
     """Index i of the axis holds the i-th of ``parts`` balanced slices of the local row-major sequence.
 
-    Where tensors lie ``beside`` each other, the slices are those of all of them, one after the other; this one has
-    its ``place`` among them.
+    With ``beside``, several tensors in one flat parameter, the slices are those of all of them joined end to end; this
+    tensor is at ``place`` among them.
     """
 
     axis: str
@@ -42,8 +54,8 @@ class _FlatSlices(NamedTuple):
     place: int = 0
 
     def slice_of(self, index: int, coord: Coord, size: int) -> Range:
-        """What of this tensor's ``size`` local elements an index holds."""
-        sizes = [lies.num_elements(coord) for lies in self.beside] or [size]
+        """The range that an index holds of this tensor's ``size`` local elements."""
+        sizes = [layout.num_elements(coord) for layout in self.beside] or [size]
         first = sum(sizes[: self.place])
         cuts = _balanced(sum(sizes), self.parts)
         return min(max(cuts[index] - first, 0), size), min(max(cuts[index + 1] - first, 0), size)
@@ -59,22 +71,22 @@ class _Local(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Where one tensor lies: for every coordinate of a mesh, the ordered pieces that it holds.
+    """How one tensor is sharded over a mesh: the pieces (boxes of it) that each rank stores, in order.
 
-    It is kept as the steps that made it, so it is as small on 3,072 ranks as on three, and two that were made
-    by the same steps are equal. An axis that no step names holds copies.
+    It stores the steps that made it, so it is as small on 3,072 ranks as on three, and layouts made by the same steps
+    are equal. Along an axis that no step names, the ranks hold copies.
 
     >>> from shardwright.sharding.box import balanced_ranges
-    >>> lies = TensorLayout.whole((4, 6)).cut("tp", 0, balanced_ranges(4, 2)).cut("dp", 1, balanced_ranges(6, 3))
-    >>> lies.axes, lies.local_shape({"dp": 2, "tp": 1})
+    >>> layout = TensorLayout.whole((4, 6)).cut("tp", 0, balanced_ranges(4, 2)).cut("dp", 1, balanced_ranges(6, 3))
+    >>> layout.axes, layout.local_shape({"dp": 2, "tp": 1})
     (('dp', 'tp'), (2, 2))
-    >>> [str(piece.whole) for piece in lies.pieces({"dp": 2, "tp": 1})]
+    >>> [str(piece.whole) for piece in layout.pieces({"dp": 2, "tp": 1})]
     ['[2:4, 4:6]']
     """
 
     shape: tuple[int, ...]
     steps: tuple[_LayoutStep, ...] = ()
-    _found: dict[tuple[int, ...], _Local] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _local_of_key: dict[tuple[int, ...], _Local] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert all(size >= 0 for size in self.shape), f"no tensor has shape {self.shape}"
@@ -84,23 +96,14 @@ class TensorLayout:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> TensorLayout:
-        """Copied to every rank.
-
-        >>> TensorLayout.whole((2, 3)).pieces({"tp": 5})
-        (Piece(whole=Box(start=(0, 0), stop=(2, 3)), local_offset=(0, 0)),)
-        """
+        """Returns the layout that replicates the tensor on every rank."""
         return TensorLayout(tuple(shape))
 
     def cut(self, axis: str, dim: int, ranges: Ranges) -> TensorLayout:
-        """Index i on ``axis`` holds, of what was held here before, ``ranges[i]`` of ``dim``.
+        """Returns this layout sharded over ``axis`` too: rank i on the axis keeps only ``ranges[i]`` of ``dim``.
 
-        The ranges count in the whole tensor. Those of one index are stored in the order given and are
-        disjoint; those of different indices may overlap, and together they cover the dim.
-
-        >>> from shardwright.sharding.box import fused_ranges
-        >>> qkv = TensorLayout.whole((6,)).cut("tp", 0, fused_ranges((2, 2, 2), 2))
-        >>> [str(piece.whole) for piece in qkv.pieces({"tp": 1})]
-        ['[1:2]', '[3:4]', '[5:6]']
+        The ranges count in the whole tensor. Those of one index are stored in the order given and are disjoint; those
+        of different indices may overlap, and together they cover the dim.
         """
         assert not self.is_flat, "flat slices cannot be cut along a dim: cut first"
         assert 0 <= dim < len(self.shape), f"{self.shape} has no dim {dim}"
@@ -112,40 +115,29 @@ class TensorLayout:
         return self._then(_Cut(axis, dim, tuple(map(tuple, ranges))))
 
     def only(self, axis: str, indices: Iterable[int]) -> TensorLayout:
-        """Held only at these indices of ``axis``; the others hold nothing.
-
-        >>> stage = TensorLayout.whole((2,)).only("pp", [1])
-        >>> [stage.num_elements({"pp": pp}) for pp in range(3)]
-        [0, 2, 0]
-        """
+        """Returns this layout restricted to ``indices`` of ``axis``, such as a pipeline stage; others hold nothing."""
         kept = set(indices)
-        before = [step for step in self.steps if isinstance(step, _HeldOnly) and step.axis == axis]
-        for step in before:
-            kept &= set(step.indices)
+        for step in self.steps:
+            if isinstance(step, _HeldOnly) and step.axis == axis:
+                kept &= set(step.indices)
         assert kept, f"held at no index of {axis}"
         assert min(kept) >= 0, f"{axis} has no index {min(kept)}"
-        others = tuple(step for step in self.steps if step not in before)
-        return TensorLayout(self.shape, others)._then(_HeldOnly(axis, tuple(sorted(kept))))
+        return self.on_all(axis)._then(_HeldOnly(axis, tuple(sorted(kept))))
 
     def on_all(self, axis: str) -> TensorLayout:
-        """The same, but held at every index of ``axis``: what :meth:`only` took away is back.
-
-        >>> TensorLayout.whole((2,)).only("pp", [1]).on_all("pp").num_elements({"pp": 0})
-        2
-        """
-        return TensorLayout(
-            self.shape, tuple(s for s in self.steps if not (isinstance(s, _HeldOnly) and s.axis == axis))
-        )
+        """Returns this layout without the restriction that :meth:`only` set on ``axis``."""
+        others = (step for step in self.steps if not (isinstance(step, _HeldOnly) and step.axis == axis))
+        return TensorLayout(self.shape, tuple(others))
 
     def flat(self, axis: str, parts: int, beside: Sequence[TensorLayout] = (), place: int = 0) -> TensorLayout:
-        """Index i on ``axis`` holds the i-th of ``parts`` balanced slices of what each rank held before.
+        """Returns this layout with local tensors flattened and sharded over ``axis``, in ``parts`` slices, as in ZeRO.
 
-        The slices are cut from the local tensor's row-major sequence; the local tensor is then 1-D. Tensors ``beside``
-        each other, this one at ``place`` among them, form one sequence, and the slices are cut from that: then an
-        index may hold much of one and nothing of another. All of them are cut along the same axes.
+        The balanced slices are cut from the local tensor's row-major sequence; the local tensor is then 1-D. Tensors
+        ``beside`` each other, this one at ``place`` among them, form one sequence, and the slices are cut from that: an
+        index may hold much of one tensor and nothing of another. All of them are cut along the same axes.
 
-        >>> lies = TensorLayout.whole((2, 3)).flat("dp", 4)
-        >>> [[str(piece.whole) for piece in lies.pieces({"dp": dp})] for dp in range(4)]
+        >>> layout = TensorLayout.whole((2, 3)).flat("dp", 4)
+        >>> [[str(piece.whole) for piece in layout.pieces({"dp": dp})] for dp in range(4)]
         [['[0:1, 0:2]'], ['[0:1, 2:3]', '[1:2, 0:1]'], ['[1:2, 1:2]'], ['[1:2, 2:3]']]
         >>> both = (TensorLayout.whole((2, 3)), TensorLayout.whole((2,)))
         >>> [[each.flat("dp", 2, both, i).num_elements({"dp": dp}) for i, each in enumerate(both)] for dp in (0, 1)]
@@ -153,11 +145,11 @@ class TensorLayout:
         """
         assert parts > 0, "no parts"
         assert not beside or beside[place] == self, "a tensor has its own place among those beside it"
-        assert all(lies.axes == self.axes for lies in beside), "slices of all are the same on the same ranks alone"
+        assert all(layout.axes == self.axes for layout in beside), "slices of all are the same on the same ranks alone"
         return self._then(_FlatSlices(axis, parts, tuple(beside), place))
 
     def _then(self, step: _LayoutStep) -> TensorLayout:
-        # Steps that may change places are kept in one order, so that equal layouts compare equal.
+        # steps that commute are sorted, so that equal layouts compare equal
         def order(step: _LayoutStep) -> tuple[int, int]:
             if isinstance(step, _HeldOnly):
                 return 0, mesh_axes().index(step.axis)
@@ -168,7 +160,7 @@ class TensorLayout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which not all ranks hold the same, slowest first."""
+        """The axes along which the ranks hold different elements, slowest first."""
         named = {step.axis for step in self.steps}
         return tuple(axis for axis in mesh_axes() if axis in named)
 
@@ -179,85 +171,57 @@ class TensorLayout:
 
     @cached_property
     def table(self) -> Mapping[tuple[int, ...], tuple[Piece, ...]]:
-        """The pieces by the indices on ``axes``, of every index that holds any, in rank order.
-
-        >>> from shardwright.sharding.box import balanced_ranges
-        >>> sorted(TensorLayout.whole((4,)).cut("tp", 0, balanced_ranges(4, 2)).only("pp", [1]).table)
-        [(1, 0), (1, 1)]
-        """
-        indices: dict[str, Iterable[int]] = {}
-        for step in self.steps:
-            if isinstance(step, _HeldOnly):
-                indices[step.axis] = step.indices
-            else:
-                indices[step.axis] = range(len(step.ranges) if isinstance(step, _Cut) else step.parts)
+        """The pieces (boxes) of every rank that holds any, keyed by its indices on ``axes``, in rank order."""
+        indices: dict[str, Iterable[int]] = {
+            step.axis: step.indices if isinstance(step, _HeldOnly) else range(step.parts) for step in self.steps
+        }
         keys = product(*(indices[axis] for axis in self.axes))
         every = ((key, self._local(key).pieces) for key in keys)
         return {key: pieces for key, pieces in every if pieces}
 
     def pieces(self, coord: Coord) -> tuple[Piece, ...]:
-        """What ``coord`` holds, in the order in which it stores it; an axis left out counts as 0."""
+        """Returns the pieces (boxes) that ``coord`` stores, in order; an axis left out of it counts as 0."""
         return self._local(self._key(coord)).pieces
 
     def local_shape(self, coord: Coord) -> tuple[int, ...]:
-        """The shape of the local tensor at ``coord``; where nothing is held it has no elements.
-
-        >>> TensorLayout.whole((2, 3)).only("pp", [1]).local_shape({"pp": 0})
-        (0, 0)
-        """
+        """Returns the shape of the local tensor at ``coord``; it has no elements where nothing is held."""
         return self._local(self._key(coord)).shape
 
     def num_elements(self, coord: Coord) -> int:
-        """How many elements ``coord`` holds.
-
-        >>> [TensorLayout.whole((2, 3)).flat("dp", 4).num_elements({"dp": dp}) for dp in range(4)]
-        [2, 2, 1, 1]
-        """
+        """Returns the number of elements that the rank at ``coord`` stores."""
         return prod(self.local_shape(coord))
 
     def by_rank(self, mesh: Mesh, ranks: Iterable[int] | None = None) -> dict[int, tuple[Piece, ...]]:
-        """The pieces of these ranks, all of the mesh when left out: what the transfer planner reads.
-
-        >>> TensorLayout.whole(()).only("pp", [0]).by_rank(Mesh(pp=2))
-        {0: (Piece(whole=Box(start=(), stop=()), local_offset=()),), 1: ()}
-        """
+        """Returns the pieces (boxes) that each of ``ranks``, by default all, stores: the input of ``plan_transfer``."""
         return {rank: self.pieces(mesh.coord(rank)) for rank in (range(mesh.size) if ranks is None else ranks)}
 
     def holders(self, mesh: Mesh, axes: Collection[str], at: Coord) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """Who shares what among the ranks that differ from ``at`` only on ``axes``.
+        """Returns boxes with the ranks that hold copies of each, of the ranks that differ from ``at`` only on ``axes``.
 
-        Returns disjoint boxes, each with the ranks that hold it, in rank order; together they cover all that
-        these ranks hold.
-
-        >>> from shardwright.sharding.box import balanced_ranges
-        >>> lies = TensorLayout.whole((4,)).cut("tp", 0, balanced_ranges(4, 2))
-        >>> [(str(box), ranks) for box, ranks in lies.holders(Mesh(dp=2, tp=2), {"dp", "tp"}, {})]
-        [('[0:2]', (0, 2)), ('[2:4]', (1, 3))]
+        The boxes are disjoint and cover all that these ranks hold; each comes with its ranks, in rank order.
         """
         self._check(mesh)
         theirs = mesh.coords(set(axes) & set(self.axes))
         copied = set(axes) - set(self.axes)
+        # cells only of coordinates that differ; the ranks that hold copies of them are added after
         held = [(n, [p.whole for p in self.pieces({**at, **there})]) for n, there in enumerate(theirs)]
 
-        def ranks(who: Iterable[int]) -> tuple[int, ...]:
-            groups = [mesh.group(copied, mesh.rank({**at, **theirs[n]})) for n in who]
+        def ranks(holders: Iterable[int]) -> tuple[int, ...]:
+            groups = [mesh.group(copied, mesh.rank({**at, **theirs[n]})) for n in holders]
             return groups[0] if len(groups) == 1 else tuple(sorted(chain.from_iterable(groups)))
 
-        return tuple((box, ranks(who)) for box, who in cells(held))
+        return tuple((box, ranks(holders)) for box, holders in cells(held))
 
     def owned(self, coord: Coord, mesh: Mesh) -> tuple[Piece, ...]:
-        """What ``coord`` holds and answers for: over all coordinates of the mesh each element is owned once.
+        """Returns the pieces that ``coord`` owns: over all coordinates of the mesh each element is owned once.
 
-        The owner is, among the holders, the lowest index on every axis but those of flat slices; where there
-        are none of these, that is the first rank that holds it.
-
-        >>> lies = TensorLayout.whole((3,)).cut("tp", 0, (((0, 2),), ((1, 3),)))  # both hold the middle
-        >>> [[str(piece.whole) for piece in lies.owned({"tp": tp}, Mesh(dp=9, tp=2))] for tp in range(2)]
-        [['[0:2]'], ['[2:3]']]
+        The owner is, among the holders, the lowest index on every axis but those of flat slices; without flat slices,
+        the first rank that holds the element.
         """
         self._check(mesh)
         if any(coord.get(axis, 0) for axis in mesh.axes if axis not in self.axes):
             return ()
+        # overlapping cuts: an index owns only what no lower index holds; flat slices never overlap
         own: list[tuple[Range, ...]] = [((0, size),) for size in self.shape]
         for step in self.steps:
             index = coord.get(step.axis, 0)
@@ -274,16 +238,15 @@ class TensorLayout:
             if isinstance(step, _HeldOnly):
                 assert step.indices[-1] < mesh[step.axis], f"{step.axis}={mesh[step.axis]} for {step.indices}"
             else:
-                parts = len(step.ranges) if isinstance(step, _Cut) else step.parts
-                assert parts == mesh[step.axis], f"cut in {parts}, and {step.axis}={mesh[step.axis]}"
+                assert step.parts == mesh[step.axis], f"cut in {step.parts}, and {step.axis}={mesh[step.axis]}"
 
     def _key(self, coord: Coord) -> tuple[int, ...]:
         return tuple(coord.get(axis, 0) for axis in self.axes)
 
     def _local(self, key: tuple[int, ...]) -> _Local:
-        if key not in self._found:
-            self._found[key] = self._build(dict(zip(self.axes, key, strict=True)))
-        return self._found[key]
+        if key not in self._local_of_key:
+            self._local_of_key[key] = self._build(dict(zip(self.axes, key, strict=True)))
+        return self._local_of_key[key]
 
     def _build(self, coord: Coord) -> _Local:
         dims: list[tuple[Range, ...]] = [_joined(((0, size),)) for size in self.shape]
@@ -305,11 +268,11 @@ class TensorLayout:
         return _Local(_grid(dims), _grid_shape(dims))
 
 
-_balanced = lru_cache(maxsize=64)(balanced)  # thousands of ranks ask for the same cut
+_balanced = lru_cache(maxsize=64)(balanced)  # thousands of ranks need the same cut
 
 
 def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The same ranges without empty ones, those that follow on each other joined."""
+    """The ranges without empty ones, neighbours joined."""
     joined: list[Range] = []
     for a, b in ranges:
         if joined and joined[-1][1] == a < b:
@@ -320,7 +283,7 @@ def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def _covered(ranges: Iterable[Range]) -> int:
-    """How many elements lie in at least one of the ranges."""
+    """The number of elements in at least one of the ranges."""
     covered = end = 0
     for a, b in sorted(ranges):
         covered += max(0, b - max(a, end))
@@ -334,8 +297,8 @@ def _intersections(ranges: Iterable[Range], held: Sequence[Range]) -> tuple[Rang
 
 @lru_cache(maxsize=256)
 def _first_holders(ranges: Ranges) -> Ranges:
-    """Of each index's ranges, what no lower index holds."""
-    taken: tuple[Range, ...] = ()
+    """The part of each index's ranges that no lower index holds."""
+    taken: tuple[Range, ...] = ()  # the union of the ranges of lower indices, sorted
     first: list[tuple[Range, ...]] = []
     for held in ranges:
         rest = tuple(held)
@@ -351,7 +314,7 @@ def _grid_shape(dims: Sequence[tuple[Range, ...]]) -> tuple[int, ...]:
 
 
 def _grid(dims: Sequence[tuple[Range, ...]]) -> tuple[Piece, ...]:
-    """Every combination of one range for each dim, packed as one n-D tensor."""
+    """The pieces of an n-D local tensor: every combination of one range for each dim."""
     placed = [list(zip(ranges, accumulate((b - a for a, b in ranges), initial=0), strict=False)) for ranges in dims]
     return tuple(
         Piece(
@@ -364,16 +327,16 @@ def _grid(dims: Sequence[tuple[Range, ...]]) -> tuple[Piece, ...]:
 
 @lru_cache(maxsize=64)
 def _flattened(dims: tuple[tuple[Range, ...], ...]) -> tuple[Piece, ...]:
-    """The same elements in the same order as the n-D local tensor, as pieces of a flat one."""
+    """The pieces of a flat local tensor with the same elements in the same order as the n-D one."""
     shape, flat = _grid_shape(dims), []
-    for piece in _grid(dims):
+    for piece in _grid(dims):  # each run of a local row becomes a piece, so that a slice can cut anywhere
         to_whole = tuple(a - o for a, o in zip(piece.whole.start, piece.local_offset, strict=True))
         flat += [Piece(run.shift(to_whole), (first,)) for first, run in runs(shape, piece.local_box)]
     return tuple(sorted(flat, key=lambda piece: piece.local_offset))
 
 
 def _sliced(flat: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
-    """The slice ``start:stop`` of a flat local tensor, as pieces of a smaller one."""
+    """The pieces of the slice ``start:stop`` of a flat local tensor."""
     sliced, offset = [], 0
     for piece in flat:
         first, size = piece.local_offset[0], piece.whole.size

@@ -1,8 +1,7 @@
-"""From where a tensor lies to where it shall lie: the messages to send.
+"""Plans the messages that redistribute a tensor from one layout to another.
 
-Gathering a whole tensor, loading a checkpoint, resuming on other ranks and changing a layout are all this one
-call. Nothing is sent here: a message is read with ``read``, sent by whoever has the means, and written with
-``write``.
+Gathering a tensor, loading a checkpoint, resuming on other ranks and changing a layout all use this one plan. This file
+sends nothing: the caller reads each message with ``read``, sends it by its own means, and writes it with ``deliver``.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from shardwright.sharding.box import Box, Piece, cells, read, write
 
 
 class BoxMessage(NamedTuple):
-    """One box of the whole that one rank sends to another, or keeps when both are the same.
+    """One message of a redistribution: a box of the tensor that a rank sends to another, or keeps for itself.
 
-    ``adds``: it is added to what is there, because it is a second or later term of a sum.
+    ``adds``: it is added to the destination, because it is a second or later term of a sum.
     """
 
     source: int
@@ -38,24 +37,24 @@ class BoxMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """The messages that take a tensor from one layout to another.
+    """The point-to-point messages that redistribute a tensor from one layout to another.
 
-    Whoever writes them follows their order, so that sums come out equal to the bit wherever they are made.
+    A receiver writes them in their order, so that sums are equal to the bit on every rank.
     """
 
     messages: tuple[BoxMessage, ...]
 
     def messages_from(self, rank: int) -> tuple[BoxMessage, ...]:
-        """What ``rank`` sends, its messages to itself included."""
+        """Returns the messages that ``rank`` sends, those to itself included."""
         return self._by_rank[0].get(rank, ())
 
     def messages_to(self, rank: int) -> tuple[BoxMessage, ...]:
-        """What ``rank`` receives, its messages to itself included, in the order in which to write it."""
+        """Returns the messages that ``rank`` receives, those to itself included, in the order to write them in."""
         return self._by_rank[1].get(rank, ())
 
     @property
     def moved_elements(self) -> int:
-        """How many elements go from one rank to another."""
+        """The number of elements sent between different ranks."""
         return sum(message.box.size for message in self.messages if message.source != message.destination)
 
     @cached_property
@@ -69,11 +68,11 @@ class Transfer:
 
 
 Held = tuple[int, Piece]
-"""A piece, and the rank that holds it."""
+"""A rank, and a piece that it holds."""
 
 
-class _Index:
-    """Finds among many pieces those that meet a box, by one dim in which they are spread out."""
+class _PieceIndex:
+    """Finds the pieces that intersect a box by binary search along the dim with the most distinct starts."""
 
     def __init__(self, held: Sequence[Held]) -> None:
         by_box: defaultdict[Box, list[Held]] = defaultdict(list)
@@ -90,8 +89,9 @@ class _Index:
             self.starts = [box.start[dim] for box, _ in self.entries]
             self.ends = list(accumulate((box.stop[dim] for box, _ in self.entries), max))
 
-    def meeting(self, box: Box) -> Iterator[tuple[Box, list[Held]]]:
-        """What ``box`` shares with each different box held, and who holds that."""
+    def intersecting(self, box: Box) -> Iterator[tuple[Box, list[Held]]]:
+        """Yields the intersection of ``box`` with each distinct box held, and that box's holders."""
+        # starts are sorted, and ends are running maxima: both searches skip boxes that cannot intersect
         low, high = 0, len(self.entries)
         if self.dim is not None:
             low = bisect_right(self.ends, box.start[self.dim])
@@ -102,46 +102,43 @@ class _Index:
                 yield common, holders
 
 
-def _rest(box: Box, taken: Sequence[Box]) -> list[Box]:
-    rest = [box]
-    for other in taken:
-        rest = [part for piece in rest for part in piece.minus(other)]
-    return rest
-
-
 class _Planner:
-    """Plans one term: for each destination, where to fetch it; keeps count of what each rank sends."""
+    """Plans one term of a sum: chooses a source for each destination, and counts what each rank sends."""
 
     def __init__(self, held: Sequence[Held], sent: defaultdict[int, int]) -> None:
         by_rank: defaultdict[int, list[Held]] = defaultdict(list)
         for rank, piece in held:
             by_rank[rank].append((rank, piece))
-        self.everyone = _Index(held)
-        self.own = {rank: _Index(pieces) for rank, pieces in by_rank.items()}
+        self.all_pieces = _PieceIndex(held)
+        self.own = {rank: _PieceIndex(pieces) for rank, pieces in by_rank.items()}
         self.sent = sent
 
     def fetch(self, rank: int, box: Box) -> tuple[list[tuple[Box, Held]], list[Box]]:
-        """Disjoint parts of ``box``, each with whom ``rank`` gets it from; and what nobody holds."""
+        """Splits ``box`` into disjoint parts, each with its source for ``rank``; and parts that no rank holds."""
         fetched: list[tuple[Box, Held]] = []
         missing = [box] if box.size else []
-        if rank in self.own:  # what is here already does not travel
-            for mine, holders in self.own[rank].meeting(box):
+        if rank in self.own:  # elements that the rank already holds are not sent
+            for mine, holders in self.own[rank].intersecting(box):
                 here = [part for part in (rest.intersect(mine) for rest in missing) if part is not None]
                 fetched += [(part, holders[0]) for part in here]
                 missing = [part for rest in missing for part in rest.minus(mine)] if here else missing
-        nowhere: list[Box] = []
+        not_held: list[Box] = []
         for rest in missing:
             others = self._fetch_from_others(rank, rest)
             fetched += others
             if sum(part.size for part, _ in others) < rest.size:
-                nowhere += _rest(rest, [part for part, _ in others])
-        return fetched, nowhere
+                left = [rest]
+                for part, _ in others:
+                    left = [piece for box in left for piece in box.minus(part)]
+                not_held += left
+        return fetched, not_held
 
     def _fetch_from_others(self, rank: int, box: Box) -> list[tuple[Box, Held]]:
+        # of equal holders the one that sends least so far, then the nearest: no holder of a copy serves all
         fetched = []
-        meeting = list(self.everyone.meeting(box))
-        for cell, who in cells((number, [common]) for number, (common, _) in enumerate(meeting)):
-            holders = [holder for number in who for holder in meeting[number][1]]
+        intersecting = list(self.all_pieces.intersecting(box))
+        for cell, numbers in cells((number, [common]) for number, (common, _) in enumerate(intersecting)):
+            holders = [holder for number in numbers for holder in intersecting[number][1]]
             nearest = min(holders, key=lambda held: (self.sent[held[0]], abs(held[0] - rank), held))
             self.sent[nearest[0]] += cell.size
             fetched.append((cell, nearest))
@@ -154,15 +151,14 @@ def plan_transfer(
     *,
     terms: Mapping[int, int] | None = None,
 ) -> Transfer:
-    """The messages that give every destination rank its pieces from the pieces that the source ranks hold.
+    """Returns the messages that fill every destination rank's pieces from the pieces that the source ranks hold.
 
-    Each element is fetched once for each piece it is wanted in: from the rank itself where it holds it, else
-    from the holder that sends least so far, the nearest rank among equals. The plan depends on the arguments
-    only, so ranks that plan for themselves agree.
+    Each element is fetched once for each piece that needs it: from the rank itself where it holds it, else from the
+    holder that sends least so far, the nearest rank among equals. The plan depends on the arguments only, so ranks that
+    plan separately agree.
 
-    ``terms``: the source holds a sum in parts; for each source rank, which term it holds (0 when left out).
-    Ranks with the same term hold copies of it. A destination then gets the sum of one fetch of each term,
-    added in the order of the terms.
+    ``terms``: the source is a sum; for each source rank, which term it holds (0 when left out). Ranks with the same
+    term hold copies of it. A destination then gets the sum of one fetch of each term, added in the order of the terms.
 
     Raises: PlanError: no source rank holds a part of a destination (of some term).
 
@@ -190,19 +186,15 @@ def plan_transfer(
             for number, (term, planner) in enumerate(planners.items()):
                 fetched, missing = planner.fetch(rank, piece.whole)
                 if missing:
-                    raise _not_held(rank, piece, missing[0], term if terms else None)
+                    raise PlanError(
+                        f"no source rank{f' of term {term}' if terms else ''} holds {missing[0]}, a part of "
+                        f"{piece.whole} for rank {rank}",
+                        given="source pieces that leave it out",
+                        allowed="source pieces that together cover every destination piece",
+                        fix="give the pieces of every source rank, and check the whole tensor's shape",
+                    )
                 messages += [BoxMessage(holder, rank, box, held, piece, number > 0) for box, (holder, held) in fetched]
     return Transfer(tuple(messages))
-
-
-def _not_held(rank: int, piece: Piece, missing: Box, term: int | None) -> PlanError:
-    held_by = "source rank" if term is None else f"source rank of term {term}"
-    return PlanError(
-        f"no {held_by} holds {missing}, a part of {piece.whole} for rank {rank}",
-        given="source pieces that leave it out",
-        allowed="source pieces that together cover every destination piece",
-        fix="give the pieces of every source rank, and check the whole tensor's shape",
-    )
 
 
 def execute_locally(transfer: Transfer, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]) -> None:
@@ -225,7 +217,7 @@ def execute_locally(transfer: Transfer, sources: Mapping[int, Tensor], destinati
 
 
 def deliver(message: BoxMessage, local: Tensor, values: Tensor) -> None:
-    """Writes what a message brought, ``values`` of ``message.box.shape``, or adds it, to the destination.
+    """Writes a message's ``values``, or adds them for a sum, into the destination rank's local tensor.
 
     >>> box = Box((0,), (2,))
     >>> message = BoxMessage(0, 1, box, Piece(box, (0,)), Piece(box, (0,)), adds=True)

@@ -1,4 +1,4 @@
-"""How a tensor lies, in words."""
+"""Tensor layouts and lists of ranks as short texts for reports, such as "dim 0 over tp" and "0..3"."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import pairwise
 from shardwright.sharding.tensor_layout import TensorLayout
 
 
-def cut_words(lies: TensorLayout) -> str:
-    """How a tensor lies, in words.
+def cut_words(layout: TensorLayout) -> str:
+    """Returns a tensor layout as a short text, such as "dim 0 over tp" or "flat slices over dp".
 
     >>> cut_words(TensorLayout.whole((4, 6))), cut_words(TensorLayout.whole((4, 6)).flat("dp", 3).only("pp", [1]))
     ('copied', 'only at pp 1, flat slices over dp')
@@ -17,21 +17,21 @@ def cut_words(lies: TensorLayout) -> str:
     'dim 0 over tp (parts overlap)'
     """
     words = []
-    for step in lies.steps:
-        made = step._asdict()  # a cut, flat slices, or held at some indices only
-        if "ranges" in made:
-            held = sum(b - a for ranges in made["ranges"] for a, b in ranges)
-            overlap = " (parts overlap)" if held > lies.shape[made["dim"]] else ""
-            words.append(f"dim {made['dim']} over {step.axis}{overlap}")
-        elif "parts" in made:
+    for step in layout.steps:
+        fields = step._asdict()  # of a cut, of flat slices, or of a restriction to some indices
+        if "ranges" in fields:
+            held = sum(b - a for ranges in fields["ranges"] for a, b in ranges)
+            overlap = " (parts overlap)" if held > layout.shape[fields["dim"]] else ""
+            words.append(f"dim {fields['dim']} over {step.axis}{overlap}")
+        elif "parts" in fields:
             words.append(f"flat slices over {step.axis}")
         else:
-            words.append(f"only at {step.axis} {numbers(made['indices'])}")
+            words.append(f"only at {step.axis} {numbers(fields['indices'])}")
     return ", ".join(words) or "copied"
 
 
 def numbers(every: Sequence[int]) -> str:
-    """Numbers in few words.
+    """Returns sorted integers as a short text, such as "0..3".
 
     >>> numbers([0, 1, 2, 3]), numbers([0, 8, 16, 24]), numbers([3, 5]), numbers([0, 1, 2, 3, 9])
     ('0..3', '0, 8 .. 24', '3, 5', '0, 1 .. 9')

@@ -1,7 +1,8 @@
-"""Every strategy, one file or folder each. A file here that defines ``STRATEGY`` is found by all that lists strategies.
+"""The registry of strategies, which are one file or folder each: a file here that defines ``STRATEGY`` is registered.
 
-A strategy with an axis of its own defines it as ``AXIS`` beside ``STRATEGY``: from there the layout line, the mesh,
-gradient sync, the ledger and the tests know it. Strategies that share an axis name it, and one of them defines it.
+A strategy with an axis of its own defines it as ``AXIS`` beside ``STRATEGY``: the layout line, the mesh, gradient sync,
+the ledger and the tests take it from there. Of strategies that share an axis, one defines it. Read ``data_parallel``,
+``zero``, ``pipeline``, ``spatial``, ``tensor_parallel``, then ``context_parallel``, an axis alone.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from shardwright.strategy import Strategy
 
 PHASES = ("operators", "stages", "state")
 
-_KNOWN: dict[str, Strategy] = {}
+_REGISTERED: dict[str, Strategy] = {}
 
-STRATEGIES: Mapping[str, Strategy] = _KNOWN
-"""Every strategy by name."""
+STRATEGIES: Mapping[str, Strategy] = _REGISTERED
+"""Every registered strategy by name."""
 
 
 def _modules() -> Iterator[ModuleType]:
-    """The files of this folder, and those of its folders."""
+    """Imports and yields the modules of this package and of its subpackages."""
     for info in pkgutil.iter_modules(__path__, f"{__name__}."):
         module = importlib.import_module(info.name)
         yield module
@@ -38,39 +39,39 @@ def _modules() -> Iterator[ModuleType]:
 def _register_all() -> None:
     modules = list(_modules())
     for axis in {id(m.AXIS): m.AXIS for m in modules if hasattr(m, "AXIS")}.values():
-        if layout_axes().get(axis.name) is not axis:  # it is known where this file is run twice, as doctests do
+        if layout_axes().get(axis.name) is not axis:  # it is, where this file is run twice, as by doctests
             register(axis)
     for strategy in {id(m.STRATEGY): m.STRATEGY for m in modules if hasattr(m, "STRATEGY")}.values():
         _add(strategy)
 
 
 def _add(strategy: Strategy) -> None:
-    """From now on layouts may ask for the strategy. Raises LayoutError where it takes the place of another."""
-    if strategy.name in _KNOWN:
-        others = ", ".join(_KNOWN)
-        raise _clash(
-            f"two strategies are called '{strategy.name}'", strategy.name, f"a name beside {others}", "rename one"
-        )
+    """Registers a strategy. Raises LayoutError if its name or its place is taken, or its axis is not defined."""
+    if strategy.name in _REGISTERED:
+        what, allowed = f"two strategies are called '{strategy.name}'", f"a name beside {', '.join(_REGISTERED)}"
+        raise LayoutError(what, given=strategy.name, allowed=allowed, fix="rename one")
     if strategy.axis not in layout_axes():
-        fix = "define AXIS beside STRATEGY, or name an axis that another strategy defines"
-        raise _clash(f"no strategy defines the axis '{strategy.axis}'", strategy.name, ", ".join(layout_axes()), fix)
-    for other in _KNOWN.values():
+        what, fix = (
+            f"no strategy defines the axis '{strategy.axis}'",
+            "define AXIS beside STRATEGY, or name another axis",
+        )
+        raise LayoutError(what, given=strategy.name, allowed=", ".join(layout_axes()), fix=fix)
+    for other in _REGISTERED.values():
         if strategy.default and other.default and (strategy.axis, strategy.phase) == (other.axis, other.phase):
-            both = f"'{strategy.name}' and '{other.name}', in the phase '{strategy.phase}'"
-            fix = f"ask for '{strategy.name}' by an option"
-            raise _clash(f"two strategies are the default of '{strategy.axis}'", both, "one in each phase", fix)
-    _KNOWN[strategy.name] = strategy
-
-
-def _clash(what: str, given: str, allowed: str, fix: str) -> LayoutError:
-    return LayoutError(what, given=given, allowed=allowed, fix=fix)
+            raise LayoutError(
+                f"two strategies are the default of '{strategy.axis}'",
+                given=f"'{strategy.name}' and '{other.name}', in the phase '{strategy.phase}'",
+                allowed="one in each phase",
+                fix=f"let an option choose '{strategy.name}'",
+            )
+    _REGISTERED[strategy.name] = strategy
 
 
 @contextmanager
 def registered(strategy: Strategy, axis: LayoutAxis | None = None) -> Iterator[None]:
-    """Inside, layouts may ask for a strategy that is no file here, and name its axis.
+    """Registers a strategy that is no file of ``strategies/``, and its mesh axis, while a ``with`` block runs.
 
-    Raises: LayoutError: it takes the name, the axis or the place of another.
+    Raises: LayoutError: its name, axis or place is taken.
     """
     if axis is not None:
         register(axis)
@@ -79,7 +80,7 @@ def registered(strategy: Strategy, axis: LayoutAxis | None = None) -> Iterator[N
         try:
             yield
         finally:
-            del _KNOWN[strategy.name]
+            del _REGISTERED[strategy.name]
     finally:
         if axis is not None:
             unregister(axis)
@@ -89,9 +90,9 @@ _register_all()
 
 
 def choose(layout: Layout, known: Mapping[str, Strategy] = STRATEGIES) -> tuple[Strategy, ...]:
-    """The strategies that a layout asks for, in the order in which they refine the plan.
+    """Returns the strategies that a layout (``dp2/zero3 tp4``) chooses, in the order in which they refine the plan.
 
-    Raises: LayoutError: a factor, an option or a word that no strategy here runs; a value where none is taken.
+    Raises: LayoutError: a factor or an option that no strategy has; a value for an option without one.
 
     >>> [strategy.name for strategy in choose(Layout.parse("dp2 tp2"))]
     ['data_parallel', 'tensor_1d']
@@ -115,42 +116,37 @@ def _choice(factor: Factor, phase: str, layout: Layout, known: Mapping[str, Stra
             f"no strategy for '{factor}' is built yet",
             given=str(layout),
             allowed="factors on " + ", ".join(sorted({s.axis for s in known.values()})),
-            fix=f"leave out {factor}: {_without(layout, factor)}",
+            fix=f"leave out {factor}: {replace(layout, factors=tuple(f for f in layout.factors if f is not factor))}",
         )
     candidates = [s for s in of_axis if s.phase == phase]
     given = {option.name for option in factor.options}
 
     def is_named(strategy: Strategy) -> bool:
-        """Whether an option is given that only this strategy has."""
+        """Whether the layout has an option that only this strategy has."""
         others = {name for s in candidates if s is not strategy for name in s.options}
         return not strategy.default and bool(given & (set(strategy.options) - others))
 
     return next(filter(is_named, candidates), next((s for s in candidates if s.default), None))
 
 
-def _without(layout: Layout, factor: Factor) -> str:
-    factors = tuple(other for other in layout.factors if other is not factor)
-    return str(replace(layout, factors=factors))
-
-
 def _no_option(layout: Layout, factor: Factor, option: str, known: Mapping[str, Strategy]) -> LayoutError:
     names = {name for s in known.values() if s.axis == factor.axis for name in s.options}
     options = sorted(names.union(layout_axes()[factor.axis].automatic))
-    plain = factor.axis + (f"{factor.size}")
+    plain = f"{factor.axis}{factor.size}"
     return LayoutError(
         f"no strategy here runs '{option}' on axis '{factor.axis}'",
         given=str(layout),
-        allowed=f"{plain}" + "".join(f", {plain}/{name}" for name in options),
+        allowed=plain + "".join(f", {plain}/{name}" for name in options),
         fix=f"write {plain}" + (f", or {plain}/{nearest(option, options)}" if options else ""),
     )
 
 
 def _no_value(layout: Layout, factor: Factor, option: Option) -> LayoutError:
-    others = tuple(replace(each, value=None) if each == option else each for each in factor.options)
-    mended = tuple(replace(each, options=others) if each is factor else each for each in layout.factors)
+    options = tuple(replace(each, value=None) if each == option else each for each in factor.options)
+    factors = tuple(replace(each, options=options) if each is factor else each for each in layout.factors)
     return LayoutError(
         f"'{option.name}' on axis '{factor.axis}' takes no value",
         given=str(layout),
         allowed=f"/{option.name} alone",
-        fix=f"write {replace(layout, factors=mended)}",
+        fix=f"write {replace(layout, factors=factors)}",
     )

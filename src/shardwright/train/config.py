@@ -1,4 +1,4 @@
-"""What a training run is: one frozen dataclass, read from flags, a TOML file, or an earlier run."""
+"""The configuration of a training run: one frozen dataclass, read from flags, a TOML file or an earlier run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ TABLES = {
     "settings": ("the model's settings", "num_layers = 2"),
     "roles": ("roles by patterns of layers' names", "'blocks.*.up' = 'column'"),
 }
-"""The options that are tables: what they hold, and an example."""
+"""The options that are tables: what each holds, and an example line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run; every field is an option of ``shardwright train`` and a key of its TOML file.
+    """The options of a training run; every field is an option of ``shardwright train`` and a key of its TOML file.
 
-    ``steps`` fixes the learning-rate schedule; ``stop_at`` > 0 ends the run earlier, to be resumed. State that the
-    layout offloads to disk goes to files in ``offload_folder``, where none is given to the system's temporary one.
+    ``steps`` sets the length of the learning-rate schedule; ``stop_at`` > 0 ends the run earlier, to be resumed. State
+    offloaded to disk is stored in ``offload_folder``, by default the system's temporary folder.
 
     >>> TrainConfig(steps=10, lr=1e-3).learning_rate(0) == 1e-3 / 10  # the first of ten warm-up steps
     True
@@ -84,11 +84,11 @@ class TrainConfig:
 
     @property
     def last_step(self) -> int:
-        """The step after which this run ends."""
+        """The number of the last step of this run, earlier than ``steps`` if ``stop_at`` is set."""
         return min(self.stop_at or self.steps, self.steps)
 
     def learning_rate(self, step: int) -> float:
-        """The rate of a step: a linear warm-up, then down to a tenth along a cosine or a line, or constant."""
+        """Returns the learning rate of a step: a linear warm-up, then a decay to a tenth, or a constant rate."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         if self.schedule == "constant":
@@ -99,35 +99,35 @@ class TrainConfig:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of one microbatch of one model copy: what modes that weigh activations choose by."""
+        """The tokens in one microbatch of one model replica, by which the sizes of activations are estimated."""
         return max(1, self.batch * self.seq // num_shares(Layout.parse(self.layout)))
 
     def build(self) -> tuple[nn.Module, nn.Module, Any]:
-        """The plain model, its loss, and the model's config; build it under ``torch.device("meta")``."""
+        """Returns the plain model, its loss function and its config, which is None for a user's own model factory."""
         model = build(self.model, self.settings)
         if ":" in self.model:
             return model, CrossEntropy(), None
         return model, MODELS[self.model].loss(), configure(self.model, self.settings)
 
     def example(self, model_config: Any) -> Any:
-        """The inputs of a batch of the right shapes; None for a user's own factory: its inputs are unknown."""
+        """Returns random inputs of a global batch; None for a user's own model factory, whose inputs are unknown."""
         batch = self.example_batch(model_config)
         return None if batch is None else batch[0]
 
     def example_batch(self, model_config: Any) -> tuple[Any, Any] | None:
-        """The same, with targets."""
+        """Returns a random global batch (inputs, targets); None for a user's own model factory."""
         if model_config is None:
             return None
         draw = torch.Generator().manual_seed(0)
         return MODELS[self.model].example_batch(model_config, self.batch, self.seq, draw)
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as JSON takes it."""
+        """Returns the options of the run as plain data for JSON."""
         return {**asdict(self), **{name: dict(getattr(self, name)) for name in TABLES}}
 
 
 def check_batch(batch: int, layout: Layout) -> None:
-    """Raises PlanError for a batch that leaves some of its microbatches without a sample, every step.
+    """Raises PlanError if the batch has fewer samples than the layout has microbatches.
 
     >>> check_batch(2, Layout.parse("pp2 mb8"))
     Traceback (most recent call last):
@@ -147,15 +147,7 @@ def check_batch(batch: int, layout: Layout) -> None:
 
 
 def check_finite(name: str, value: float) -> None:
-    """Raises PlanError for infinity and for what is not a number.
-
-    >>> check_finite("lr", float("nan"))
-    Traceback (most recent call last):
-    shardwright.errors.PlanError: 'lr' is not a finite number
-      given:   nan
-      allowed: a finite number
-      fix:     leave lr out
-    """
+    """Raises PlanError if ``value`` is infinite or not a number."""
     if not isfinite(value):
         raise PlanError(
             f"'{name}' is not a finite number", given=value, allowed="a finite number", fix=f"leave {name} out"
@@ -163,7 +155,7 @@ def check_finite(name: str, value: float) -> None:
 
 
 def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
-    """Options with their types, from text or TOML. Raises PlanError: an unknown key, naming the nearest.
+    """Returns options converted to the types of TrainConfig. Raises PlanError: an unknown key, naming the nearest.
 
     >>> read_options({"steps": "20"}, given_in="flags")
     {'steps': 20}
@@ -174,7 +166,7 @@ def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
         check_known(given_in, key, value, names)
         if key in TABLES and not isinstance(value, Mapping):
             raise PlanError(
-                f"'{key}' of {given_in} is no table",
+                f"'{key}' of {given_in} is not a table",
                 given=value,
                 allowed=f"a table [{key}] with {TABLES[key][0]}",
                 fix=f"write [{key}] on a line of its own, and below it lines such as {TABLES[key][1]}",
@@ -183,7 +175,7 @@ def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The options of a TOML file; a table ``[settings]`` holds the model's, ``[roles]`` those of its layers."""
+    """Returns the options in a TOML file; its tables ``[settings]`` and ``[roles]`` configure the model."""
     try:
         found = tomllib.loads(path.read_text())
     except OSError as failure:
@@ -192,16 +184,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from failure
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
         raise PlanError(
-            f"'{path}' is not TOML", given=str(failure), allowed="key = value lines", fix="mend that line"
+            f"'{path}' is not TOML", given=str(failure), allowed="key = value lines", fix="correct that line"
         ) from failure
     return read_options(found, given_in=str(path))
 
 
 def read_run(out: Path) -> dict[str, Any]:
-    """The options that an earlier run in ``out`` was started with.
+    """Returns the options that an earlier run in ``out`` was started with. Raises CheckpointError: no such run."""
 
-    Raises: CheckpointError: no run has been there.
-    """
     try:
         found = json.loads((out / RUN_FILE).read_text())
         options = read_options(found["options"], given_in=RUN_FILE)

@@ -1,7 +1,7 @@
-"""Samples to train on, and the order they come in, which is the same under every layout.
+"""Datasets, and the order of their samples, which is the same under every layout.
 
-``Order`` turns a step into the indices of its global batch; a rank collates its own slice of them. To resume
-is to go on from a step number.
+``Order`` maps a step to the sample indices of its global batch, and each rank collates its own part of them. A resumed
+run continues from the step number alone, because nothing else is stored.
 
 T tokens, C channels, Y and X a picture's rows and columns
 """
@@ -30,37 +30,33 @@ Indices = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 EVAL_SHARE = 0.05
-"""The last part of a text, and of made-up samples, is for evaluation."""
+"""The share of a text, or of synthetic samples, at its end that is the ``eval`` split."""
 
 _STDLIB_BYTES = 8_000_000
 _NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 class Dataset(Protocol):
-    """Samples, each of one shape: how many there are, and the (inputs, targets) of one."""
+    """What a dataset provides: samples that all have one shape, by index."""
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Returns the number of samples."""
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of one sample, without a batch dim."""
+        """Returns (inputs, targets) of one sample, without a batch dim."""
 
 
 def split_range(count: int, split: Split) -> range:
-    """The part of ``count`` things that a split holds: ``eval`` the last 5 %, ``train`` the rest.
-
-    >>> split_range(100, "train"), split_range(100, "eval")
-    (range(0, 95), range(95, 100))
-    """
+    """Returns the sample indices of a split of ``count`` samples: ``eval`` is the last 5 %, ``train`` the rest."""
     cut = count - round(count * EVAL_SHARE)
     return range(cut) if split == "train" else range(cut, count)
 
 
 class TextTokens:
-    """A text's bytes in windows of ``seq`` tokens, each with the tokens that follow as targets.
+    """The bytes of a text as tokens: windows of ``seq`` tokens, with the next token of each as its target.
 
-    Windows do not overlap. ``stdlib`` is the source of Python's own standard library, 8 MB of it; anything
-    else is the path of a text file. The last 5 % are the ``eval`` split.
+    Windows do not overlap. The source ``stdlib`` is 8 MB of the source code of Python's standard library; any other
+    source is the path of a text file.
 
     Raises: PlanError: no such file, or a split too short for one window.
 
@@ -90,7 +86,7 @@ class TextTokens:
         return len(self._bytes) // (self.seq + 1)
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """The window's tokens but the last, and its tokens but the first: both (T,) int64."""
+        """Returns the tokens and the next tokens of one window: both (T,) int64."""
         check_index(index, len(self))
         start = index * (self.seq + 1)
         window = torch.from_numpy(self._bytes[start : start + self.seq + 1].astype(np.int64))
@@ -98,14 +94,14 @@ class TextTokens:
 
 
 def _stdlib_files(folder: str) -> Iterator[str]:
-    """Python files under ``folder`` in sorted order, tests and installed packages left out."""
-    for where, folders, files in os.walk(folder):
+    """Yields the Python files under ``folder`` in sorted order, without tests and installed packages."""
+    for root, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _NOT_READ)
-        yield from (os.path.join(where, name) for name in sorted(files) if name.endswith(".py"))
+        yield from (os.path.join(root, name) for name in sorted(files) if name.endswith(".py"))
 
 
 def _read_stdlib() -> bytes:
-    """The first bytes of the standard library's text; it stops reading there."""
+    """Returns the first 8 MB of the standard library's source code, without reading more."""
     parts: list[bytes] = []
     left = _STDLIB_BYTES
     for path in _stdlib_files(sysconfig.get_path("stdlib")):
@@ -118,7 +114,7 @@ def _read_stdlib() -> bytes:
 
 
 def _read_text(path: Path) -> bytes:
-    """A file's bytes."""
+    """Returns the bytes of a text file."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -131,21 +127,13 @@ def _read_text(path: Path) -> bytes:
 
 
 class Cifar10:
-    """The CIFAR-10 pictures of a folder in the official binary format, from -1 to 1, with their classes.
+    """The CIFAR-10 pictures in a folder of the official binary format, scaled to -1..1, with their classes.
 
     A record is one label byte, then 3 x 32 x 32 pixel bytes. ``data_batch_*.bin`` are the ``train`` split,
-    ``test_batch.bin`` is ``eval``. The files are mapped, not read; nothing is ever downloaded.
+    ``test_batch.bin`` is ``eval``. The files are memory-mapped; nothing is ever downloaded.
 
-    Raises: PlanError: a missing folder or file, a file that is no whole number of records, a label above 9.
+    Raises: PlanError: a missing folder or file, a file whose size is not a multiple of a record, a label above 9.
     Source: https://www.cs.toronto.edu/~kriz/cifar.html
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     for name in ("data_batch_1.bin", "test_batch.bin"):
-    ...         _ = Path(folder, name).write_bytes(bytes([7] + 3072 * [255]))
-    ...     picture, label = Cifar10(folder).sample(0)
-    >>> picture.shape, picture.max().item(), label.item()
-    (torch.Size([3, 32, 32]), 1.0, 7)
     """
 
     record_bytes = 1 + 3 * 32 * 32
@@ -160,7 +148,7 @@ class Cifar10:
         return int(self._starts[-1])
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """A picture (3, 32, 32) float32, and its class, 0-d int64."""
+        """Returns a picture, (3, 32, 32) float32, and its class, 0-d int64."""
         check_index(index, len(self))
         file = int(np.searchsorted(self._starts, index, side="right")) - 1
         record = self._records[file][index - self._starts[file]]
@@ -168,11 +156,11 @@ class Cifar10:
         return picture_CYX / 127.5 - 1, torch.tensor(int(record[0]))
 
     def _map(self, path: Path) -> Bytes:
-        """The records of one file, (records, 3073)."""
+        """Returns the records of one file, (records, 3073)."""
         size = path.stat().st_size
         if size == 0 or size % self.record_bytes:
             raise PlanError(
-                f"'{path.name}' is no CIFAR-10 file, or was cut short",
+                f"'{path.name}' is not a CIFAR-10 file, or was truncated",
                 given=f"{size} bytes",
                 allowed=f"a multiple of {self.record_bytes} bytes, at least one",
                 fix="fetch the binary version of CIFAR-10 again",
@@ -180,7 +168,7 @@ class Cifar10:
         records = np.memmap(path, dtype=np.uint8, mode="r").reshape(-1, self.record_bytes)
         if records[:, 0].max() > 9:
             raise PlanError(
-                f"'{path.name}' is no CIFAR-10 file",
+                f"'{path.name}' is not a CIFAR-10 file",
                 given=f"a label of {records[:, 0].max()}",
                 allowed="labels from 0 to 9",
                 fix="fetch the binary version of CIFAR-10; CIFAR-100 and the Python version differ",
@@ -189,7 +177,7 @@ class Cifar10:
 
 
 def _cifar_files(folder: Path) -> tuple[list[Path], Path]:
-    """The training files, numbered from 1 without a gap, and the test file."""
+    """Returns the training files, numbered from 1 without a gap, and the test file."""
     numbers = sorted(
         int(number)
         for path in folder.glob("data_batch_*.bin")
@@ -201,7 +189,7 @@ def _cifar_files(folder: Path) -> tuple[list[Path], Path]:
     if missing:
         exists = folder.is_dir()
         raise PlanError(
-            f"'{folder}' is no CIFAR-10 folder",
+            f"'{folder}' is not a CIFAR-10 folder",
             given=f"missing: {', '.join(missing)}" if exists else "no such folder",
             allowed="a folder with data_batch_1.bin, data_batch_2.bin, ... and test_batch.bin",
             fix="unpack cifar-10-binary.tar.gz and give its folder cifar-10-batches-bin",
@@ -210,13 +198,9 @@ def _cifar_files(folder: Path) -> tuple[list[Path], Path]:
 
 
 class Synthetic:
-    """Made-up samples for the model that a config builds: random, and the same ones each time.
+    """Random samples for the model that ``config`` builds, the same at every run.
 
-    Raises: PlanError: a config of no named model, or too few samples for both splits.
-
-    >>> data = Synthetic(GPTConfig(), seq=8, num_samples=100)
-    >>> len(data), data.sample(2)[0].shape, bool((data.sample(2)[0] == data.sample(2)[0]).all())
-    (95, torch.Size([8]), True)
+    Raises: PlanError: ``config`` is not that of a named model, or there are too few samples for both splits.
     """
 
     def __init__(self, config: object, *, seq: int, split: Split = "train", num_samples: int = 1024) -> None:
@@ -236,7 +220,7 @@ class Synthetic:
         return len(self.indices)
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """One sample of the model's ``example_batch``, drawn from the index."""
+        """Returns one sample of the model's ``example_batch``, drawn with the index as seed."""
         check_index(index, len(self))
         generator = torch.Generator().manual_seed(self.indices[index])
         inputs, targets = self.entry.example_batch(self.config, 1, self.seq, generator)
@@ -245,11 +229,11 @@ class Synthetic:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which samples make up the global batch of each step: each once per epoch, shuffled anew every epoch.
+    """The sample indices of each step's global batch: every sample once per epoch, reshuffled every epoch.
 
-    The last batch of an epoch holds what is left. The order depends on the three numbers and the step only.
+    The last batch of an epoch holds the remaining samples. The order depends on the three fields and the step only.
 
-    Raises: PlanError: no samples, or batches of none.
+    Raises: PlanError: ``num_samples`` or ``batch_size`` is below 1.
 
     >>> order = Order(num_samples=5, batch_size=2, seed=0)
     >>> order.num_steps_per_epoch, [len(order.batch(step)) for step in range(4)]
@@ -267,26 +251,23 @@ class Order:
 
     @property
     def num_steps_per_epoch(self) -> int:
-        """How many batches hold every sample once."""
+        """The number of batches in an epoch."""
         return -(-self.num_samples // self.batch_size)
 
     def batch(self, step: int) -> Indices:
-        """The sample indices of a step's global batch; steps count from 0 and never end."""
+        """Returns the sample indices of the global batch of a step, counted from 0 across epochs."""
         assert step >= 0, step
         epoch, place = divmod(step, self.num_steps_per_epoch)
         start = place * self.batch_size
         return epoch_order(self.num_samples, self.seed, epoch)[start : start + self.batch_size].copy()
 
 
-@lru_cache(maxsize=8)  # every step of an epoch asks for the same one, from every rank that is a thread
+@lru_cache(maxsize=8)  # every step of an epoch needs the same permutation, and ranks that are threads share the cache
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
-    """A permutation of the samples, keyed by seed and epoch; it cannot be written to.
+    """Returns a read-only permutation of the samples, keyed by seed and epoch.
 
-    It sorts raw words of a counter-based generator: numpy keeps those the same in every version, which it
-    does not promise of ``permutation``.
-
-    >>> sorted(epoch_order(4, seed=0, epoch=1).tolist())
-    [0, 1, 2, 3]
+    It sorts raw words of a counter-based generator, because numpy keeps those the same in every version but does not
+    promise the same of ``permutation``.
     """
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)  # a list of both would pass through floats
     words = np.random.Philox(key=key).random_raw(num_samples)
@@ -296,14 +277,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
 
 def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[Tensor, Tensor]:
-    """(inputs, targets) of the samples, stacked; no index gives zero rows of the same shape.
-
-    A rank that holds a slice of the batch asks for that slice of the indices only.
-
-    >>> data = Synthetic(GPTConfig(), seq=8)
-    >>> global_batch(data, [3, 1])[0].shape, global_batch(data, [])[0].shape
-    (torch.Size([2, 8]), torch.Size([0, 8]))
-    """
+    """Returns the stacked (inputs, targets) of these samples; an empty batch dim if there are no indices."""
     if len(indices) == 0:
         inputs, targets = dataset.sample(0)
         return inputs.new_empty((0, *inputs.shape)), targets.new_empty((0, *targets.shape))
@@ -312,21 +286,16 @@ def global_batch(dataset: Dataset, indices: Sequence[int] | Indices) -> tuple[Te
 
 
 def check_index(index: int, num_samples: int) -> None:
-    """Raises IndexError unless there is such a sample.
-
-    >>> check_index(4, 4)
-    Traceback (most recent call last):
-    IndexError: sample 4 of 4: they count from 0
-    """
+    """Raises IndexError if the dataset has no sample of this index."""
     if not 0 <= index < num_samples:
         raise IndexError(f"sample {index} of {num_samples}: they count from 0")
 
 
 def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> Dataset:
-    """The samples that ``--data`` names, for the model that the config ``model`` builds.
+    """Returns the dataset that ``--data`` names, for the model that the config ``model`` builds.
 
-    ``stdlib``, a text file, a CIFAR-10 folder, or ``synthetic``. ``stdlib`` is what is always there: for a
-    model that reads no text it gives made-up samples. A model of no known config takes whatever is named.
+    ``name`` is ``stdlib``, ``synthetic``, a text file or a CIFAR-10 folder. ``stdlib`` is the default, so for a model
+    that does not read text it gives synthetic samples. A model without a known config takes any data.
 
     Raises: PlanError: no such data, data that the model cannot read, or a sequence longer than the model's.
 
@@ -368,7 +337,8 @@ def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> 
 
 
 def _check_fits(name: str, kind: str, model: object, *, fits: bool) -> None:
-    """Raises PlanError when the model cannot read this kind of data."""
+    """Raises PlanError unless the data fit the model."""
+
     if not fits:
         raise PlanError(
             f"this model cannot read '{name}'",

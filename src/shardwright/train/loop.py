@@ -1,4 +1,4 @@
-"""The training loop: one function that every rank runs, and the one that starts it."""
+"""The training loop: :func:`train` checks the run and starts the ranks; ``_Training`` is the loop on one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -26,17 +26,17 @@ from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.manifest import find, steps_in
 from shardwright.checkpoint.saving import save
 from shardwright.comm.agreement import first_problem, gather_json
-from shardwright.comm.failures import ToldToStop
+from shardwright.comm.failures import StopRequested
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import job_for, make_plan
-from shardwright.parallelize.run import Run
 from shardwright.rng import without_values
+from shardwright.runtime.executor import Microbatch
 from shardwright.train.config import RUN_FILE, TrainConfig, read_run
-from shardwright.train.data import Dataset, Order, global_batch, open_data
+from shardwright.train.data import Dataset, Indices, Order, global_batch, open_data
 from shardwright.train.measuring import agreed_seconds
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
 
@@ -45,26 +45,26 @@ LOCK = ".lock"
 
 
 class Stop:
-    """A request to stop the run: it finishes the current step, saves and ends.
+    """A request to end the run after the current step, with a checkpoint.
 
     Ranks that are processes each handle SIGINT and SIGTERM; ranks that are threads share one object.
     """
 
     def __init__(self) -> None:
-        self.asked = False  # no lock around it: a second signal may interrupt the handler of the first
+        self.requested = False  # without a lock, because a second signal may interrupt the handler of the first
         self.signal = 0
 
-    def ask(self, number: int = 0, *_: Any) -> None:
-        """Requests the stop; a signal handler."""
-        self.asked, self.signal = True, number
+    def request(self, number: int = 0, *_: Any) -> None:
+        """Asks the run to stop after the current step. It is also the signal handler, given the signal's number."""
+        self.requested, self.signal = True, number
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Handles SIGINT and SIGTERM while the block runs, if this is the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        """Makes SIGINT and SIGTERM request the stop while the block runs, if this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
             yield
             return
-        before = {sig: signal.signal(sig, self.ask) for sig in (signal.SIGINT, signal.SIGTERM)}
+        before = {sig: signal.signal(sig, self.request) for sig in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
@@ -75,17 +75,25 @@ class Stop:
 def train(
     config: TrainConfig, out: Path, *, resume: bool = False, ranks: Ranks = "processes", stop: Stop | None = None
 ) -> dict[str, Any]:
-    """Trains, and writes metrics and checkpoints to ``out``; returns the summary.
+    """Trains a model, writes metrics and checkpoints to ``out``, and returns the summary of the run.
 
-    With ``resume`` it goes on from the newest checkpoint in ``out``, under any layout: the same batches in the
-    same order, the same dropout. A step whose loss or gradients are not finite ends the run, since AdamW does not
-    recover from one: it is not saved, and ``diverged`` of the summary is its number.
+    With ``resume`` it continues from the newest checkpoint in ``out``, under any layout, with the batches and dropout
+    masks of an uninterrupted run. A step whose loss or gradients are not finite ends the run, because AdamW does not
+    recover from it: the step is not saved, and ``diverged`` of the summary is its number.
 
-    Raises: LayoutError, PlanError, CheckpointError: before the first step, whatever can be known by then.
+    Raises: LayoutError, PlanError, CheckpointError: before the first step.
     """
     layout = Layout.parse(config.layout)
     _check_before(config, out, resume=resume)
-    _make_folder(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise PlanError(
+            f"cannot write to '{out}'",
+            given=failure.strerror or str(failure),
+            allowed="a folder that can be written, or can be created",
+            fix="give another --out",
+        ) from failure
     if ranks == "threads":
         stop = stop or Stop()
         with stop.on_signals():
@@ -95,7 +103,7 @@ def train(
 
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
-    """What needs no ranks: the data is there, the layout fits the model, the folder is free or can be resumed."""
+    """Checks what needs no ranks: that the data exist, the layout fits the model, and ``out`` is free or resumable."""
     with without_values():
         model, loss, model_config = config.build()
     layout = Layout.parse(config.layout)
@@ -110,7 +118,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
         raise CheckpointError(
             f"the run in '{out}' ended before its first checkpoint",
             given=f"{METRICS_FILE} in it, and no checkpoint",
-            allowed="a run that has saved one; --save-every says how often it does",
+            allowed="a run that has saved one; --save-every sets how often",
             fix=f"remove '{out}', or give another --out, and start without --resume",
         )
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -133,36 +141,18 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
 
 
 def inputs_of(data: Dataset, batch: int) -> Tensor:
-    """Inputs with the shapes of a global batch of ``data``.
-
-    >>> from shardwright.models import GPTConfig
-    >>> from shardwright.train.data import Synthetic
-    >>> inputs_of(Synthetic(GPTConfig(), seq=8), 4).shape
-    torch.Size([4, 8])
-    """
+    """Returns inputs with the shape of a global batch of ``data``: its first sample, repeated."""
     inputs, _ = data.sample(0)
     return inputs.expand(batch, *inputs.shape)
 
 
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        raise PlanError(
-            f"cannot write to '{out}'",
-            given=failure.strerror or str(failure),
-            allowed="a folder that can be written, or can be created",
-            fix="give another --out",
-        ) from failure
-
-
 def _as_text(value: Any) -> Any:
-    """Settings may come as text or as numbers, and mean the same."""
+    """Returns an option as text, so that settings given as text or as numbers compare equal."""
     return {key: str(each) for key, each in value.items()} if isinstance(value, Mapping) else str(value)
 
 
 def _check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
-    """A resumed run goes on with the same samples in the same order: what they depend on cannot change."""
+    """Raises PlanError if a resumed run changes an option that the model or the order of samples depends on."""
     for key in ("model", "settings", "data", "batch", "seq", "seed"):
         now = config.to_dict()[key]
         if key in before and _as_text(before[key]) != _as_text(now):
@@ -176,23 +166,24 @@ def _check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
 
 def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:
     stop = stop or Stop()
-    with stop.on_signals(), _alone(world, out):
+    with stop.on_signals(), _locked_folder(world, out):
         summary = _Training(world, config, out, resume, stop).run_all()
         if summary["stopped"] and not world.local:
-            raise ToldToStop(_who_was_told(world, stop))  # all is saved, and a launcher that stops takes no results
+            # everything is saved, and a launcher that is itself stopping accepts no results
+            raise StopRequested(_signalled_ranks(world, stop))
     return summary
 
 
-def _who_was_told(world: World, stop: Stop) -> str:
-    """Which ranks heard a signal, if it was not all of them: then it was not meant for the run."""
-    heard = gather_json(world.everyone(), stop.signal)
-    told = [f"rank {rank} was told to stop by {signal.Signals(sig).name}" for rank, sig in enumerate(heard) if sig]
-    return f"{', '.join(told)}; all ranks have saved and ended" if len(told) < world.size else ""
+def _signalled_ranks(world: World, stop: Stop) -> str:
+    """Returns which ranks got a signal, or "" if all did: a signal to some ranks only was not meant for the run."""
+    signals = gather_json(world.everyone(), stop.signal)
+    stopped = [f"rank {rank} was told to stop by {signal.Signals(sig).name}" for rank, sig in enumerate(signals) if sig]
+    return f"{', '.join(stopped)}; all ranks have saved and ended" if len(stopped) < world.size else ""
 
 
 @contextlib.contextmanager
-def _alone(world: World, out: Path) -> Iterator[None]:
-    """Holds the folder: a second run in it is refused on every rank; the system lets go when the run ends."""
+def _locked_folder(world: World, out: Path) -> Iterator[None]:
+    """Locks ``out`` on rank 0; raises on every rank if another run has it. The system releases a dead run's lock."""
     everyone = world.everyone()
     with contextlib.ExitStack() as stack:
         problem = ""
@@ -216,7 +207,7 @@ def _in_use(out: Path) -> PlanError:
 
 
 def _lock(file: IO[str]) -> bool:
-    """Takes the file for this process; False where another has it."""
+    """Locks the file for this process; returns False if another process holds the lock."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -232,7 +223,7 @@ def _lock(file: IO[str]) -> bool:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has held."""
+    """Returns the peak resident memory of this process."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource
@@ -241,7 +232,7 @@ def _peak_bytes() -> int:
 
 
 class _Training:
-    """One rank's side of a run."""
+    """The training loop on one rank, made by ``_rank``: its run, optimizer, data and checkpoints."""
 
     def __init__(self, world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop) -> None:
         self.world, self.config, self.out, self.stop = world, config, out, stop
@@ -252,6 +243,7 @@ class _Training:
         self.data = open_data(config.data, seq=config.seq, model=model_config, split="train")
         self.eval_data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
         self.order = Order(len(self.data), config.batch, config.seed)
+        self.tokens_per_sample = config.seq if self.data.sample(0)[1].dim() else 1
         self.seconds = agreed_seconds(config, world)
         self.run = parallelize(
             plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
@@ -268,14 +260,14 @@ class _Training:
             self.saved = find(out / CHECKPOINTS)
             load(self.saved, self.run, self.optimizer)
             for group in self.optimizer.param_groups:
-                group["weight_decay"] = config.weight_decay  # what is asked for now, not what was saved
+                group["weight_decay"] = config.weight_decay  # a resumed run may change it; load restored the old one
         self.first_step = self.run.num_steps
         if world.rank == 0:
             self._write_run()
             cut_metrics(out, self.first_step)
 
     def run_all(self) -> dict[str, Any]:
-        """All steps, then the last checkpoint; returns the summary."""
+        """Runs all steps, saves the last checkpoint, and returns the summary."""
         config, rows = self.config, []
         stopped = diverged = False
         first = self.world.rank == 0
@@ -285,7 +277,8 @@ class _Training:
                 log.add(row)
                 rows.append(row)
                 broken = [f"its {key} is {row[key]}" for key in ("loss", "grad_norm") if not isfinite(row[key] or 0.0)]
-                stopped, diverged = self._on_any_rank(self.stop.asked, bool(broken))
+                # agreed on by all ranks: one that left the loop alone would leave the others in a collective
+                stopped, diverged = self._on_any_rank(self.stop.requested, bool(broken))
                 if diverged:
                     log.warn(f"warning: step {row['step']} went wrong, {' and '.join(broken)}: the run ends here")
                     break
@@ -297,23 +290,22 @@ class _Training:
         return {**self._summary(rows, stopped), "diverged": self.run.num_steps if diverged else None}
 
     def _step(self) -> dict[str, Any]:
+        """Runs one training step and returns its row of metrics."""
         config, run = self.config, self.run
         start_s = time.perf_counter()
         indices = self.order.batch(run.num_steps)
-        share = run.share(len(indices))
-        inputs, targets = global_batch(self.data, indices[share.start : share.stop])
         rate = config.learning_rate(run.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        part, norm = run.part(inputs, targets, len(indices)), None
-        if config.clip:  # by the norm of all gradients: no update comes before it
+        part, norm = self._part(self.data, indices), None
+        if config.clip:  # clipping needs the norm of all gradients, so no update can overlap the backward
             loss = run.step(part)
             norm = run.clip_grad_norm_(config.clip)
             self.optimizer.step()
         else:
             loss = run.step(part, update=self.optimizer)
         step_s = time.perf_counter() - start_s
-        tokens = len(indices) * (config.seq if targets.dim() > 1 else 1)
+        tokens = len(indices) * self.tokens_per_sample
         row: dict[str, Any] = {
             "step": run.num_steps,
             "loss": loss.item(),
@@ -332,18 +324,23 @@ class _Training:
         size = self.config.batch
         last = min(self.config.eval_batches, max(len(self.eval_data) // size, 1))
         batches = [range(i * size, min((i + 1) * size, len(self.eval_data))) for i in range(last)]
-        losses = [self.run.evaluate(_own(self.run, self.eval_data, list(batch))).item() for batch in batches]
+        losses = [self.run.evaluate(self._part(self.eval_data, batch)).item() for batch in batches]
         return statistics.fmean(losses)
 
+    def _part(self, data: Dataset, indices: Sequence[int] | Indices) -> Microbatch:
+        """Returns this rank's part of the global batch of these samples, and reads no others."""
+        share = self.run.share(len(indices))
+        return self.run.part(*global_batch(data, indices[share.start : share.stop]), len(indices))
+
     def _memory(self) -> list[int]:
-        """The peak of every rank so far: of the process, or of the device's allocator."""
+        """Returns the peak bytes of every rank so far: of the process, or of the device's allocator."""
         on_device = self.world.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.world.device) if on_device else _peak_bytes()
         mine = torch.tensor([peak], dtype=torch.int64, device=self.world.device)
         return [int(value) for value in self.everyone.for_strategy("progress").all_gather(mine)]
 
     def _on_any_rank(self, *here: bool) -> list[bool]:
-        """For each flag, whether it is set on any rank."""
+        """Returns, for each flag, whether it is set on any rank."""
         flags = torch.tensor(here, dtype=torch.uint8, device=self.world.device)
         return [bool(flag) for flag in self.everyone.for_strategy("progress").all_reduce(flags, "max")]
 
@@ -370,7 +367,7 @@ class _Training:
         return {
             "layout": self.config.layout,
             "world_size": self.world.size,
-            "parameters": sum(numpy.prod(lies.shape, dtype=int) for lies in self.run.plan.compute.values()).item(),
+            "parameters": sum(numpy.prod(layout.shape, dtype=int) for layout in self.run.plan.compute.values()).item(),
             "steps": self.run.num_steps,
             "first_loss": rows[0]["loss"] if rows else None,
             "last_loss": rows[-1]["loss"] if rows else None,
@@ -380,8 +377,3 @@ class _Training:
             "checkpoint": str(self.saved) if self.saved is not None else None,
             "stopped": stopped,
         }
-
-
-def _own(run: Run, data: Dataset, indices: list[int]) -> Any:
-    share = run.share(len(indices))
-    return run.part(*global_batch(data, indices[share.start : share.stop]), len(indices))

@@ -1,6 +1,6 @@
-"""Measurements: the timeline or the memory of a step, after some steps of warm-up, and the time of each layer.
+"""Measurements of real steps: the timeline or memory of a step after some warm-up steps, and the time of each layer.
 
-The layers are timed before there is a run, so that a pipeline's stages can be balanced by their times.
+Layers are timed before there is a run, so that a pipeline's stages can be balanced by their times.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ Seconds = Mapping[str, float]
 NOT_MEASURED: Seconds = MappingProxyType({})
 
 WARM_UP = 3
-"""Steps before the one that is measured."""
+"""The number of steps before the one that is measured."""
 
 
 def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> dict[str, float]:
-    """By module, what a forward of one microbatch of one model copy spends in it, on this process's own device.
+    """Returns the forward time of each module in seconds, for one microbatch of one model replica on this device.
 
-    Empty unless the config asks for measured costs and the layout has stages to balance by them. The model is built
-    whole, with values.
+    Empty unless the config has ``measured_costs`` and the layout a pipeline. It builds the whole model with values.
     """
     layout = Layout.parse(config.layout)
     if not config.measured_costs or layout.factor("pp") is None:
@@ -53,7 +52,7 @@ def layer_seconds(config: TrainConfig, device: torch.device | None = None) -> di
 
 
 def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
-    """The same on every rank: what the first of them measures."""
+    """Times each layer on rank 0 as :func:`layer_seconds` does, and all-gathers the times to every rank."""
     if not config.measured_costs:
         return {}
     mine = layer_seconds(config, world.device) if world.rank == 0 else {}
@@ -62,16 +61,16 @@ def agreed_seconds(config: TrainConfig, world: World) -> dict[str, float]:
 
 
 def measure(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> Timeline:
-    """The timeline of one step under ``config.layout``, of the pipeline that rank 0 is in."""
-    return launch(_rank, Layout.parse(config.layout), config, dict(seconds), ranks=ranks)[0]
+    """Measures the timeline of one step under ``config.layout``, of the pipeline that rank 0 is in."""
+    return launch(_timeline, Layout.parse(config.layout), config, dict(seconds), ranks=ranks)[0]
 
 
 def measure_accounts(config: TrainConfig, ranks: Ranks = "processes", seconds: Seconds = NOT_MEASURED) -> list[Account]:
-    """What every rank holds over one step under ``config.layout``, the optimizer's with it."""
+    """Measures the memory of every rank over one step under ``config.layout``, optimizer state included."""
     return list(launch(_account, Layout.parse(config.layout), config, dict(seconds), ranks=ranks))
 
 
-def _rank(world: World, config: TrainConfig, seconds: Seconds) -> Timeline:
+def _timeline(world: World, config: TrainConfig, seconds: Seconds) -> Timeline:
     run, _, batch = _warmed_up(world, config, seconds)
     return run.timeline(batch)
 
@@ -82,7 +81,7 @@ def _account(world: World, config: TrainConfig, seconds: Seconds) -> Account:
 
 
 def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run, torch.optim.Optimizer, Microbatch]:
-    """A run that has taken some steps, and the batch of the next."""
+    """Returns a run after ``WARM_UP`` steps, its optimizer, and the batch of the next step."""
     with without_values():
         plain, loss, model_config = config.build()
     run = parallelize(
@@ -92,9 +91,8 @@ def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run
     data = open_data(config.data, seq=config.seq, model=model_config)
     order = Order(len(data), config.batch, config.seed)
     optimizer = run.optimizer(torch.optim.AdamW, lr=config.lr)
-    for step in range(WARM_UP):
-        (batch,) = run.shard([global_batch(data, order.batch(step))])
-        run.step(batch)
+    batches = run.shard(global_batch(data, order.batch(step)) for step in range(WARM_UP + 1))
+    for _ in range(WARM_UP):
+        run.step(next(batches))
         optimizer.step()
-    (batch,) = run.shard([global_batch(data, order.batch(WARM_UP))])
-    return run, optimizer, batch
+    return run, optimizer, next(batches)

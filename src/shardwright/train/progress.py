@@ -1,4 +1,4 @@
-"""The progress bar of a run, and the metrics that it writes."""
+"""The progress bar of a training run, and its ``metrics.jsonl``: one JSON object a step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LINE_EVERY_S = 5.0
 
 
 class Log:
-    """One rank's log: a progress bar, or a line now and then, and ``metrics.jsonl``; TensorBoard if asked.
+    """The log of a run: a progress bar (in files a line every few seconds), ``metrics.jsonl``, TensorBoard events.
 
-    Only the first rank writes; on the others every call does nothing.
+    Only rank 0 passes ``writes``; on the other ranks every method does nothing.
     """
 
     def __init__(self, out: Path, steps: int, first_step: int, *, writes: bool, tensorboard: bool) -> None:
@@ -52,7 +52,7 @@ class Log:
             self._bar.start()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Notes one step."""
+        """Writes the metrics of one step and updates the progress bar."""
         if not self.writes:
             return
         self.rows.append(row)
@@ -96,7 +96,7 @@ class Log:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The rows of ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    """Returns the rows of ``metrics.jsonl``, without a last line that a killed run left unfinished."""
     rows: list[dict[str, Any]] = []
     path = out / METRICS_FILE
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -108,7 +108,7 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def cut_metrics(out: Path, last_step: int) -> None:
-    """Drops the rows after ``last_step``: a resumed run writes them again."""
+    """Removes the rows of ``metrics.jsonl`` after ``last_step``, because a resumed run writes them again."""
     kept = [row for row in read_metrics(out) if row["step"] <= last_step]
     partial = out / f".{METRICS_FILE}"
     partial.write_text("".join(json_text(row) + "\n" for row in kept))
@@ -116,7 +116,8 @@ def cut_metrics(out: Path, last_step: int) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON file in one step: it is never half there."""
+    """Writes a JSON file atomically, so that a killed run leaves no half file."""
+
     partial = path.with_name(f".{path.name}")
     partial.write_text(json_text(value, indent=1) + "\n")
     partial.replace(path)

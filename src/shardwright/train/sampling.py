@@ -1,11 +1,10 @@
-"""What a trained model says: text after a prompt, or classes of pictures, under any layout."""
+"""Sampling from a trained model under any layout: text after a prompt, or the classes of pictures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from shardwright.checkpoint.loading import load
 from shardwright.comm.launch import Ranks, launch
@@ -24,7 +23,10 @@ def sample(
     config: TrainConfig, run: Path, layout: Layout, *, prompt: str, num: int, temperature: float, seed: int,
     ranks: Ranks,
 ) -> str:  # fmt: skip
-    """Text, or a table of classes, from the newest checkpoint of ``run``, under any layout; ``config`` trained it."""
+    """Returns generated text, or predicted classes of pictures, from the newest checkpoint of ``run``.
+
+    ``config`` is what trained it.
+    """
     check_finite("temperature", temperature)
     check_at_least("num", num, 0, fix="set num=200")
     if not prompt:
@@ -36,6 +38,7 @@ def _rank(
     world: World, config: TrainConfig, run_folder: Path, layout: Layout, prompt: str, num: int, temperature: float,
     seed: int,
 ) -> str:  # fmt: skip
+    """Runs on each rank: loads the checkpoint, then predicts token by token, or the classes of pictures."""
     with without_values():
         plain, loss, model_config = config.build()
     run = parallelize(
@@ -44,11 +47,15 @@ def _rank(
     )  # fmt: skip
     load(run_folder / CHECKPOINTS, run)
     if isinstance(model_config, GPTConfig):
-        generator = torch.Generator().manual_seed(seed)  # equal on every rank, and so is what they draw
+        generator = torch.Generator().manual_seed(seed)  # the same on every rank, so that all draw the same token
         tokens = torch.tensor([list(prompt.encode())])
         for _ in range(num):
             logits = run.predict(tokens[:, -min(config.seq, model_config.max_tokens) :])[:, -1].cpu()
-            tokens = torch.cat([tokens, _next(logits, temperature, generator)], dim=1)
+            if temperature <= 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                token = torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
+            tokens = torch.cat([tokens, token], dim=1)
         return bytes(tokens[0].clamp(max=255).tolist()).decode(errors="replace")
     data = open_data(config.data, seq=config.seq, model=model_config, split="eval")
     inputs, targets = global_batch(data, range(min(num, len(data))))
@@ -63,9 +70,3 @@ def _rank(
     ]
     right = int((classes == targets.cpu()).sum())
     return "\n".join([*lines, f"{right} of {len(lines)} right"])
-
-
-def _next(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    if temperature <= 0:
-        return logits.argmax(-1, keepdim=True)
-    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)

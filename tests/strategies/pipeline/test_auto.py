@@ -11,10 +11,10 @@ from shardwright.strategies.pipeline.schedule_checks import check_schedule
 from shardwright.strategies.pipeline.schedules import SCHEDULES, build
 from shardwright.strategies.pipeline.schedules.auto import search
 from shardwright.strategies.pipeline.schedules.greedy import Preferences, greedy
-from shardwright.strategies.pipeline.simulate import Memory, Times, simulate
+from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
 from strategies.pipeline.by_hand import NAMES, left_over
 
-UNEVEN = Times((1, 2, 1, 3), (2, 2, 1, 4), (1, 1, 1, 2), transfer_s=1)
+UNEVEN = ChunkTimes((1, 2, 1, 3), (2, 2, 1, 4), (1, 1, 1, 2), transfer_s=1)
 
 
 @st.composite
@@ -26,8 +26,8 @@ def problems(draw):
     for per_stage in cuts:
         n = num_stages * per_stage
         numbers = st.lists(st.integers(1, 9), min_size=n, max_size=n).map(tuple)
-        times.append(Times(draw(numbers), draw(numbers), draw(numbers), draw(st.integers(0, 3))))
-        memory.append(Memory(draw(numbers), draw(numbers), draw(numbers)))
+        times.append(ChunkTimes(draw(numbers), draw(numbers), draw(numbers), draw(st.integers(0, 3))))
+        memory.append(ChunkMemory(draw(numbers), draw(numbers), draw(numbers)))
     return num_stages, num_microbatches, times, memory
 
 
@@ -96,7 +96,7 @@ def test_the_same_question_has_the_same_answer(problem):
 
 
 def test_uneven_times_and_transfers_are_met_with_a_list_that_beats_every_named_one():
-    chunks = Times((1, 2, 1, 3, 2, 1, 2, 1), (2, 2, 1, 4, 2, 1, 3, 1), (1, 1, 1, 2, 2, 1, 1, 1), transfer_s=1)
+    chunks = ChunkTimes((1, 2, 1, 3, 2, 1, 2, 1), (2, 2, 1, 4, 2, 1, 3, 1), (1, 1, 1, 2, 2, 1, 1, 1), transfer_s=1)
     best = min(simulate(build(n, 4, 8), chunks).makespan_s for n in ("interleaved", "zb-v", "dualpipe-v"))
     schedule, timeline = search(4, 8, chunks)
     assert schedule.name == "auto"
@@ -104,7 +104,7 @@ def test_uneven_times_and_transfers_are_met_with_a_list_that_beats_every_named_o
 
 
 def test_a_limit_between_zb_h1_and_zb_h2_is_used():
-    times, memory = Times.equal(4, transfer_s=0.25), Memory.equal(4, 2, 1)
+    times, memory = ChunkTimes.equal(4, transfer_s=0.25), ChunkMemory.equal(4, 2, 1)
     h1, h2 = (simulate(build(name, 4, 16), times, memory) for name in ("zb-h1", "zb-h2"))
     schedule, timeline = search(4, 16, times, memory, limit_bytes=(peak(h1) + peak(h2)) // 2)
     assert schedule.name == "auto"
@@ -113,53 +113,55 @@ def test_a_limit_between_zb_h1_and_zb_h2_is_used():
 
 
 def test_a_named_schedule_that_nothing_beats_keeps_its_name():
-    assert search(2, 4, Times.equal(2))[0] == build("zb-h1", 2, 4)  # zb-h2 takes as long and holds more
+    assert search(2, 4, ChunkTimes.equal(2))[0] == build("zb-h1", 2, 4)  # zb-h2 takes as long and holds more
 
 
-def written(taste, times, num_microbatches):
+def written(preferences, times, num_microbatches):
     """The lists of two stages by the greedy scheduler, and how long they take."""
-    schedule = greedy((0, 1), num_microbatches, times, taste, Memory.equal(2))
+    schedule = greedy((0, 1), num_microbatches, times, preferences, ChunkMemory.equal(2))
     return [" ".join(map(str, actions)) for actions in schedule.actions], simulate(schedule, times).makespan_s
 
 
 def test_weights_are_done_while_something_is_on_its_way():
-    lists, step = written(Preferences((2, 1)), Times.equal(2, transfer_s=1), 4)
+    lists, step = written(Preferences((2, 1)), ChunkTimes.equal(2, transfer_s=1), 4)
     assert lists[0] == "0F0 0F1 0I0 0F2 0I1 0F3 0W0 0W1 0I2 0W2 0I3 0W3"
     assert lists[1] == "1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1F3 1I3 1W2 1W3"
     assert step == 15  # 17 for the list of no transfer
 
 
 def test_the_patient_do_not_begin_a_weight_that_something_would_have_to_wait_for():
-    times = Times((3, 1), (1, 1), (2, 2), transfer_s=1)
+    times = ChunkTimes((3, 1), (1, 1), (2, 2), transfer_s=1)
     (_, last), step = written(Preferences((2, 1)), times, 2)
     assert (last, step) == ("1F0 1I0 1W0 1F1 1I1 1W1", 14)  # 1F1 could begin a second before 1W0 ends
     (_, last), step = written(Preferences((2, 1), patient=True), times, 2)
     assert (last, step) == ("1F0 1I0 1F1 1I1 1W0 1W1", 13)
 
 
-def test_a_taste_says_what_goes_first_and_how_many_are_held():
-    times = Times.equal(2, transfer_s=1)
+def test_preferences_decide_which_action_is_first_and_how_many_microbatches_are_held():
+    times = ChunkTimes.equal(2, transfer_s=1)
     (first, _), _ = written(Preferences((3, 1)), times, 4)
     assert first.startswith("0F0 0F1 0F2 0I0")
-    (backward, _), _ = written(Preferences((9, 9)), Times.equal(2), 4)
-    (forward, _), _ = written(Preferences((9, 9), forward_first=True), Times.equal(2), 4)
+    (backward, _), _ = written(Preferences((9, 9)), ChunkTimes.equal(2), 4)
+    (forward, _), _ = written(Preferences((9, 9), forward_first=True), ChunkTimes.equal(2), 4)
     assert (backward[:15], forward[:15]) == ("0F0 0F1 0F2 0I0", "0F0 0F1 0F2 0F3")
     for deep_first, second in ((True, "1F0"), (False, "0F1")):
-        schedule = greedy((0, 0), 2, Times.equal(2), Preferences((4,), deep_first=deep_first), Memory.equal(2))
+        schedule = greedy(
+            (0, 0), 2, ChunkTimes.equal(2), Preferences((4,), deep_first=deep_first), ChunkMemory.equal(2)
+        )
         assert str(schedule.actions[0][1]) == second
 
 
 def test_of_two_that_take_equally_long_it_takes_the_one_that_holds_less():
     # one stage: every order takes as long, and one microbatch at a time holds least
-    _, timeline = search(1, 5, Times.equal(1), Memory.equal(1, 3))
+    _, timeline = search(1, 5, ChunkTimes.equal(1), ChunkMemory.equal(1, 3))
     assert peak(timeline) == 3
 
 
 def test_it_chooses_how_many_chunks_a_stage_holds():
-    cheap, dear = Times.equal(8, 1, 1, 1), Times.equal(8, 1, 1, 1, transfer_s=4)
-    whole = Times.equal(4, 2, 2, 2)
+    cheap, dear = ChunkTimes.equal(8, 1, 1, 1), ChunkTimes.equal(8, 1, 1, 1, transfer_s=4)
+    whole = ChunkTimes.equal(4, 2, 2, 2)
     assert search(4, 8, [whole, cheap])[0].num_chunks == 8
-    assert search(4, 8, [Times.equal(4, 2, 2, 2, transfer_s=4), dear])[0].num_chunks == 4
+    assert search(4, 8, [ChunkTimes.equal(4, 2, 2, 2, transfer_s=4), dear])[0].num_chunks == 4
 
 
 def test_unbalanced_stages_end_close_to_the_work_of_the_slowest():
@@ -172,14 +174,14 @@ def test_unbalanced_stages_end_close_to_the_work_of_the_slowest():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((2, 4, Times.equal(3)), "times for 3 chunks allowed: each at most once: 2, 4"),
-        ((2, 4, Times.equal(6)), "times for 6 chunks"),
+        ((2, 4, ChunkTimes.equal(3)), "times for 3 chunks allowed: each at most once: 2, 4"),
+        ((2, 4, ChunkTimes.equal(6)), "times for 6 chunks"),
         ((2, 4, []), "times for nothing"),
-        ((2, 4, [Times.equal(2), Times.equal(2)]), "times for 2, 2 chunks"),
-        ((2, 4, Times.equal(2), None, 100), "bytes for no chunks"),
-        ((2, 4, Times.equal(2), Memory.equal(4), 100), "bytes for 4 chunks"),
-        ((0, 4, Times.equal(2)), "'num_stages' is too small"),
-        ((2, 0, Times.equal(2)), "'num_microbatches' is too small"),
+        ((2, 4, [ChunkTimes.equal(2), ChunkTimes.equal(2)]), "times for 2, 2 chunks"),
+        ((2, 4, ChunkTimes.equal(2), None, 100), "bytes for no chunks"),
+        ((2, 4, ChunkTimes.equal(2), ChunkMemory.equal(4), 100), "bytes for 4 chunks"),
+        ((0, 4, ChunkTimes.equal(2)), "'num_stages' is too small"),
+        ((2, 0, ChunkTimes.equal(2)), "'num_microbatches' is too small"),
     ],
 )
 def test_a_question_that_makes_no_sense_is_refused(arguments, words):

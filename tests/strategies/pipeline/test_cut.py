@@ -59,7 +59,7 @@ class AsksValues(nn.Linear):
 
 
 def test_the_line_that_cannot_be_followed_is_named():
-    with pytest.raises(LayoutError, match=r"test_cutting\.py:\d+: if x\.sum\(\) > 0:"):
+    with pytest.raises(LayoutError, match=r"test_cut\.py:\d+: if x\.sum\(\) > 0:"):
         cut(AsksValues(4, 4), 2)
 
 

@@ -37,7 +37,7 @@ class Blocks(nn.Module):
 
 
 def skipping(m, x):
-    """What the first layer gives is used by every later one."""
+    """Every later layer uses the first one's output."""
     first = m.layers[0](x)
     y = first
     for layer in m.layers[1:]:
@@ -68,14 +68,14 @@ def in_place(m, x):
 
 
 def overwrites_what_came(m, x):
-    """The second half begins by writing into what the first gave it."""
+    """The second half begins by writing into the output of the first."""
     y = m.layers[1](m.layers[0](x))
     y.mul_(2)
     return m.layers[3](m.layers[2](y))
 
 
 def written_and_kept(m, x):
-    """A stage writes into what came, and a later one reads it under its first name."""
+    """A stage writes into a received tensor, and a later stage reads it under its first name."""
     y = m.layers[0](x)
     z = m.layers[1](x).tanh()
     y.add_(z)
@@ -116,7 +116,7 @@ def of_trees(m, x):
 
 
 def of_inputs(m, x):
-    """Every stage computes for itself what depends on the inputs alone."""
+    """Every stage computes for itself the values that depend on the inputs alone."""
     scale = x.abs().mean(-1, keepdim=True)
     for layer in m.layers:
         x = layer(x) * scale
@@ -130,7 +130,7 @@ def detached(m, x):
 
 
 def without_gradients(m, x):
-    """A part of the code wants none, and the layers there learn from the rest alone."""
+    """A part of the code runs under no_grad, and the layers there get gradients from the other parts alone."""
     y = m.layers[1](m.layers[0](x))
     with torch.no_grad():
         scale = m.layers[2](m.layers[1](y)).sigmoid()
@@ -236,7 +236,7 @@ MODELS = {
 
 
 class Pairs(nn.Module):
-    """Gives a tuple, where ``pairs`` says so."""
+    """Returns a tuple, if ``pairs`` is set."""
 
     def __init__(self, pairs):
         super().__init__()
@@ -320,7 +320,7 @@ def test_statistics_of_a_batch_are_counted_once(line):
 
 
 class DroppedInputs(nn.Module):
-    """What every stage uses of the inputs is dropped, and normalised, once."""
+    """The inputs that every stage uses are dropped out, and normalised, once."""
 
     def __init__(self):
         super().__init__()
@@ -340,7 +340,7 @@ def test_state_on_the_inputs_belongs_to_one_stage(line):
 
 
 class Averages(nn.Module):
-    """A layer that keeps a mean of what it gives."""
+    """A layer that keeps a running mean of its outputs."""
 
     def __init__(self, norm=False):
         super().__init__()
@@ -365,7 +365,7 @@ class Subtracts(nn.Module):
 
 
 class ReadsAMean(nn.Module):
-    """What one layer writes, the code after another reads, or another layer."""
+    """A buffer that one layer writes is read by the code after another layer, or by another layer."""
 
     def __init__(self, *, inside, norm=False):
         super().__init__()
@@ -383,7 +383,7 @@ class ReadsAMean(nn.Module):
 def test_a_buffer_that_one_stage_writes_and_another_reads_is_refused(inside, norm):
     model = ReadsAMean(inside=inside, norm=norm)
     equal(model, "pp2/cut:first,third")  # all in one stage
-    with pytest.raises(RankFailedError, match=r"stage 0 writes into 'first\.mean', and other stages go on"):
+    with pytest.raises(RankFailedError, match=r"stage 0 writes into 'first\.mean', and other stages keep"):
         verify(model, "pp2/cut:first,second", pairs())
 
 
@@ -458,7 +458,7 @@ def test_none_may_be_among_the_inputs():
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "given"),
     [
         (lambda x: {"x": x, "mask": x, "more": x}, "also more"),
         (lambda x: {"x": x, "mask": x, "maks": None}, "also maks"),
@@ -466,13 +466,13 @@ def test_none_may_be_among_the_inputs():
         (lambda x: x, "nothing for mask"),
     ],
 )
-def test_inputs_that_the_forward_does_not_name_are_refused_on_every_stage(inputs, said):
+def test_inputs_that_the_forward_does_not_name_are_refused_on_every_stage(inputs, given):
     model = Asks()
 
     def work(world):
         run = parallelize(model, "pp2 mb2", world)
         batch = next(run.shard([(inputs(torch.ones(4, W)), torch.zeros(4, dtype=torch.int64))]))
-        with pytest.raises(PlanError, match=rf"not those that Asks names\n  given:   {said}\n"):
+        with pytest.raises(PlanError, match=rf"not those that Asks names\n  given:   {given}\n"):
             run.step(batch)
 
     launch(work, 2, ranks="threads")
@@ -790,7 +790,7 @@ def test_a_slice_of_a_buffer_as_long_as_the_input_is_followed():
 
 
 class Masked(nn.Module):
-    """Its encoder looks at the mask; nobody has said that it is causal."""
+    """Its encoder checks whether the mask is causal, which no argument tells it."""
 
     def __init__(self):
         super().__init__()
@@ -943,7 +943,7 @@ BAD = {
     "code in another precision": (lambda: Blocks(in_another_precision), "pp2 mb2", "cannot be followed"),
     "a shared block that drops twice": (
         lambda: Blocks(lambda m, x: m.twice(m.layers[1](m.twice(m.layers[0](x)))), twice=DropsTwice()),
-        "pp2/cut:layers.0,layers.1 mb2", "nobody knows how often"),
+        "pp2/cut:layers.0,layers.1 mb2", "is not called exactly once"),
     "no such name": (lambda: Blocks(skipping), "pp2/cut:layers.0,layers.9 mb2", "no module 'layers.9'"),
     "too few names": (lambda: Blocks(skipping), "pp3/cut:layers.0,layers.2 mb2", "3 stages begin at 2 names"),
     "names out of order": (lambda: Blocks(skipping), "pp2/cut:layers.2,layers.0 mb2", "cut:layers.0,layers.2"),
@@ -961,15 +961,15 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_cut_is_said_before_anything_runs(name):
+def test_a_model_that_cannot_be_cut_is_refused_before_anything_runs(name):
     make, line, text = BAD[name]
     with pytest.raises(LayoutError, match=text) as refused:
         verify(make(), line, pairs())
     assert all(word in str(refused.value) for word in ("given:", "allowed:", "fix:"))
 
 
-def test_a_value_that_cannot_be_sent_is_said_with_its_chunk():
-    with pytest.raises(RankFailedError, match="what chunk 0 hands on is no tree of tensors"):
+def test_a_value_that_cannot_be_sent_is_refused_with_its_chunk():
+    with pytest.raises(RankFailedError, match="the output of chunk 0 is no tree of tensors"):
         verify(Texts(), "pp2/cut:a,read mb2", pairs())
 
 

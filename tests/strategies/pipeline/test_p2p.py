@@ -1,4 +1,4 @@
-"""What stages remember of what crosses between them."""
+"""The specs and receive buffers that stages keep for the values they exchange."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from shardwright import MeanSquaredError, launch, parallelize
-from shardwright.strategies.pipeline.p2p import KEPT_KEYS
-from shardwright.strategies.pipeline.receive_buffers import LEAST_BYTES
+from shardwright.strategies.pipeline.p2p import KEPT_KEYS, LEAST_BYTES
 from shardwright.strategies.pipeline.stage import POSTED_AHEAD
 
 
-def test_forms_of_shapes_that_change_from_step_to_step_are_forgotten_and_told_again():
+def test_specs_of_shapes_that_change_from_step_to_step_are_dropped_and_announced_again():
     def batch(size):
         return torch.ones(size, 4), torch.zeros(size, dtype=torch.int64)
 
@@ -20,19 +19,19 @@ def test_forms_of_shapes_that_change_from_step_to_step_are_forgotten_and_told_ag
 
     def work(world):
         run = parallelize(model, "pp2 mb2", world)
-        mail = run._executor.work.mail
+        p2p = run._executor.work.p2p
         losses = {}
         for size in [*range(2, 202), 2, 3]:
             loss = run.step(next(run.shard([batch(size)]))).item()
             assert losses.setdefault(size, loss) == loss
-            assert len(mail._known) <= KEPT_KEYS
-        return len(mail._known)
+            assert len(p2p._by_key) <= KEPT_KEYS
+        return len(p2p._by_key)
 
     assert launch(work, 2, ranks="threads") == [KEPT_KEYS] * 2
 
 
 class Scale(nn.Module):
-    """Multiplies by one number; keeps what it was given, and a copy, where asked to."""
+    """Multiplies by one number; keeps its inputs, and a copy, of the calls in ``keeps``."""
 
     def __init__(self, keeps=()):
         super().__init__()
@@ -47,7 +46,7 @@ class Scale(nn.Module):
         return x * self.factor
 
 
-def test_large_messages_lie_where_earlier_ones_did_unless_somebody_still_looks_there():
+def test_large_messages_reuse_the_buffers_of_earlier_ones_unless_a_tensor_still_refers_to_them():
     size = (LEAST_BYTES // 4 // 1024, 1024)
 
     def work(world):
@@ -57,7 +56,7 @@ def test_large_messages_lie_where_earlier_ones_did_unless_somebody_still_looks_t
             run.step(batch)
         kept = [pair for pair in run.model[1].seen if pair is not None]
         assert all(torch.equal(mine, copy) for mine, copy in kept)
-        return len(kept), sum(map(len, run._executor.work.mail._buffers._kept.values())), run.parameters
+        return len(kept), sum(map(len, run._executor.work.p2p._buffers._kept.values())), run.parameters
 
     (_, gradients, _), (num_kept, values, parameters) = launch(work, 2, ranks="threads")
     assert parameters["1.factor"].grad.item() == pytest.approx(2 * (0 + 1 + 4 + 9) / 4)

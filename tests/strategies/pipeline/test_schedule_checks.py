@@ -1,4 +1,4 @@
-"""A schedule that cannot run is refused with the action that is wrong, or the circle of those that wait."""
+"""A schedule that cannot run is refused with the action that is wrong, or the cycle of those that wait."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_any_order_passes_if_and_only_if_it_runs_to_its_end(schedule, data):
 
 
 @given(schedules(most_stages=6, most_microbatches=6), st.integers(0, 2**32))
-def test_every_link_of_a_deadlock_is_true_and_the_last_closes_the_circle(schedule, seed):
+def test_every_link_of_a_deadlock_is_true_and_the_last_closes_the_cycle(schedule, seed):
     shuffled = random.Random(seed)
     for stage in range(schedule.num_stages):  # each stage takes the microbatches in an order of its own
         number = list(range(schedule.num_microbatches))
@@ -105,7 +105,7 @@ def test_a_deadlock_says_which_action_waits_for_which():
         "schedule 'mine' deadlocks",
         "  given:   stage 0: 0B0 waits for 1I0, which stage 1 runs after 1F1, which waits for 0F1, "
         "which stage 0 runs after 0B0",
-        "  allowed: an order in which what an action waits for has run before it",
+        "  allowed: an order in which every action runs after those that it waits for",
         "  fix:     for one, on stage 1 move 1I0 before 1F1",
     ]
 
@@ -116,7 +116,7 @@ def test_a_deadlock_within_one_stage_is_told_as_well():
     assert "on stage 0 move 0F0 before 1F0" in text
 
 
-def test_a_circle_over_three_stages_leaves_out_who_only_waits_for_it():
+def test_a_cycle_over_three_stages_leaves_out_stages_that_only_wait_for_it():
     text = message(parse("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1"))
     assert "stage 1: 1B0 waits for 2B0, which stage 2 runs after 2F1, which waits for 1F1, which stage 1" in text
 

@@ -14,7 +14,7 @@ from shardwright.errors import LayoutError
 from shardwright.strategies.pipeline.schedule_checks import check_schedule
 from shardwright.strategies.pipeline.schedules import build
 from shardwright.strategies.pipeline.schedules.file import read_schedule, write_schedule
-from shardwright.strategies.pipeline.simulate import Times, simulate
+from shardwright.strategies.pipeline.simulate import ChunkTimes, simulate
 from strategies.pipeline.by_hand import NAMES, schedules
 
 
@@ -65,7 +65,7 @@ def test_json_keeps_the_name_and_may_leave_it_out(tmp_path, text, name):
     (tmp_path / "mine.JSON").write_text(text)
     schedule = read_schedule(str(tmp_path / "mine.JSON"))
     assert schedule.name == name
-    assert simulate(schedule, Times.equal(1)).makespan_s == 3
+    assert simulate(schedule, ChunkTimes.equal(1)).makespan_s == 3
 
 
 def refused(tmp_path, content, name="mine.csv"):
@@ -97,8 +97,8 @@ def refused(tmp_path, content, name="mine.csv"):
         ("a\0b", ["column 1"]),
         ("0F0,0B0\n0F1,0B1", ["chunk 0 is on two stages", "0F0 in row 1, column 1", "0F1 in row 2, column 1"]),
         ("0F0,0B0,1F0\n1F0,1B0", ["chunk 1 is on two stages", "1F0 in row 1, column 3", "1F0 in row 2, column 1"]),
-        ("0F0,0B0\n2F0,2B0", ["chunk 1 is nowhere", "2F0 in row 2, column 1"]),
-        ("0F0,0B0,0F999999999", ["microbatch 1 is nowhere", "0F999999999 in row 1, column 3"]),
+        ("0F0,0B0\n2F0,2B0", ["chunk 1 is missing", "2F0 in row 2, column 1"]),
+        ("0F0,0B0,0F999999999", ["microbatch 1 is missing", "0F999999999 in row 1, column 3"]),
     ],
 )
 def test_a_broken_csv_file_is_refused_with_the_place(tmp_path, content, words):

@@ -12,7 +12,7 @@ from shardwright.errors import LayoutError
 from shardwright.plan.schedule import Action
 from shardwright.strategies.pipeline.schedule_checks import check_schedule
 from shardwright.strategies.pipeline.schedules import SCHEDULES, build, forward_only
-from shardwright.strategies.pipeline.simulate import Memory, Times, simulate
+from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
 from strategies.pipeline.by_hand import NAMES, chunk_counts, left_over, most_held, own_idle, schedules
 
 STAGES, MICROBATCHES = st.integers(1, 8), st.integers(1, 20)
@@ -22,7 +22,7 @@ SPLIT = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)).filte
 
 def bubble(schedule, forward_s=1, input_s=1, weight_s=1):
     """The longest that a stage waits, from its own first action to its own last."""
-    timeline = simulate(schedule, Times.equal(schedule.num_chunks, forward_s, input_s, weight_s))
+    timeline = simulate(schedule, ChunkTimes.equal(schedule.num_chunks, forward_s, input_s, weight_s))
     return max(own_idle(timeline, stage) for stage in range(schedule.num_stages))
 
 
@@ -120,12 +120,12 @@ def test_zb_h2_holds_twice_as_many_less_one(p, m):
 @given(STAGES, MICROBATCHES, st.integers(1, 9), st.integers(0, 9))
 def test_zero_bubble_stages_hold_the_bytes_of_the_paper(p, m, for_input, for_weight):
     # M_I is for_input + for_weight, of which W still needs M_W = for_weight; once as many microbatches are in flight
-    memory = Memory.equal(p, for_input, for_weight)
+    memory = ChunkMemory.equal(p, for_input, for_weight)
     for name, least, count in (
         ("zb-h1", p, lambda s: (p - s, s)),
         ("zb-h2", 2 * p - 1, lambda s: (2 * (p - s) - 1, 2 * s)),
     ):
-        timeline = simulate(build(name, p, m + least - 1), Times.equal(p), memory)
+        timeline = simulate(build(name, p, m + least - 1), ChunkTimes.equal(p), memory)
         for s in range(p):
             whole, half = count(s)
             assert timeline.peak_bytes(s) == whole * (for_input + for_weight) + half * for_weight
@@ -143,7 +143,7 @@ def test_the_v_schedules_hold_2p_and_2p_plus_1_chunks(p, m):
 
 @given(STAGES, MICROBATCHES, st.integers(1, 9), st.integers(1, 9), st.integers(0, 9))
 def test_the_bubble_of_naive_gpipe_and_one_f_one_b(p, m, f, i, w):
-    times = Times.equal(p, f, i, w)
+    times = ChunkTimes.equal(p, f, i, w)
     step, work = {name: simulate(build(name, p, m), times).makespan_s for name in NAMES[:3]}, m * (f + i + w)
     assert step == {"naive": p * work, "gpipe": work + (p - 1) * (f + i + w), "1f1b": work + (p - 1) * (f + i + w)}
 
@@ -151,7 +151,7 @@ def test_the_bubble_of_naive_gpipe_and_one_f_one_b(p, m, f, i, w):
 @given(STAGES, st.integers(1, 3), st.integers(2, 4), st.integers(1, 9), st.integers(1, 9), st.integers(0, 9))
 def test_interleaving_divides_the_bubble_by_the_chunks(p, groups, v, f, i, w):
     # f, i, w of one chunk: a stage's are v times that. For whole groups of p microbatches
-    timeline = simulate(build("interleaved", p, groups * p, v), Times.equal(p * v, f, i, w))
+    timeline = simulate(build("interleaved", p, groups * p, v), ChunkTimes.equal(p * v, f, i, w))
     assert timeline.makespan_s - groups * p * v * (f + i + w) == (p - 1) * (v * (f + i + w)) / v
 
 
@@ -160,7 +160,7 @@ def test_the_bubble_of_zb_h1_from_p_microbatches_on(p, m, times):
     f, i, w = times
     schedule = build("zb-h1", p, m + p - 1)
     assert bubble(schedule, *times) == (p - 1) * (f + i - w)
-    step = simulate(schedule, Times.equal(p, *times)).makespan_s
+    step = simulate(schedule, ChunkTimes.equal(p, *times)).makespan_s
     assert step - (m + p - 1) * (f + i + w) == (p - 1) * (f + i - w)
 
 
@@ -168,12 +168,14 @@ def test_the_bubble_of_zb_h1_from_p_microbatches_on(p, m, times):
 def test_the_bubble_of_zb_h2_from_2p_minus_1_microbatches_on(p, m, times):
     f, i, w = times
     schedule = build("zb-h2", p, m + 2 * p - 2)
-    timeline = simulate(schedule, Times.equal(p, *times))
+    timeline = simulate(schedule, ChunkTimes.equal(p, *times))
     assert min(own_idle(timeline, s) for s in range(p)) >= 0
     if i + f >= 2 * w:
         assert bubble(schedule, *times) == (p - 1) * (f + i - 2 * w)
     assert bubble(schedule) == 0
-    assert simulate(schedule, Times.equal(p)).makespan_s == (m + 2 * p - 2) * 3 + p - 1  # begun one F after the other
+    assert (
+        simulate(schedule, ChunkTimes.equal(p)).makespan_s == (m + 2 * p - 2) * 3 + p - 1
+    )  # begun one F after the other
 
 
 @given(STAGES, MICROBATCHES)
@@ -181,7 +183,7 @@ def test_zb_v_never_waits_for_equal_times_from_2p_minus_1_microbatches_on(p, m):
     m += 2 * p - 2
     schedule = build("zb-v", p, m)
     assert bubble(schedule) == 0
-    assert simulate(schedule, Times.equal(2 * p)).makespan_s == 6 * m + p - 1
+    assert simulate(schedule, ChunkTimes.equal(2 * p)).makespan_s == 6 * m + p - 1
 
 
 @given(STAGES, MICROBATCHES, SPLIT)

@@ -13,7 +13,7 @@ from shardwright.errors import LayoutError
 from shardwright.plan.schedule import Action, Schedule
 from shardwright.strategies.pipeline.schedule_checks import check_schedule
 from shardwright.strategies.pipeline.schedules import build, forward_only
-from shardwright.strategies.pipeline.simulate import Memory, Times, simulate
+from shardwright.strategies.pipeline.simulate import ChunkMemory, ChunkTimes, simulate
 from strategies.pipeline.by_hand import NAMES, schedules, wanted
 
 
@@ -25,8 +25,8 @@ def cases(draw):
     numbers = st.lists(st.integers(0, 9), min_size=num_chunks, max_size=num_chunks).map(tuple)
     link = st.integers(0, 5)
     links = {(a, b): draw(link) for a in range(num_stages) for b in range(num_stages) if a != b}
-    times = Times(draw(numbers), draw(numbers), draw(numbers), draw(link) if draw(st.booleans()) else links)
-    return schedule, times, Memory(draw(numbers), draw(numbers), draw(numbers))
+    times = ChunkTimes(draw(numbers), draw(numbers), draw(numbers), draw(link) if draw(st.booleans()) else links)
+    return schedule, times, ChunkMemory(draw(numbers), draw(numbers), draw(numbers))
 
 
 def lasts(action, times):
@@ -96,33 +96,33 @@ def test_memory_is_what_the_microbatches_under_way_hold(case):
 
 
 def test_a_transfer_delays_the_stage_after_but_not_the_one_that_sends():
-    timeline = simulate(build("gpipe", 2, 2), Times.equal(2, 2, 1, 1, transfer_s=5))
+    timeline = simulate(build("gpipe", 2, 2), ChunkTimes.equal(2, 2, 1, 1, transfer_s=5))
     # stage 0 goes on with F1 while F0 is on its way, and the two overlap
     assert [span[1:] for span in timeline.spans[0]] == [(0, 2), (2, 4), (18, 20), (20, 22)]
     assert [span[1:] for span in timeline.spans[1]] == [(7, 9), (9, 11), (11, 13), (13, 15)]
 
 
 def test_neighbouring_chunks_on_one_stage_need_no_transfer():
-    slow = simulate(build("zb-v", 1, 3), Times.equal(2, transfer_s=100))
+    slow = simulate(build("zb-v", 1, 3), ChunkTimes.equal(2, transfer_s=100))
     assert slow.makespan_s == 2 * 3 * 3
 
 
 def test_a_split_backward_lets_the_stage_before_go_on_earlier():
-    whole = simulate(build("gpipe", 2, 1), Times.equal(2))
-    half = simulate(build("zb-h1", 2, 1), Times.equal(2))
+    whole = simulate(build("gpipe", 2, 1), ChunkTimes.equal(2))
+    half = simulate(build("zb-h1", 2, 1), ChunkTimes.equal(2))
     assert (whole.makespan_s, half.makespan_s) == (6, 5)
 
 
 def test_links_may_differ_by_direction_and_one_given_serves_both():
-    assert Times.equal(2, transfer_s={(0, 1): 3, (1, 0): 4}).over(1, 0) == 4
-    assert Times.equal(2, transfer_s={(0, 1): 3}).over(1, 0) == 3
+    assert ChunkTimes.equal(2, transfer_s={(0, 1): 3, (1, 0): 4}).over(1, 0) == 4
+    assert ChunkTimes.equal(2, transfer_s={(0, 1): 3}).over(1, 0) == 3
     with pytest.raises(LayoutError, match=r"no transfer time from stage 1 to stage 2"):
-        simulate(build("1f1b", 3, 2), Times.equal(3, transfer_s={(0, 1): 3}))
+        simulate(build("1f1b", 3, 2), ChunkTimes.equal(3, transfer_s={(0, 1): 3}))
 
 
 @given(schedules(most_stages=5, most_microbatches=7))
 def test_evaluation_is_simulated_too(schedule):
-    timeline = simulate(forward_only(schedule), Times.equal(schedule.num_chunks))
+    timeline = simulate(forward_only(schedule), ChunkTimes.equal(schedule.num_chunks))
     assert sum(map(len, timeline.spans)) == schedule.num_chunks * schedule.num_microbatches
 
 
@@ -130,22 +130,22 @@ def test_evaluation_is_simulated_too(schedule):
 def test_times_and_bytes_are_for_the_chunks_of_the_schedule(num_chunks):
     schedule = build("1f1b", 2, 2)
     with pytest.raises(LayoutError, match=rf"times for {num_chunks}, a schedule of 2"):
-        simulate(schedule, Times.equal(num_chunks))
+        simulate(schedule, ChunkTimes.equal(num_chunks))
     with pytest.raises(LayoutError, match=rf"bytes for {num_chunks}, a schedule of 2"):
-        simulate(schedule, Times.equal(2), Memory.equal(num_chunks))
+        simulate(schedule, ChunkTimes.equal(2), ChunkMemory.equal(num_chunks))
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Times((1,), (1, 2), (1,)), "1 forward_s, 2 input_s, 1 weight_s"),
-        (lambda: Times((1,), (-1,), (1,)), "input_s -1"),
-        (lambda: Times((1,), (1,), (float("nan"),)), "weight_s nan"),
-        (lambda: Times((), (), ()), "0 forward_s"),
-        (lambda: Times.equal(1, transfer_s=-2), "transfer_s -2"),
-        (lambda: Times.equal(1, transfer_s={(0, 1): -2}), "transfer_s -2"),
-        (lambda: Memory((1,), (1,), ()), "0 parameter_bytes"),
-        (lambda: Memory((1,), (-1,), (1,)), "weight_bytes -1"),
+        (lambda: ChunkTimes((1,), (1, 2), (1,)), "1 forward_s, 2 input_s, 1 weight_s"),
+        (lambda: ChunkTimes((1,), (-1,), (1,)), "input_s -1"),
+        (lambda: ChunkTimes((1,), (1,), (float("nan"),)), "weight_s nan"),
+        (lambda: ChunkTimes((), (), ()), "0 forward_s"),
+        (lambda: ChunkTimes.equal(1, transfer_s=-2), "transfer_s -2"),
+        (lambda: ChunkTimes.equal(1, transfer_s={(0, 1): -2}), "transfer_s -2"),
+        (lambda: ChunkMemory((1,), (1,), ()), "0 parameter_bytes"),
+        (lambda: ChunkMemory((1,), (-1,), (1,)), "weight_bytes -1"),
     ],
 )
 def test_times_and_bytes_that_cannot_be_are_refused(make, words):
@@ -157,7 +157,7 @@ def test_times_and_bytes_that_cannot_be_are_refused(make, words):
 def test_a_deadlock_is_told_in_place_of_a_time():
     rows = ((Action("B", 0), Action("F", 0)), (Action("F", 0, 1), Action("B", 0, 1)))
     with pytest.raises(LayoutError, match=r"stage 0: 0B0 waits for 0F0, which stage 0 runs after 0B0"):
-        simulate(Schedule("mine", rows, (0, 1), 1), Times.equal(2))
+        simulate(Schedule("mine", rows, (0, 1), 1), ChunkTimes.equal(2))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -172,7 +172,7 @@ def test_64_stages_and_1024_microbatches_are_built_in_a_second_and_simulated_in_
         return False
 
     schedule = build(name, 64, 1024)
-    times, memory = Times.equal(schedule.num_chunks), Memory.equal(schedule.num_chunks)
+    times, memory = ChunkTimes.equal(schedule.num_chunks), ChunkMemory.equal(schedule.num_chunks)
     # twice the limit, for machines that do other work: alone, 0.1 to 0.6, 0.1 to 0.2 and 0.4 to 0.9 seconds
     assert takes_less(2, lambda: build(name, 64, 1024))
     assert takes_less(2, lambda: check_schedule(schedule))

@@ -1,4 +1,4 @@
-"""Layers that look at a batch as a whole, where each microbatch has statistics of its own."""
+"""Layers with statistics over the batch, under layouts in which each microbatch has statistics of its own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_microbatch_counts_once(line):
         return {int(b) for n, b in run.model.named_buffers() if n.endswith("tracked") and b.numel()}
 
     found = set().union(*launch(work, Layout.parse(line).num_ranks, ranks="threads"))
-    assert found - {0} == {6}  # a stage that does not have the layer counts nothing
+    assert found - {0} == {6}  # a stage without the layer counts nothing
 
 
 def test_a_mean_that_instances_keep_is_one_for_each_microbatch():

@@ -41,7 +41,7 @@ def grouped_norms():
 
 
 def borders():
-    """What lies outside is the picture itself."""
+    """The padding repeats the picture itself."""
     return nn.Sequential(
         nn.Conv2d(4, 5, 5, padding=2, padding_mode="reflect"), nn.Tanh(),
         nn.Conv2d(5, 5, 3, padding=(3, 1), padding_mode="replicate"), nn.Tanh(),
@@ -228,7 +228,7 @@ class SeenFirst(nn.Module):
 
 
 class Untraceable(nn.Module):
-    """A block whose code nobody can follow: its map is gathered before it."""
+    """A block whose code cannot be traced: its map is gathered before it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -294,7 +294,7 @@ def test_windows_read_rows_of_neighbours_alone():
     found = launch(work, 4, ranks="threads")
     assert [sorted(each) for each in found] == [
         sorted([("send", row_bytes), ("receive", row_bytes)] * num_neighbours) for num_neighbours in (1, 2, 2, 1)
-    ]  # forward; backward nobody waits for the picture's gradient
+    ]  # forward only: the picture needs no gradient
 
 
 # ---- beside training
@@ -407,7 +407,7 @@ def why(case: Case, line: str, num_rows: int) -> dict[str, str]:
     return {path: f"{role.name}: {role.why}" for path, role in roles.items()}
 
 
-def test_show_names_the_rows_and_the_halo_of_each_rank_where_it_knows_the_pictures():
+def test_show_names_the_rows_and_the_halo_of_each_rank_where_an_example_is_given():
     said = why(STRIDED, "tp3/spatial", 17)
     assert said["0"] == "rows: of 9 rows the ranks compute 3+3+3, and read 2+5+3 of others'"  # kernel 7, stride 2
     assert said["6"] == "rows: of 3 rows the ranks compute 1+1+1, and read 0+1+1 of others'"
@@ -502,7 +502,7 @@ def test_a_call_that_was_not_followed_is_refused(inputs):
     targets = torch.zeros(2, dtype=torch.int64)
     model = WithADefault()
     assert verify(model, "tp2/spatial", [(torch.ones(2, 4, 5, 5), targets)]).equal
-    with pytest.raises((PlanError, RankFailedError), match="called in another way than its code was followed"):
+    with pytest.raises((PlanError, RankFailedError), match="other arguments than its code was traced with"):
         launch(lambda world: parallelize(model, "tp2/spatial", world).predict(inputs), 2, ranks="threads")
 
 

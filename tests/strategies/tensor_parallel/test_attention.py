@@ -77,7 +77,7 @@ def test_an_attention_that_was_changed_stays_whole_and_show_says_so(change, styl
         model = GPT(GPTConfig(style=style, num_layers=3, width=24, num_heads=4, vocabulary=19))
     change(model.blocks[1].attention, model.blocks[2].attention)
     plan, _ = make_plan(Job(model, CrossEntropy()), Layout.parse(line))
-    own = {name: lies.axes for name, lies in plan.compute.items() if "attention" in name}
+    own = {name: layout.axes for name, layout in plan.compute.items() if "attention" in name}
     assert not any(axes for name, axes in own.items() if name.startswith("blocks.1"))
     assert all(axes for name, axes in own.items() if name.startswith("blocks.0") and name.endswith("weight"))
     reasons = {role.why for path, role in plan.roles.items() if path.startswith("blocks.1.attention.")}

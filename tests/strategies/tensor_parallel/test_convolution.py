@@ -215,7 +215,7 @@ def placed(case: Case, line: str):
 
 
 def test_the_first_layer_of_a_chain_is_cut_by_out_channels_and_the_last_by_in_channels():
-    shapes = {name: lies.local_shape({"tp": 0}) for name, lies in placed(RESNET, "tp2").compute.items()}
+    shapes = {name: layout.local_shape({"tp": 0}) for name, layout in placed(RESNET, "tp2").compute.items()}
     assert shapes["2.conv1.weight"] == (4, 5, 3, 3)
     assert shapes["2.conv1.bias"] == (4,)
     assert shapes["2.norm1.weight"] == (4,)
@@ -334,7 +334,7 @@ class MemoryFormat(Twice):
 
 
 @pytest.mark.parametrize("kind", [Twice, SeenFromOutside, FirstOfAFirst, OneGate, WeightRead, MemoryFormat])
-def test_a_chain_that_somebody_else_looks_into_stays_whole(kind):
+def test_a_chain_that_other_code_reads_stays_whole(kind):
     assert find_convolution_chains(nn.Sequential(kind(), nn.ReLU())) == ()
 
 
@@ -353,7 +353,7 @@ def test_a_shared_layer_stays_whole():
     conv = nn.Conv2d(4, 4, 1)
     assert find_convolution_chains(nn.Sequential(conv, nn.ReLU(), conv, nn.Conv2d(4, 4, 1))) == ()
     model = Branching()
-    model.again = model.block.conv1  # whoever holds it may call it
+    model.again = model.block.conv1  # other code may call it
     assert find_convolution_chains(model) == ()
 
 
@@ -379,8 +379,8 @@ def buffers_after_two_steps(line: str, case: Case, folder=None):
             save(folder, run)
         whole = {}
         for name, buffer in run.model.named_buffers():
-            lies = run.plan.buffers.get(name)
-            whole[name] = (buffer.clone(), lies.pieces(run.coord) if lies is not None else None)
+            layout = run.plan.buffers.get(name)
+            whole[name] = (buffer.clone(), layout.pieces(run.coord) if layout is not None else None)
         return whole
 
     return launch(work, Layout.parse(line), ranks="threads")
@@ -422,8 +422,8 @@ def test_cut_statistics_are_saved_whole_and_loaded_under_any_layout(tmp_path, li
         run = parallelize(RESNET.model, line, world)
         load(tmp_path, run)
         for name, buffer in run.model.named_buffers():
-            whole, lies = expected[name], run.plan.buffers.get(name)
-            pieces = lies.pieces(run.coord) if lies is not None else None
+            whole, layout = expected[name], run.plan.buffers.get(name)
+            pieces = layout.pieces(run.coord) if layout is not None else None
             part = whole if pieces is None else torch.cat([whole[piece.whole.slices] for piece in pieces])
             assert torch.allclose(buffer, part, rtol=1e-12, atol=1e-12), name
         return True

@@ -129,7 +129,7 @@ def test_blocks_in_two_places_come_out_right(line):
 def test_what_is_called_on_a_part_and_on_the_whole_is_only_called_on_the_whole():
     with without_values():
         model = ResidualAroundOne()
-    places = follow(model, 2, find_chains(model), frozenset(), None).places
+    places = follow(model, 2, find_chains(model), frozenset(), None).uses
     assert not places["norm"].takes_cut
     assert not places["pair.down"].takes_cut
     assert not any(place.kind == "gate" for place in places.values())

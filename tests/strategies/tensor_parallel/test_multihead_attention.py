@@ -20,7 +20,7 @@ from shardwright.comm.launch import launch
 from shardwright.errors import LayoutError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models.losses import MeanSquaredError
-from shardwright.operators.multihead_attention import SomeHeads, multihead
+from shardwright.operators.multihead_attention import HeadShard, multihead
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
@@ -581,7 +581,7 @@ def test_cut_features_are_joined_before_the_module_that_attends(block, line):
     with without_values():
         model = nn.Sequential(*(each() for _ in range(2) for each in (Layer, block)), Layer())
     plan, _ = make_plan(Job(model.double(), MeanSquaredError()), Layout.parse(line))
-    assert {type(plan.notes[path]).__name__ for path in ("1", "3")} == {"GateNote"}
+    assert {type(plan.notes[path]).__name__ for path in ("1", "3")} == {"GatherNote"}
     assert all(plan.compute[name].axes for name in ("0.weight", "1.attn.in_proj_weight", "3.attn.out_proj.weight"))
     assert plan.roles["4"].name == "copied"  # whole in and whole out
     given = [(inputs["x"], targets) for inputs, targets in batches(SelfAttention)]
@@ -598,7 +598,7 @@ class Borrows(SelfAttention):
 
 
 def test_cut_weights_that_something_else_reads_are_refused():
-    with pytest.raises((PlanError, RankFailedError), match=r"'attn.in_proj_weight' is cut, and something other"):
+    with pytest.raises((PlanError, RankFailedError), match=r"'attn.in_proj_weight' is sharded, and is read"):
         verify(Case(Borrows, MeanSquaredError()).model, "tp2", batches(Borrows), loss=MeanSquaredError())
 
 
@@ -658,7 +658,7 @@ def test_a_sequence_without_samples_attends_as_torchs(batch_first, options):
     given = {name: functional._canonical_mask(mask, name, None, "", x.dtype) for name, mask in masks.items()}
     for mask in (masks, given):
         expected = module(x, memory, memory, **mask, **options)
-        found = multihead(module, SomeHeads((0, 1, 2, 3)), x, memory, memory, **mask, **options)
+        found = multihead(module, HeadShard((0, 1, 2, 3)), x, memory, memory, **mask, **options)
         torch.testing.assert_close(found, expected)
 
 
@@ -669,5 +669,5 @@ def test_a_sequence_without_samples_cannot_gather_them_and_says_so():
 
     verdict = verify(Case(Lonely, MeanSquaredError()).model, "tp2", batches(Lonely), loss=MeanSquaredError())
     assert verdict.equal, str(verdict)
-    with pytest.raises((PlanError, RankFailedError), match="attention without samples cannot gather them"):
+    with pytest.raises((PlanError, RankFailedError), match="attention without a dim of samples"):
         verify(Case(Lonely, MeanSquaredError()).model, "tp2/sp", batches(Lonely), loss=MeanSquaredError())

@@ -1,4 +1,4 @@
-"""Layers smaller than the grid stay whole, with a reason; a model of nothing else is told which grids fit."""
+"""Layers smaller than the grid stay whole, with a reason; where nothing else is left the error names grids that fit."""
 
 from __future__ import annotations
 

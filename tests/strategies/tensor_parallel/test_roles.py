@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from shardwright.layout import Layout
+from shardwright.models import GPT, CrossEntropy, GPTConfig, MeanSquaredError
+from shardwright.parallelize.planning import make_plan
+from shardwright.plan.plan import Job
 from shardwright.strategies.tensor_parallel.roles import Boundary, GridAxis, Layer, cheapest
 
 # ---- every path, by what the ranks hold: rows are numbers in an array of shape (*grid, rows on a rank)
@@ -29,7 +34,7 @@ class Path(NamedTuple):
 
 
 def can(before, role, after):
-    """Whether a product that an axis cuts in this way takes and gives what lies like this."""
+    """Whether a product that an axis cuts in this way takes and gives values in these states."""
     return {"t": before == after == "T", "h": after == "F", "k": before == "F"}[role]
 
 
@@ -60,7 +65,7 @@ def size_of(axes, which):
 
 
 def summed_copies(axes, which):
-    """What all ranks together send to sum what lies copied over some axes, for each element: a sum over each."""
+    """What all ranks together send, for each element, to sum a value that is copied over some axes."""
     copies = size_of(axes, which)
     return sum(2 * (axis.size - 1) * copies // axis.size for axis, here in zip(axes, which, strict=True) if here)
 
@@ -96,7 +101,7 @@ def allowed(boundary, states, axes):
 def next_steps(layer, before, boundary, axes):
     """(roles, states after) that every rank can take part in.
 
-    Values lie copied where a path begins or ends, never inside: every rank would keep the whole of them.
+    Values are copied where a path begins or ends, never inside: every rank would keep the full value.
     """
     for after in [boundary.states] if boundary.states else product("TF", repeat=len(axes)):
         if not allowed(boundary, after, axes):
@@ -212,7 +217,7 @@ def test_the_roles_found_send_what_the_best_of_all_paths_sends(problem, num_toke
         assert found.elements == pytest.approx(min(p.elements for p in paths if p.steps == steps), rel=1e-9)
 
 
-# ---- the classic algorithms, by the formulas of DESIGN section 8
+# ---- the classic algorithms, by the formulas of docs/design.md, section 5
 
 
 def pair(num_tokens, width, hidden):
@@ -276,3 +281,38 @@ def test_an_mlp_of_1024_and_4096_features_sends_the_megabytes_known_by_hand(name
     elements = found_for_an_mlp(axes, 1024, 1024, 4096)
     assert round(elements * 4 / 1e6, 1) == expected
     assert elements <= classic
+
+
+# ---- pinned roles that do not fit
+
+
+def whys(model, line, loss=None):
+    plan, _ = make_plan(Job(model, loss or MeanSquaredError()), Layout.parse(line))
+    return {path: role.why for path, role in plan.roles.items() if ":" in role.name}
+
+
+NO_FIT = "the pinned roles do not fit here, the cheapest are used"
+WHOLE_ENDS = f"{NO_FIT}: the block's input features are not cut over col and its output features are not cut over col"
+PLAIN = {
+    "two layers": nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)),
+    "four layers": nn.Sequential(*(nn.Linear(*sizes) for sizes in ((8, 16), (16, 8), (8, 16), (16, 8)))),
+    "a norm and two layers": nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)),
+    "an encoder": nn.TransformerEncoderLayer(8, 4, 16, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_stack_says_why_the_pinned_classic_roles_do_not_fit(name):
+    found = whys(PLAIN[name], "tp2x2x2/3d:classic")
+    assert found
+    assert all(NO_FIT in why for why in found.values())
+    if name != "four layers":  # there the features between the two pairs are cut
+        assert all(why.endswith(WHOLE_ENDS) for why in found.values())
+    assert not any(NO_FIT in why for why in whys(PLAIN[name], "tp2x2x2/3d").values())
+
+
+@pytest.mark.parametrize("line", ["tp2x2/2d:summa", "tp2x2x2/2.5d:summa", "tp2x2x2/3d:classic"])
+def test_in_a_gpt_the_pinned_roles_fit_every_layer(line):
+    found = whys(GPT(GPTConfig(num_layers=1)), line, CrossEntropy())
+    assert found
+    assert not any(NO_FIT in why for why in found.values())

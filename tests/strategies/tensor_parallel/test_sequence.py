@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch import nn
@@ -29,12 +27,11 @@ from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import OUTPUT, Job
 from shardwright.report.description import describe
 from shardwright.report.show import show_text
+from shardwright.strategies.tensor_parallel.mode import HeadsNote
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
 from shardwright.train.progress import read_metrics
 from shardwright.verify import verify
-
-mode = importlib.import_module("shardwright.strategies.tensor_parallel.mode")  # the package has a function of this name
 
 TOKENS = 11  # a prime: no cut of it is even
 
@@ -113,7 +110,7 @@ def test_a_head_that_several_ranks_share_sees_the_tokens_of_all():
 
 def gathered_over(line, case, num_tokens):
     plan, _ = make_plan(Job(case.model, case.loss, num_tokens), Layout.parse(line))
-    notes = [note.tokens for note in plan.notes.values() if isinstance(note, mode.HeadsNote)]
+    notes = [note.tokens for note in plan.notes.values() if isinstance(note, HeadsNote)]
     return {tuple(each.axis for each in note.gathers) for note in notes}
 
 
@@ -218,7 +215,7 @@ def test_sequences_are_cut_where_samples_are_known_to_be_too_few():
         plan, _ = make_plan(few(CAUSAL.model, None), Layout.parse(line))
         rows = {axis: dim for axis, dim in plan.inputs.items() if axis != "dp"}
         parts = torch.tensor([plan.mesh[axis] for axis in rows]).prod().item()
-        assert set(rows.values()) == {0}, "nobody knows how many samples there will be"
+        assert set(rows.values()) == {0}, "the number of samples is unknown"
         for num_samples in range(1, 6):
             found = inputs_of(line, few(CAUSAL.model, num_samples, 5 * TOKENS))
             assert found == plan.inputs | dict.fromkeys(rows, int(num_samples < parts))
@@ -232,7 +229,7 @@ def test_sequences_that_are_too_short_to_be_cut_are_not_cut_unasked():
 def test_what_cannot_be_laid_out_by_tokens_is_laid_out_by_samples_unasked():
     model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8), Looking(8, 2))
     job = Job(model, MeanSquaredError(), 64, num_samples=1)
-    assert inputs_of("tp2x2/2d", job) == {"row": 0}  # somebody's own attention may mix tokens
+    assert inputs_of("tp2x2/2d", job) == {"row": 0}  # a custom attention may mix tokens
     with pytest.raises(LayoutError, match="'3'"):
         make_plan(job, Layout.parse("tp2x2/2d/seq"))
 
@@ -329,14 +326,14 @@ def mixing():
     pairs = nn.Linear(8, 8), nn.Linear(8, 8)
     rows = nn.Parameter(torch.rand(TOKENS, 8))
     return {
-        "an attention of somebody's own": (nn.Sequential(*pairs, Looking(8, 2)), "2", "Looking"),
+        "a custom attention": (nn.Sequential(*pairs, Looking(8, 2)), "2", "Looking"),
         "torch's attention": (nn.TransformerEncoder(encoder_layer(), 1), "the model", "TransformerEncoder"),
         "attention by function": (Written(attended), "the model", "scaled_dot_product_attention"),
         "a convolution": (nn.Sequential(*pairs, nn.Conv1d(TOKENS, TOKENS, 3, padding=1)), "2", "Conv1d"),
         "a batch norm": (nn.Sequential(*pairs, nn.BatchNorm1d(TOKENS)), "2", "BatchNorm1d"),
         "a group norm": (nn.Sequential(*pairs, nn.GroupNorm(1, TOKENS)), "2", "GroupNorm"),
         "a norm over tokens": (nn.Sequential(*pairs, nn.LayerNorm([TOKENS, 8])), "2", "LayerNorm"),
-        "an elementwise layer of somebody's own": (nn.Sequential(*pairs, Cumulative()), "2", "cumsum"),
+        "a custom elementwise layer": (nn.Sequential(*pairs, Cumulative()), "2", "cumsum"),
         "a mean over tokens": (Written(lambda m, x: m.down(m.up(x)) + x.mean(1, keepdim=True)), "the model", "mean"),
         "positions of one's own": (Written(lambda m, x: plain(x + m.rows, m), rows=rows), "the model", "[11, 8]"),
         "a length": (Written(lambda m, x: plain(x, m) / x.shape[1]), "the model", "shape"),

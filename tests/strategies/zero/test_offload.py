@@ -84,7 +84,7 @@ def test_state_on_disk_is_to_the_last_bit_what_it_is_in_memory(line, kind, optio
     for (mine, *seen), (theirs, *there) in zip(found, expected, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
-        assert seen == there  # hooks once a step, groups whole, rates as scheduled
+        assert seen == there  # hooks once a step, all of each group, rates as scheduled
         assert seen[0] == ["before", "after"] * 3
 
 
@@ -155,10 +155,10 @@ def reserved_in(folder):
     return sum(each.stat().st_blocks * 512 for name, each in names.items() if name.startswith(str(folder)))
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory is told apart on Linux alone")
-def test_no_more_than_one_unit_is_in_memory_while_units_are_updated_and_none_after(tmp_path):
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="/proc/self/smaps is on Linux alone")
+def test_no_more_than_one_param_group_is_in_memory_during_updates_and_none_after(tmp_path):
     widths = (512,) * 5
-    unit = 512 * 513 * 4 * 3
+    group_bytes = 512 * 513 * 4 * 3
     seen = []
 
     def work(world):
@@ -172,7 +172,7 @@ def test_no_more_than_one_unit_is_in_memory_while_units_are_updated_and_none_aft
 
         kind = type("Watched", (torch.optim.AdamW,), {"step": watched})
         optimizer = run.optimizer(kind, lr=1e-3)
-        assert reserved_in(tmp_path) >= 4 * unit  # though nothing is written yet
+        assert reserved_in(tmp_path) >= 4 * group_bytes  # though nothing is written yet
         for batch in run.shard([numbers(512)] * 2):
             seen.clear()
             run.step(batch)
@@ -181,7 +181,7 @@ def test_no_more_than_one_unit_is_in_memory_while_units_are_updated_and_none_aft
 
     sw.launch(work, 1, ranks="threads")
     assert len(seen) == 4
-    assert all(0 < each <= unit * 1.1 for each in seen), (seen, unit)
+    assert all(0 < each <= group_bytes * 1.1 for each in seen), (seen, group_bytes)
 
 
 # ---- beside the backward
@@ -229,7 +229,7 @@ def updated(world, line, together):
         ("dp2/zero3/bucket:0", False),
     ],
 )
-def test_units_are_updated_beside_the_backward_to_the_same_last_bit(line, beside):
+def test_param_groups_are_updated_beside_the_backward_to_the_same_last_bit(line, beside):
     size = sw.Layout.parse(line).num_ranks
     expected = sw.launch(updated, size, line, False, ranks="threads")
     found = sw.launch(updated, size, line, True, ranks="threads")
@@ -346,19 +346,19 @@ def test_the_ledger_counts_what_is_on_disk_apart_and_what_computes_as_the_plan_s
     plan, _ = make_plan(job, sw.Layout.parse(line))
     for rank, measured in enumerate(sw.launch(work, 2, ranks="threads")):
         predicted = predict_memory(job, line, rank, numbers(64), ranks="threads")
-        slices = sum(rest.parameter.num_elements(plan.mesh.coord(rank)) for rest in plan.state.values())
+        slices = sum(state.parameter.num_elements(plan.mesh.coord(rank)) for state in plan.state.values())
         assert measured.elsewhere == predicted.elsewhere == {"disk": 3 * 4 * slices}
         held = sum(plan.parameter_bytes(name, plan.mesh.coord(rank)) for name in plan.state)
         for account in (measured, predicted):
             assert min(moment.held[0] for moment in account.moments) == pytest.approx(held, abs=256)
-            assert account.most()["optimizer"] < 4 * 64 * 65 * 2 + 256  # what an update of one unit works with
+            assert account.most()["optimizer"] < 4 * 64 * 65 * 2 + 256  # what an update of one param group works with
 
 
 # ---- bad input
 
 
 def refused(world, folders, limit=None):
-    """What a rank is told as its run is made, or its optimizer; each has a folder."""
+    """The error that a rank gets when its run, or its optimizer, is made; each rank has a folder."""
     folder = folders[world.rank]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     world.everyone().barrier()

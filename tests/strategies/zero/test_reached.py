@@ -15,7 +15,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.every, self.rows, self.zeros = nn.Linear(4, 3), nn.Embedding(8, 3), nn.Embedding(5, 3)
-        self.nobody = nn.Linear(3, 3)
+        self.unused = nn.Linear(3, 3)
 
     def forward(self, x):
         h, special = self.every(x[:, :4]), x[:, 4].long()
@@ -59,7 +59,7 @@ class Waves(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.used, self.nobodys = (nn.Parameter(torch.randn(4, dtype=torch.complex64)) for _ in range(2))
+        self.used, self.unused = (nn.Parameter(torch.randn(4, dtype=torch.complex64)) for _ in range(2))
         self.last = nn.Linear(6, 3)
 
     def forward(self, x):
@@ -67,7 +67,7 @@ class Waves(nn.Module):
 
 
 @pytest.mark.parametrize("line", ["single", "dp2", "dp2/zero1", "dp2/zero3"])
-def test_complex_gradients_are_clipped_by_all_of_their_norm_and_one_that_nobody_reaches_is_none(line):
+def test_complex_gradients_are_clipped_by_all_of_their_norm_and_one_that_no_forward_reaches_is_none(line):
     torch.manual_seed(0)
     model, inputs, targets = Waves(), torch.randn(8, 6), torch.arange(8) % 3
     nn.functional.cross_entropy(model(inputs), targets).backward()
@@ -77,7 +77,7 @@ def test_complex_gradients_are_clipped_by_all_of_their_norm_and_one_that_nobody_
     def work(world):
         run = parallelize(model, line, world)
         run.step(next(run.shard([(inputs, targets)])))
-        assert run.parameters["nobodys"].grad is None or not run.parameters["nobodys"].numel()
+        assert run.parameters["unused"].grad is None or not run.parameters["unused"].numel()
         torch.testing.assert_close(run.clip_grad_norm_(0.1).float(), expected)
 
     launch(work, Layout.parse(line), ranks="threads")

@@ -18,7 +18,7 @@ from shardwright.models.gpt import GPT
 from shardwright.parallelize.planning import make_plan
 from shardwright.plan.plan import Job
 from shardwright.strategies.zero import flat_parameter as flat
-from shardwright.strategies.zero.prefetch import Hold, Prefetcher, ShardedGroup, ShardState
+from shardwright.strategies.zero.prefetch import Hold, Prefetcher, ShardedGroup, UnshardStatus
 
 WIDTHS = (6, 8, 8, 8, 8, 5)
 
@@ -79,7 +79,7 @@ def test_a_step_moves_2_and_m_plus_1_and_3m_times_the_parameters(stage, num_micr
         assert sent == [times * num_bytes] * 3
 
 
-def test_a_unit_is_unsharded_in_one_all_gather_and_reduced_in_one_reduce_scatter():
+def test_a_param_group_is_unsharded_in_one_all_gather_and_reduced_in_one_reduce_scatter():
     def work(world):
         run = parallelize(mlp(), "dp3/zero3/bucket:0", world)
         (batch,) = run.shard([numbers()])
@@ -145,7 +145,7 @@ def test_between_steps_a_rank_of_stage_3_holds_its_shards_and_no_more(batch):
     total = sum(p.numel() for p in gpt().parameters())
     assert sum(size for _, size, _ in found) == sum(state for _, _, state in found) == total
     for shown, size, _ in found:
-        assert shown <= 8 * 6  # one number for each unit
+        assert shown <= 8 * 6  # one number for each param group
         assert abs(size - total / 4) < 6
 
 
@@ -190,7 +190,7 @@ def alive(monkeypatch):
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_no_more_units_are_unsharded_at_once_than_one_and_those_prefetched(alive, ahead, num_microbatches):
+def test_no_more_param_groups_are_unsharded_at_once_than_one_and_those_prefetched(alive, ahead, num_microbatches):
     line = f"dp2/zero3/ahead:{ahead}/bucket:0 mb{num_microbatches}"
 
     def work(world):
@@ -205,7 +205,7 @@ def test_no_more_units_are_unsharded_at_once_than_one_and_those_prefetched(alive
     assert set(alive.values()) == {ahead + 1}
 
 
-def test_a_unit_that_shares_a_parameter_stays_unsharded_during_an_action_and_no_longer(alive):
+def test_a_param_group_that_shares_a_parameter_stays_unsharded_during_an_action_and_no_longer(alive):
     def work(world):
         run = parallelize(gpt(tied=True), "dp2/zero3/bucket:0", world)
         for batch in run.shard([tokens()] * 2):
@@ -216,23 +216,23 @@ def test_a_unit_that_shares_a_parameter_stays_unsharded_during_an_action_and_no_
 
 
 def test_the_longest_hold_of_a_group_counts_and_the_end_of_a_shorter_one_leaves_it():
-    group = ShardedGroup("unit", ())
+    group = ShardedGroup("group", ())
     prefetcher = Prefetcher([group], num_prefetch=0, reshard_after_use=True, chunks={})
     prefetcher.ensure_unsharded(group, Hold.UNTIL_ACTION_ENDS)
     prefetcher.ensure_unsharded(group, Hold.UNTIL_NEXT_MODULE)
     prefetcher.on_module_call()
-    assert (group.hold, group.state) == (Hold.UNTIL_ACTION_ENDS, ShardState.UNSHARDED)
+    assert (group.hold, group.state) == (Hold.UNTIL_ACTION_ENDS, UnshardStatus.UNSHARDED)
     prefetcher.end_action()
-    assert (group.hold, group.state) == (Hold.NONE, ShardState.SHARDED)
+    assert (group.hold, group.state) == (Hold.NONE, UnshardStatus.SHARDED)
     prefetcher.ensure_unsharded(group, Hold.EVERY_ACTION)
     prefetcher.end_action()
-    assert (group.hold, group.state) == (Hold.EVERY_ACTION, ShardState.SHARDED)
+    assert (group.hold, group.state) == (Hold.EVERY_ACTION, UnshardStatus.SHARDED)
 
 
 # ---- overlap
 
 
-def test_the_next_unit_is_prefetched_while_one_computes_forward_and_backward(monkeypatch):
+def test_the_next_param_group_is_prefetched_while_one_computes_forward_and_backward(monkeypatch):
     seen = defaultdict(list)
     unshard, reduce = flat.FlatParameter.unshard, flat.FlatParameter.reduce_scatter
 
@@ -255,11 +255,11 @@ def test_the_next_unit_is_prefetched_while_one_computes_forward_and_backward(mon
         for number in range(1, len(WIDTHS)):
             layer = run.model.get_submodule(f"linear{number}")
 
-            def told(module, args, output, n=number):
+            def note_pass(module, args, output, n=number):
                 here.append(("forward", n))
                 output.register_hook(lambda _: here.append(("backward", n)))
 
-            layer.register_forward_hook(told)
+            layer.register_forward_hook(note_pass)
         for batch in run.shard([numbers()] * 2):
             here.clear()
             run.step(batch)
@@ -268,12 +268,12 @@ def test_the_next_unit_is_prefetched_while_one_computes_forward_and_backward(mon
     for found in on_threads(work, "dp2/zero3"):
         place = {each: n for n, each in reversed(list(enumerate(found)))}
         again = dict(map(reversed, enumerate(found)))  # the last of equal ones: unshards of the backward
-        for unit in range(1, 5):
-            assert place["unshard", unit + 1] < place["forward", unit]
-        for unit in range(2, 5):
-            assert again["unshard", unit - 1] < place["reduce", unit]  # which ends the backward of the unit
-        for unit in range(2, 6):
-            assert place["reduce", unit] < place["backward", unit - 1]
+        for group in range(1, 5):
+            assert place["unshard", group + 1] < place["forward", group]
+        for group in range(2, 5):
+            assert again["unshard", group - 1] < place["reduce", group]  # which ends the backward of the group
+        for group in range(2, 6):
+            assert place["reduce", group] < place["backward", group - 1]
 
 
 # ---- optimizers
@@ -315,13 +315,13 @@ def test_groups_with_their_own_rate_and_decay_and_clipping_train_as_one_device_d
 def test_an_optimizer_that_needs_whole_tensors_is_refused(kind):
     def work(world):
         run = parallelize(mlp(), "dp2/zero1", world)
-        with pytest.raises(PlanError, match=f"{kind} looks at whole tensors") as refusal:
+        with pytest.raises(PlanError, match=f"{kind} needs whole tensors") as refusal:
             run.optimizer(getattr(torch.optim, kind), lr=0.1)
         return str(refusal.value)
 
     (text,) = set(on_threads(work, "dp2/zero1"))
     assert "is not whole on every rank" in text
-    assert "fix:     use AdamW, or a layout that cuts no parameter" in text
+    assert "fix:     use AdamW, or a layout that shards no parameter" in text
 
 
 def test_a_parameter_that_no_forward_reaches_stays_as_it_is():
@@ -490,7 +490,7 @@ def test_an_optimizer_over_the_models_unsharded_parameters_is_refused(line):
 
 
 class ReadsTwo(nn.Module):
-    """One product of two layers' weights, which lie in units of their own."""
+    """One product of two layers' weights, which are in different param groups."""
 
     def __init__(self):
         super().__init__()
@@ -503,6 +503,6 @@ class ReadsTwo(nn.Module):
 
 
 @pytest.mark.parametrize("line", ["dp2/zero3/bucket:0/ahead:0", "pp2 mb2 dp2/zero3/bucket:0"])
-def test_one_expression_may_read_parameters_of_several_units(line):
+def test_one_expression_may_read_parameters_of_several_param_groups(line):
     verdict = verify(ReadsTwo(), line, [(torch.randn(4, 6), torch.randint(6, (4,)))] * 2)
     assert verdict.equal, str(verdict)

@@ -1,4 +1,4 @@
-"""Models whose samples choose the code that runs, as experts do: ranks use different units."""
+"""Models whose samples choose the code that runs, as experts do: ranks use different param groups."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ APART = samples([0, 0, 1, 1, 2, 2, 3, 3])
 
 @pytest.mark.parametrize("wanted", [[0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 1, 1, 1, 2, 2, 3]])
 @pytest.mark.parametrize("line", ["dp2/zero1/bucket:0", "dp2/zero2/bucket:0/ahead:0 mb2", "dp2x2/zero1/bucket:0"])
-def test_ranks_may_use_different_units_in_stages_1_and_2(line, wanted):
+def test_ranks_may_use_different_param_groups_in_stages_1_and_2(line, wanted):
     torch.manual_seed(0)
     assert verify(Experts(), line, [samples(wanted)] * 2).equal
 
 
 @pytest.mark.parametrize("line", ["dp2/zero3/bucket:0", "dp2x2/zero3/bucket:0"])
 @pytest.mark.parametrize("trains", [True, False])
-def test_in_stage_3_every_rank_is_told_where_ranks_use_different_units(line, trains):
+def test_in_stage_3_every_rank_raises_where_ranks_use_different_param_groups(line, trains):
     torch.manual_seed(0)
     model, inputs = Experts(), samples([0, 0, 0, 0, 1, 1, 2, 2])  # replica 0 agrees with itself
 
@@ -53,7 +53,7 @@ def test_in_stage_3_every_rank_is_told_where_ranks_use_different_units(line, tra
         (batch,) = run.shard([inputs if "x" in line else APART])
         if not trains:
             run.evaluate(batch)
-        with pytest.raises(PlanError, match="ranks use the model's units in different orders") as refusal:
+        with pytest.raises(PlanError, match="ranks use the model's param groups in different orders") as refusal:
             (run.step if trains else run.evaluate)(batch)
         return str(refusal.value)
 

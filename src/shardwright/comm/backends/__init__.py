@@ -1,1 +1,1 @@
-"""How ranks talk: threads, processes, shared memory, and a fake backend for rehearsals."""
+"""The backends that send messages: threads, processes, shared memory, and a fake one for rehearsals."""

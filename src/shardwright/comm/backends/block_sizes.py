@@ -1,18 +1,18 @@
-"""Which blocks of shared memory a rank's messages take: one rule for those that run and those that are rehearsed."""
+"""Sizes of the shared-memory blocks that carry a rank's messages: one rule for real runs and memory rehearsals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 INLINE_BYTES = 4096
-"""Messages up to this size travel in the socket, and take no block."""
+"""Messages up to this size are sent through the socket, and take no block."""
 
 _LEAST_BLOCK_BYTES = 2**16
 _PAGE_BYTES = 4096
 
 
 class Blocks:
-    """A rank's blocks: their sizes, who has still to read them, and which can be used again. None is ever given back.
+    """A rank's shared-memory message buffers: sizes, which are free, readers left; they are reused, never given back.
 
     >>> blocks = Blocks()
     >>> first, second = blocks.take(100_000, readers=1), blocks.take(70_000, readers=1)
@@ -29,11 +29,14 @@ class Blocks:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that they take: the pages of each that a message has reached."""
+        """The memory of all blocks in bytes, counting of each only the pages that a message has ever filled."""
         return sum(-(-used // _PAGE_BYTES) * _PAGE_BYTES for used in self._used)
 
     def take(self, num_bytes: int, readers: int, listen: Callable[[], object] = lambda: None) -> int:
-        """The number of a free block of the right size, else of a new one; ``listen`` hears what has been read."""
+        """Reserves a block for a message: the index of a free one of the right size, else of a new one.
+
+        Without a free one, ``listen`` is called first, to collect pending releases.
+        """
         size = max(_LEAST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
         if not self._free.get(size):
             listen()
@@ -48,11 +51,11 @@ class Blocks:
         return place
 
     def hold(self, place: int) -> None:
-        """Keeps a block until one more :meth:`release`."""
+        """Adds one to the number of readers that must release a block before it is reused."""
         self._unread[place] += 1
 
     def release(self, place: int) -> None:
-        """One reader is done with a block; the last one makes it free."""
+        """Counts one reader of a block as done; when none are left, the block is free for another message."""
         self._unread[place] -= 1
         if not self._unread[place]:
             self._free.setdefault(self.sizes[place], []).append(place)

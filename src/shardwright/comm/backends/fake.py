@@ -1,7 +1,6 @@
-"""Ranks that are not there: every call returns at once, with tensors of the right shapes and no meaning.
+"""A world with one real rank: every call returns at once, with tensors of the right shapes and meaningless values.
 
-On the meta device one rank's whole run can be rehearsed like this, to see what it holds and hands on, before anything
-is rented.
+On the meta device this rehearses one rank's whole run and shows its memory and traffic without other ranks.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Readers:
-    """When the other ranks have read this one's blocks, as late as ranks can be that run the same code.
+class _BlockReaders:
+    """Models when other ranks have read this rank's blocks: as late as possible for ranks that run the same code.
 
-    A rank that began a call had ended what this rank ended before it began the same one: more is not known of it. So a
-    block is free at the end of a call that began after its own has ended, if all of its readers are in it. Of what was
-    sent, each message that comes back says that one more was read.
+    When a rank begins a call, it has ended the calls that this rank ended before beginning the same call; no more is
+    known of it. So a block is free at the end of a call that began after the block's own call ended, if all of its
+    readers take part. Of blocks sent p2p, each message received from the reader frees one.
     """
 
     blocks: Blocks | None
     _now: int = 0
-    _ended: list[tuple[int, int, set[int]]] = field(default_factory=list)  # when, the block, who may still read it
+    _ended: list[tuple[int, int, set[int]]] = field(default_factory=list)  # when, the block, its readers
 
     def begin(self, messages: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, list[tuple[int, set[int]]]]:
-        """Takes blocks for messages of so many bytes to these ranks; returns what :meth:`end` wants to know."""
+        """Takes blocks for messages of (bytes, reading ranks); returns the state that :meth:`end` needs."""
         self._now += 1
         taken = [
             (self.blocks.take(num_bytes, len(to)), set(to))
@@ -45,68 +44,68 @@ class _Readers:
         return self._now, taken
 
     def end(self, begun: tuple[int, list[tuple[int, set[int]]]], others: Collection[int]) -> None:
-        """A call with these others is over."""
+        """Ends a call in which the ranks ``others`` took part."""
         began, taken = begun
         for ended, place, readers in self._ended:
-            if ended < began:
+            if ended < began:  # the members of this call have read all that was sent before it began
                 self._read(place, readers, others)
         self._ended = [each for each in self._ended if each[2]]
         self._now += 1
         self._ended += [(self._now, place, readers) for place, readers in taken]
 
     def answered(self, by: int) -> None:
-        """A message came from this rank."""
+        """Frees the oldest block that rank ``by`` had to read, because a message came from it."""
         for _, place, readers in self._ended:
             if by in readers:
                 self._read(place, readers, [by])
                 break
         self._ended = [each for each in self._ended if each[2]]
 
-    def _read(self, place: int, readers: set[int], who: Collection[int]) -> None:
-        for _ in readers.intersection(who):
+    def _read(self, place: int, readers: set[int], ranks: Collection[int]) -> None:
+        for _ in readers.intersection(ranks):
             assert self.blocks is not None, "a block was taken"
             self.blocks.release(place)
-        readers.difference_update(who)
+        readers.difference_update(ranks)
 
 
 @dataclass(frozen=True)
 class FakeChannel:
-    """A group of which this rank alone is there. See :class:`~shardwright.comm.axis.Channel`."""
+    """A process group of which only this rank is real: nothing is sent. See :class:`~shardwright.comm.axis.Channel`."""
 
-    readers: _Readers
+    readers: _BlockReaders
     ranks: tuple[int, ...]
     index: int
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
-        """Leaves the tensors as they are."""
+        """Sends nothing: the tensors keep their values."""
         return self._all(None, tensors, [tensors])
 
     def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
-        """Leaves the others' parts as they are."""
+        """Sends nothing: the other members' ``parts`` keep whatever values they have."""
         return self._all(None, parts, [[parts[index]]])
 
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
-        """This rank's share, of no meaning; what is summed was copied where the others read it."""
+        """Sends nothing: ``out`` stays as it is. ``tensors`` are not kept: a real rank has copied them into a block."""
         return self._all(out, [], [tensors])
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """The others' parts, of no meaning."""
+        """Sends nothing: ``outs`` keep whatever values they have."""
         to = [(part.nbytes, [rank]) for part, rank in zip(parts, self.ranks, strict=True) if rank in self._others]
         return self._pending(outs, parts, self.readers.begin(to))
 
     def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """The tensor as it is."""
+        """Sends nothing: ``tensor`` keeps its values, on the source and elsewhere."""
         return self._all(tensor, [], [[tensor]] if source == self.index else [])
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """Nobody receives it."""
+        """Sends nothing, but takes a shared-memory block as a real message would."""
         self.readers.end(self.readers.begin([(tensor.nbytes, [self.ranks[to]])]), ())
         return done(None)
 
     def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """A message of no meaning."""
+        """Receives nothing: ``tensor`` keeps whatever values it has."""
 
         def finish() -> Tensor:
             self.readers.answered(self.ranks[source])
@@ -115,7 +114,7 @@ class FakeChannel:
         return Pending(finish)
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
-        """Some of those who are not there."""
+        """Returns the fake channel over some of the group's members."""
         return FakeChannel(self.readers, tuple(self.ranks[i] for i in indices), indices.index(self.index))
 
     @property
@@ -123,12 +122,12 @@ class FakeChannel:
         return self.ranks[: self.index] + self.ranks[self.index + 1 :]
 
     def _all(self, result: T, kept: list[Tensor], messages: Sequence[Sequence[Tensor]]) -> Pending[T]:
-        """A call in which each message goes to all others."""
+        """A call in which each message goes to all other members."""
         sizes = [(sum(tensor.nbytes for tensor in message), self._others) for message in messages]
         return self._pending(result, kept, self.readers.begin(sizes))
 
     def _pending(self, result: T, kept: list[Tensor], begun: tuple[int, list[tuple[int, set[int]]]]) -> Pending[T]:
-        """A call that is over at once, and keeps what it was given as long as one that is not."""
+        """A call that ends in ``wait``, and keeps its tensors until then as a real one would."""
 
         def finish() -> T:
             self.readers.end(begun, self._others)
@@ -137,19 +136,16 @@ class FakeChannel:
         return Pending(finish)
 
 
-@dataclass
 class FakeTransport:
-    """One rank of a world without others."""
+    """Makes the fake process groups (channels) of the one real rank of a fake world."""
 
-    rank: int
-    blocks: Blocks | None = None
-    kind: str = "ghosts"
+    kind = "fake"
 
-    def __post_init__(self) -> None:
-        self._readers = _Readers(self.blocks)
+    def __init__(self, rank: int, blocks: Blocks | None) -> None:
+        self.rank, self.blocks, self._readers = rank, blocks, _BlockReaders(blocks)
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
-        """See :class:`~shardwright.comm.world.Transport`."""
+        """Returns a fake channel for each of ``groups`` that holds this rank, keyed by the group's index."""
         return {
             place: FakeChannel(self._readers, ranks, ranks.index(self.rank))
             for place, ranks in enumerate(groups)
@@ -157,11 +153,11 @@ class FakeTransport:
         }
 
     def close(self) -> None:
-        """Nobody waits."""
+        """Does nothing: no other rank waits."""
 
 
 def fake_world(rank: int, size: int, device: torch.device | None = None, *, blocks: Blocks | None = None) -> World:
-    """The world as ``rank`` would see it, with nobody else in it; on the meta device unless another is given.
+    """Returns a world in which only ``rank`` runs and nothing is sent; on the meta device unless another is given.
 
     ``blocks`` counts the shared memory that its messages would take.
 
@@ -170,6 +166,3 @@ def fake_world(rank: int, size: int, device: torch.device | None = None, *, bloc
     torch.Size([8, 3])
     """
     return World(rank, size, device or torch.device("meta"), FakeTransport(rank, blocks), Recorder())
-
-
-__all__ = ["fake_world"]

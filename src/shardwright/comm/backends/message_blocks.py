@@ -1,7 +1,6 @@
-"""One rank's lines to the other ranks of its machine, the blocks of memory that they share, and what was said.
+"""Messages between the ranks of one machine: local sockets, and blocks of memory that the ranks share.
 
-A line is a local socket. What is long lies in a block, whose descriptor was passed over the line once; what is short
-travels in the line itself.
+A long message is in a block, whose file descriptor was sent over the socket once; a short one is in the socket itself.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from shardwright.comm.backends.block_sizes import INLINE_BYTES, Blocks
 from shardwright.errors import PlanError
 
 POST, SUMMED, READ, NEW = 1, 2, 3, 4
-"""What a message says: here are bytes; my part is summed; your block is read; this is a block of mine."""
+"""Kinds of message: bytes are posted; the sender's part of a sum is done; a block was read; a new block is shared."""
 
-_HEADER = struct.Struct("<IQQQQQ")  # kind, channel, number, block, bytes, when it arrives (ns of the machine's clock)
+_HEADER = struct.Struct("<IQQQQQ")  # kind, channel, number, block, bytes, arrival (ns, monotonic)
 _LONGEST_FOLDER = 52  # bytes: a local socket's path may have 103, and what comes after the folder up to 50
 
 
 def folder_for_sockets() -> str:
-    """The folder for temporary files, or one with a shorter path where local sockets would not fit into it.
+    """Returns a folder for local sockets: that of temporary files, or one whose path is short enough for them.
 
     Raises: PlanError: there is none.
     """
@@ -52,7 +51,7 @@ def folder_for_sockets() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A slow link to emulate: what a rank says arrives after ``latency_s`` and its bytes, one message after the other.
+    """A slow link to emulate: a message arrives ``latency_s`` after its last byte, and one follows the other.
 
     >>> Link(latency_s=0.001, bytes_per_s=1e9).latency_s
     0.001
@@ -64,23 +63,23 @@ class Link:
     def __post_init__(self) -> None:
         if not (self.latency_s >= 0 and self.bytes_per_s > 0):
             raise PlanError(
-                "no link is like this",
+                "a link cannot have this latency or bandwidth",
                 given=str(self),
                 allowed="a latency of 0 s or more, more than 0 bytes per second",
                 fix="write Link(latency_s=0.001, bytes_per_s=1e9)",
             )
 
 
-class Posted(NamedTuple):
-    """What a peer said: the block that holds its bytes, or the bytes themselves."""
+class ReceivedMessage(NamedTuple):
+    """A received message: the index of the shared-memory block that holds its bytes, or the bytes themselves."""
 
     block: int
     num_bytes: int
     inline: bytes
 
 
-class Block:
-    """A piece of shared memory: an unnamed file, mapped."""
+class MessageBlock:
+    """A shared-memory buffer for messages: an unnamed file, memory-mapped."""
 
     def __init__(self, handle: int, num_bytes: int) -> None:
         self.handle, self.num_bytes = handle, num_bytes
@@ -88,69 +87,73 @@ class Block:
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     @staticmethod
-    def new(num_bytes: int) -> Block:
-        """A fresh one."""
+    def new(num_bytes: int) -> MessageBlock:
+        """Makes a shared-memory buffer of ``num_bytes``, and the unnamed file behind it."""
         if hasattr(os, "memfd_create"):
             handle = os.memfd_create("shardwright", 0)
         else:
             with tempfile.TemporaryFile() as file:
                 handle = os.dup(file.fileno())
         os.ftruncate(handle, num_bytes)
-        return Block(handle, num_bytes)
+        return MessageBlock(handle, num_bytes)
 
 
 class MessageExchange:
-    """One rank's connections to the other ranks of its machine, its blocks, and what was said to it.
+    """One rank's sockets to the other ranks of its machine, its shared-memory blocks, and the messages received.
 
-    It never waits for one rank without listening to all: a rank that sends while its partner's line is full takes in
-    what was said to it meanwhile, so no circle of full lines can form.
+    While it waits for one rank it reads from all. A rank whose send buffer is full goes on receiving, so a circle of
+    full buffers cannot block.
     """
 
     def __init__(self, rank: int, folder: Path, timeout_s: float, link: Link | None = None) -> None:
         self.rank, self.folder, self.timeout_s, self.link = rank, folder, timeout_s, link
-        self._link_free_ns = 0
-        self._under_way: list[tuple[int, int, tuple[int, int, int, int], Posted]] = []  # a heap, by arrival
+        self._link_free_ns = 0  # when the emulated link has sent all bytes given to it so far
+        self._in_flight: list[tuple[int, int, tuple[int, int, int, int], ReceivedMessage]] = []  # a heap, by arrival
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(folder / str(rank)))
         self.listener.listen(1024)
         self.peers: dict[int, socket.socket] = {}
-        self.lost: set[int] = set()
-        self.said: dict[tuple[int, int, int, int], Posted] = {}
-        self.when_posted: dict[tuple[int, int], Callable[[], None]] = {}
-        self.theirs: dict[tuple[int, int], Block] = {}
-        self.blocks: list[Block] = []
-        self.taken = Blocks()
-        self._known: set[tuple[int, int]] = set()
-        self._ears = select.poll()
-        self._by_handle: dict[int, int] = {}
-        self._order = itertools.count()
+        self.lost_peers: set[int] = set()
+        self.received: dict[
+            tuple[int, int, int, int], ReceivedMessage
+        ] = {}  # by peer, kind, channel, number of the call
+        self.when_posted: dict[
+            tuple[int, int], Callable[[], None]
+        ] = {}  # callbacks of all-reduces, by channel and call
+        self.peer_blocks: dict[tuple[int, int], MessageBlock] = {}  # mapped here, by peer and block
+        self.blocks: list[MessageBlock] = []
+        self.block_sizes = Blocks()
+        self._shared: set[tuple[int, int]] = set()  # (peer, block) whose descriptor was sent
+        self._poll = select.poll()
+        self._by_handle: dict[int, int] = {}  # peers by file descriptor, as poll returns it
+        self._order = itertools.count()  # breaks ties of arrival in the heap
 
     def connect(self, ranks: Sequence[int]) -> None:
-        """Meets these ranks, which do the same: the higher one calls, the lower one answers."""
+        """Opens sockets to these ranks, which call it too: the higher rank connects, the lower one accepts."""
         for peer in ranks:
             if peer < self.rank and peer not in self.peers:
-                line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                line.connect(str(self.folder / str(peer)))
-                line.sendall(self.rank.to_bytes(4, "little"))
-                self._add(peer, line)
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.connect(str(self.folder / str(peer)))
+                connection.sendall(self.rank.to_bytes(4, "little"))
+                self._add(peer, connection)
         self.listener.settimeout(self.timeout_s)
         while any(peer > self.rank and peer not in self.peers for peer in ranks):
-            line, _ = self.listener.accept()
-            self._add(int.from_bytes(line.recv(4, socket.MSG_WAITALL), "little"), line)
+            connection, _ = self.listener.accept()
+            self._add(int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little"), connection)
 
-    def _add(self, peer: int, line: socket.socket) -> None:
-        line.setblocking(False)
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
-        self.peers[peer] = line
-        self._by_handle[line.fileno()] = peer
-        self._ears.register(line.fileno(), select.POLLIN)
+    def _add(self, peer: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+        self.peers[peer] = connection
+        self._by_handle[connection.fileno()] = peer
+        self._poll.register(connection.fileno(), select.POLLIN)
 
     def post(
         self, channel: int, number: int, tensors: Sequence[Tensor], to: Sequence[int], sent: int | None = None
     ) -> int:
-        """Tells these ranks the bytes of some tensors, one after the other; returns the block, -1 for none.
+        """Sends the bytes of tensors, end to end, to these ranks; returns the index of the block used, -1 for none.
 
-        ``sent`` is how many bytes they read together: each all of them, when left out.
+        ``sent`` is how many bytes the ranks read together; by default each reads all of them.
         """
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         arrival = self._arrival_ns(num_bytes * len(to) if sent is None else sent)
@@ -165,174 +168,163 @@ class MessageExchange:
             block.bytes[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             offset += tensor.nbytes
         for peer in to:
-            self._introduce(peer, place)
+            self._share_block(peer, place)
             self._send(peer, _HEADER.pack(POST, channel, number, place, num_bytes, arrival))
         return place
 
-    def tell(self, peer: int, kind: int, channel: int, number: int, block: int = 0, read: int = 0) -> None:
-        """One word to a peer, which then reads so many bytes."""
+    def notify(self, peer: int, kind: int, channel: int, number: int, block: int = 0, read: int = 0) -> None:
+        """Sends a peer a message without payload, such as "block read"; ``read``: block bytes that it then reads."""
         arrival = self._arrival_ns(read) if read else 0
         self._send(peer, _HEADER.pack(kind, channel, number, block, 0, arrival))
 
     def _arrival_ns(self, num_bytes: int) -> int:
-        """When a message that begins now is there: behind those before it. 0: at once."""
+        """When a message sent now arrives over the emulated link, behind those before it; 0: no link, at once."""
         if self.link is None:
             return 0
         begin = max(time.monotonic_ns(), self._link_free_ns)
         self._link_free_ns = begin + int(num_bytes / self.link.bytes_per_s * 1e9)
         return self._link_free_ns + int(self.link.latency_s * 1e9)
 
-    def hear(self, peer: int, kind: int, channel: int, number: int) -> Posted:
-        """What a peer said about a call; waits until it does."""
+    def receive(self, peer: int, kind: int, channel: int, number: int) -> ReceivedMessage:
+        """Waits for the message of one kind, channel and call number from rank ``peer``, and returns it."""
         key = (peer, kind, channel, number)
-        self.wait_until(lambda: key in self.said, [peer])
-        return self.said.pop(key)
+        self.wait_until(lambda: key in self.received, [peer])
+        return self.received.pop(key)
 
     def wait_until(self, ready: Callable[[], bool], peers: Sequence[int]) -> None:
-        """Listens to all until ``ready``; these peers are those whose words are missing."""
+        """Receives from all ranks until ``ready()``; raises at the timeout or if one of ``peers`` is disconnected."""
         end = time.monotonic() + self.timeout_s
         while not ready():
-            gone = [peer for peer in peers if peer in self.lost]
+            gone = [peer for peer in peers if peer in self.lost_peers]
             if gone:
                 raise LostError(gone[0])
-            if not self._listen(1.0) and time.monotonic() > end:
+            if not self._receive_any(1.0) and time.monotonic() > end:
                 raise LateError(peers[0], self.timeout_s)
 
-    def their_block(self, peer: int, posted: Posted) -> Tensor:
-        """The bytes that a peer told."""
+    def peer_bytes(self, peer: int, posted: ReceivedMessage) -> Tensor:
+        """Returns the bytes of a message received from rank ``peer``, without a copy if they are in a shared block."""
         if posted.num_bytes <= INLINE_BYTES:
             return torch.frombuffer(bytearray(posted.inline), dtype=torch.uint8) if posted.inline else torch.empty(0)
-        return self.theirs[peer, posted.block].bytes[: posted.num_bytes]
+        return self.peer_blocks[peer, posted.block].bytes[: posted.num_bytes]
 
-    def done_reading(self, peer: int, posted: Posted) -> None:
-        """Gives a peer its block back."""
+    def done_reading(self, peer: int, posted: ReceivedMessage) -> None:
+        """Tells rank ``peer`` that this rank has read its block, so that it can be reused."""
         if posted.num_bytes > INLINE_BYTES:
-            self.tell(peer, READ, 0, 0, posted.block)
-
-    def hold(self, place: int) -> None:
-        """Keeps an own block until one more :meth:`release`."""
-        self.taken.hold(place)
-
-    def release(self, place: int) -> None:
-        """One reader is done with an own block; the last one makes it free."""
-        self.taken.release(place)
+            self.notify(peer, READ, 0, 0, posted.block)
 
     def close(self) -> None:
-        """Ends all connections."""
-        for line in (*self.peers.values(), self.listener):
-            line.close()
+        """Closes the sockets to all ranks."""
+        for connection in (*self.peers.values(), self.listener):
+            connection.close()
 
     def _take(self, num_bytes: int, readers: int) -> int:
-        def listen() -> None:
-            while self._listen(0.0):
+        def listen() -> None:  # READ messages that wait in the sockets may free a block
+            while self._receive_any(0.0):
                 pass
 
-        place = self.taken.take(num_bytes, readers, listen)
+        place = self.block_sizes.take(num_bytes, readers, listen)
         if place == len(self.blocks):
-            self.blocks.append(Block.new(self.taken.sizes[place]))
+            self.blocks.append(MessageBlock.new(self.block_sizes.sizes[place]))
         return place
 
-    def _introduce(self, peer: int, place: int) -> None:
-        if (peer, place) not in self._known:
-            self._known.add((peer, place))
+    def _share_block(self, peer: int, place: int) -> None:
+        if (peer, place) not in self._shared:
+            self._shared.add((peer, place))
             block = self.blocks[place]
             self._send(peer, _HEADER.pack(NEW, 0, 0, place, block.num_bytes, 0), block.handle)
 
     def _send(self, peer: int, data: bytes, handle: int | None = None) -> None:
-        line, end = self.peers[peer], time.monotonic() + self.timeout_s
+        connection, end = self.peers[peer], time.monotonic() + self.timeout_s
         while data:
-            if peer in self.lost:
+            if peer in self.lost_peers:
                 raise LostError(peer)
             try:
-                sent = line.send(data) if handle is None else socket.send_fds(line, [data], [handle])
+                sent = connection.send(data) if handle is None else socket.send_fds(connection, [data], [handle])
                 data, handle = data[sent:], None  # a descriptor travels with the first byte
             except BlockingIOError:
-                if not self._listen(0.01) and time.monotonic() > end:
+                if not self._receive_any(0.01) and time.monotonic() > end:
                     raise LateError(peer, self.timeout_s) from None
             except ConnectionError:
                 raise LostError(peer) from None
 
-    def _listen(self, wait_s: float) -> bool:
-        """Takes in what any peer has said; False when nobody said anything for so long."""
-        heard = self._deliver()
-        if self._under_way and not heard:
-            wait_s = min(wait_s, max(0.0, (self._under_way[0][0] - time.monotonic_ns()) / 1e9))
+    def _receive_any(self, wait_s: float) -> bool:
+        """Reads one message of each peer that has sent any; False if none came within ``wait_s``."""
+        progress = self._store_arrived()
+        if self._in_flight and not progress:
+            wait_s = min(wait_s, max(0.0, (self._in_flight[0][0] - time.monotonic_ns()) / 1e9))
         if 0 < wait_s < 0.001:
             time.sleep(wait_s)  # poll counts whole milliseconds
-        for handle, _ in self._ears.poll(0 if heard else int(wait_s * 1000)):
+        for handle, _ in self._poll.poll(0 if progress else int(wait_s * 1000)):
             peer = self._by_handle[handle]
             try:
-                self._take_in(peer, self.peers[peer])
+                self._read_message(peer, self.peers[peer])
             except ConnectionError:
-                self.lost.add(peer)  # what it said before is kept; whoever waits for more is told
-                self._ears.unregister(handle)
-            heard = True
-        return self._deliver() or heard
+                self.lost_peers.add(peer)  # its earlier messages are kept; waiting for more raises
+                self._poll.unregister(handle)
+            progress = True
+        return self._store_arrived() or progress
 
-    def _deliver(self) -> bool:
-        """Hands over what has arrived by now of what was under way."""
+    def _store_arrived(self) -> bool:
+        """Stores the messages in flight over the emulated link that have arrived by now."""
         delivered = False
-        while self._under_way and self._under_way[0][0] <= time.monotonic_ns():
-            _, _, key, posted = heapq.heappop(self._under_way)
-            self._say(key, posted)
+        while self._in_flight and self._in_flight[0][0] <= time.monotonic_ns():
+            _, _, key, posted = heapq.heappop(self._in_flight)
+            self._store(key, posted)
             delivered = True
         return delivered
 
-    def _say(self, key: tuple[int, int, int, int], posted: Posted) -> None:
-        self.said[key] = posted
-        if key[1] == POST and key[2:] in self.when_posted:
+    def _store(self, key: tuple[int, int, int, int], posted: ReceivedMessage) -> None:
+        self.received[key] = posted
+        if key[1] == POST and key[2:] in self.when_posted:  # an all-reduce may now be able to sum its own part
             self.when_posted[key[2:]]()
 
-    def _take_in(self, peer: int, line: socket.socket) -> None:
-        """One message of a peer."""
-        header, handles, _, _ = socket.recv_fds(line, _HEADER.size, 1)
-        if not header:
+    def _read_message(self, peer: int, connection: socket.socket) -> None:
+        """Reads one message of a peer."""
+        header, handles, _, _ = socket.recv_fds(connection, _HEADER.size, 1)
+        if not header:  # end of stream: the peer has closed
             raise ConnectionResetError
-        header += _exactly(line, _HEADER.size - len(header))
+        header += _exactly(connection, _HEADER.size - len(header))
         kind, channel, number, place, num_bytes, arrival_ns = _HEADER.unpack(header)
         if kind == NEW:
-            self.theirs[peer, place] = Block(handles[0], num_bytes)
+            self.peer_blocks[peer, place] = MessageBlock(handles[0], num_bytes)
         elif kind == READ:
-            self.release(place)
+            self.block_sizes.release(place)
         else:
-            inline = _exactly(line, num_bytes) if kind == POST and num_bytes <= INLINE_BYTES else b""
-            key, posted = (peer, kind, channel, number), Posted(place, num_bytes, inline)
+            inline = _exactly(connection, num_bytes) if kind == POST and num_bytes <= INLINE_BYTES else b""
+            key, posted = (peer, kind, channel, number), ReceivedMessage(place, num_bytes, inline)
             if arrival_ns:
-                heapq.heappush(self._under_way, (arrival_ns, next(self._order), key, posted))
+                heapq.heappush(self._in_flight, (arrival_ns, next(self._order), key, posted))
             else:
-                self._say(key, posted)
+                self._store(key, posted)
 
 
 class LostError(Exception):
-    """A rank that has gone."""
+    """Raised when a rank has closed its connection."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(f"rank {peer} has closed its connection")
 
 
 class OtherSizeError(Exception):
-    """A rank that said more or less than it should."""
-
-    def __init__(self, peer: int, said: int, expected: int) -> None:
-        super().__init__(f"rank {peer} sent {said} bytes where {expected} are expected")
+    """Raised when a rank has sent more or fewer bytes than expected."""
 
 
 class LateError(Exception):
-    """A rank that did not come in time."""
+    """Raised when a rank has sent no message within the timeout."""
 
     def __init__(self, peer: int, timeout_s: float) -> None:
         super().__init__(f"rank {peer} did not come within {timeout_s:.0f} s")
 
 
-def _exactly(line: socket.socket, num_bytes: int) -> bytes:
-    """The rest of a message that has begun."""
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Reads the rest of a message that has begun."""
     data = b""
     while len(data) < num_bytes:
         try:
-            more = line.recv(num_bytes - len(data))
+            more = connection.recv(num_bytes - len(data))
         except BlockingIOError:
             ready = select.poll()
-            ready.register(line.fileno(), select.POLLIN)
+            ready.register(connection.fileno(), select.POLLIN)
             ready.poll(1000)
             continue
         if not more:

@@ -1,13 +1,13 @@
 """Collectives between processes of one machine, through memory that they share.
 
-A member that has something to say copies it into a block of shared memory and tells the others where it lies, over
-a local socket; they read it there. So a call costs one copy and one read, where a network stack costs many::
+A sender copies its tensor into a block of shared memory and sends the index of the block over a local socket; the other
+members read the block. So a call costs one copy and one read, where a network stack costs many::
 
     rank 0   tensor --copy--> block  --"block 3"-->  rank 1   tensor += block 3   --"read"-->  the block is free
 
-Starting a call copies and tells, and never waits; the reading happens in ``wait``. Messages of a few KB travel in
-the socket itself. Blocks have no names: their descriptors are passed over the sockets, so nothing is left behind
-when a rank is killed, and a rank that dies is noticed at once because its socket closes.
+Starting a call copies and sends, and never waits; ``wait`` reads. Messages of a few KB travel in the socket itself.
+Blocks have no names: their descriptors are passed over the sockets, so nothing is left behind when a rank is killed,
+and a rank that dies is noticed at once because its socket closes.
 
 Sums are taken in the order of the members, so that they are equal on all and repeat bit for bit.
 """
@@ -23,46 +23,50 @@ from torch import Tensor
 
 from shardwright.comm.axis import CollectiveCall, Pending
 from shardwright.comm.backends.block_sizes import INLINE_BYTES
-from shardwright.comm.backends.message_blocks import POST, LateError, LostError, MessageExchange, OtherSizeError, Posted
-from shardwright.comm.backends.shared_sums import Sum, combine, parts_of, scatter_back
+from shardwright.comm.backends.message_blocks import (
+    POST,
+    LateError,
+    LostError,
+    MessageExchange,
+    OtherSizeError,
+    ReceivedMessage,
+)
+from shardwright.comm.backends.shared_sums import SharedAllReduce, combine, parts_of, scatter_back
 from shardwright.comm.failures import LostPartnerError
 from shardwright.errors import CommunicationError
 
 T = TypeVar("T")
 
+Begin = Callable[..., int]
+"""Records and checks a call and returns its number, see ``ProcessTransport.call_starter``."""
+
 
 class SharedChannel:
-    """One group's calls through shared memory, seen from one member."""
+    """One group's collectives through shared memory. See :class:`~shardwright.comm.axis.Channel`."""
 
     def __init__(
-        self,
-        exchange: MessageExchange,
-        ranks: tuple[int, ...],
-        number: int,
-        begin: Callable[[CollectiveCall, int, bool], None],
-        subset: Callable[[tuple[int, ...]], Any],
+        self, exchange: MessageExchange, ranks: tuple[int, ...], number: int, begin: Begin, subset: Callable[..., Any]
     ) -> None:
         self.exchange, self.ranks, self.number = exchange, ranks, number
         self.index = ranks.index(exchange.rank)
         self.others = [rank for rank in ranks if rank != exchange.rank]
-        self._begin_call, self._subset = begin, subset
-        self._num_calls = 0
+        self._begin, self._subset = begin, subset
         self._num_sent: dict[int, int] = {}
         self._num_received: dict[int, int] = {}
         exchange.connect(ranks)
 
     def subset(self, indices: tuple[int, ...]) -> Any:
-        """See :class:`~shardwright.comm.axis.Channel`."""
+        """Returns a channel over some of the group's members."""
         return self._subset(tuple(self.ranks[i] for i in indices))
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
+        """All-reduces: two members add each other's tensors; of more, each sums one part (:class:`SharedAllReduce`)."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         number = self._begin(call, num_bytes)
         if len(self.ranks) > 2 and num_bytes > INLINE_BYTES:
             place = self._post(call, number, tensors, self.others, num_bytes - num_bytes // len(self.ranks))
             with self._naming(call):
-                under_way = Sum(self.exchange, self.ranks, (self.number, number), tensors, op, place)
+                under_way = SharedAllReduce(self.exchange, self.ranks, (self.number, number), tensors, op, place)
             return self._pending(call, under_way.finish)
         # two members: a + b is b + a, to the last bit; more: each adds all terms in the order of the members
         mine = torch.cat([tensor.view(-1) for tensor in tensors]) if len(self.ranks) > 2 else None
@@ -81,54 +85,54 @@ class SharedChannel:
         return self._pending(call, finish)
 
     def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
+        """All-gathers: posts this rank's part in shared memory, and copies the other members' parts."""
         number = self._begin(call, sum(part.nbytes for part in parts))
         self._post(call, number, [parts[index]], self.others)
 
         def finish() -> None:
             for position, rank in enumerate(self.ranks):
                 if position != index:
-                    self._copy(rank, number, 0, parts[position])
+                    self._copy(rank, number, parts[position])
 
         return self._pending(call, finish)
 
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
+        """Reduce-scatters: posts this rank's tensors in shared memory, and sums its own part of every member's."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         number = self._begin(call, num_bytes)
         before = sum(sizes[: self.index]) * out.element_size()
         place = self._post(call, number, tensors, self.others, num_bytes - out.nbytes)
         if place < 0:
             mine = parts_of(tensors, sizes)[self.index].clone()
-        else:  # the own part lies in the block too, so the tensors are needed no more
-            self.exchange.hold(place)
+        else:  # this part is in the block too, so the tensors may be freed
+            self.exchange.block_sizes.hold(place)
             mine = self.exchange.blocks[place].bytes[before : before + out.nbytes].view(out.dtype)
 
-        def term(position: int) -> tuple[Tensor, Any]:
+        messages = []
+
+        def term(position: int) -> Tensor:
             if position == self.index:
-                return mine.to(out.device), None
-            found, back = self._read(self.ranks[position], number, out, before, num_bytes)
-            return found.to(out.device), back
+                return mine.to(out.device)
+            found, message = self._read(self.ranks[position], number, out, before, num_bytes)
+            messages.append(message)
+            return found.to(out.device)
 
         def finish() -> Tensor:
-            (first, here), (second, there) = term(0), term(1)
-            torch.add(first, second, out=out)
-            self._give_back(here)
-            self._give_back(there)
+            torch.add(term(0), term(1), out=out)
             for position in range(2, len(self.ranks)):
-                each, back = term(position)
-                out.add_(each)
-                self._give_back(back)
+                out.add_(term(position))
+            for message in messages:
+                self.exchange.done_reading(*message)
             if place >= 0:
-                self.exchange.release(place)
+                self.exchange.block_sizes.release(place)
             return out
 
         return self._pending(call, finish)
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
+        """Runs an all-to-all: posts ``parts[i]`` in shared memory for member i alone, and copies what others posted."""
         number = self._begin(call, sum(part.nbytes for part in parts))
         for position, rank in enumerate(self.ranks):
             if position != self.index:
@@ -138,40 +142,38 @@ class SharedChannel:
         def finish() -> list[Tensor]:
             for position, rank in enumerate(self.ranks):
                 if position != self.index:
-                    self._copy(rank, number, 0, outs[position])
+                    self._copy(rank, number, outs[position])
             return outs
 
         return self._pending(call, finish)
 
     def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
+        """Broadcasts: member ``source`` posts its tensor in shared memory, and the other members copy it."""
         number = self._begin(call, tensor.nbytes)
         if source == self.index:
             self._post(call, number, [tensor], self.others)
             return Pending(lambda: tensor)
-        return self._pending(call, lambda: self._copy(self.ranks[source], number, 0, tensor))
+        return self._pending(call, lambda: self._copy(self.ranks[source], number, tensor))
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        self._begin_call(call, tensor.nbytes, False)
+        """Sends ``tensor`` to one member through shared memory, under a number that counts p2p messages only."""
+        self._begin(call, tensor.nbytes, meets=False)
         number = self._num_sent.get(to, 0)
         self._num_sent[to] = number + 1
-        self._post(call, number | 2**63, [tensor], [self.ranks[to]])
+        self._post(call, number | 2**63, [tensor], [self.ranks[to]])  # the top bit keeps p2p and collectives apart
         return Pending(lambda: None)
 
     def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        self._begin_call(call, tensor.nbytes, False)
+        """Fills ``tensor`` with the next message that one member sends here."""
+        self._begin(call, tensor.nbytes, meets=False)
         number = self._num_received.get(source, 0)
         self._num_received[source] = number + 1
-        return self._pending(call, lambda: self._copy(self.ranks[source], number | 2**63, 0, tensor))
-
-    # ---- inside
+        return self._pending(call, lambda: self._copy(self.ranks[source], number | 2**63, tensor))
 
     def _combine_with(self, rank: int, number: int, tensors: list[Tensor], op: str) -> None:
-        """Adds what the only other member posted."""
-        posted = self._hear(rank, number, sum(tensor.nbytes for tensor in tensors))
-        theirs = self.exchange.their_block(rank, posted).view(tensors[0].dtype)
+        """Adds the tensors that the only other member posted."""
+        posted = self._receive(rank, number, sum(tensor.nbytes for tensor in tensors))
+        theirs = self.exchange.peer_bytes(rank, posted).view(tensors[0].dtype)
         parts = [p.view_as(t) for t, p in zip(tensors, theirs.split([t.numel() for t in tensors]), strict=True)]
         if op == "sum" and not tensors[0].is_cuda:
             torch._foreach_add_(tensors, parts)
@@ -180,41 +182,32 @@ class SharedChannel:
                 combine(tensor, part, op)
         self.exchange.done_reading(rank, posted)
 
-    def _hear(self, rank: int, number: int, num_bytes: int) -> Posted:
-        """What a member posted: so many bytes. Raises OtherSizeError."""
-        posted = self.exchange.hear(rank, POST, self.number, number)
+    def _receive(self, rank: int, number: int, num_bytes: int) -> ReceivedMessage:
+        """Waits for a member's message; raises OtherSizeError unless it has ``num_bytes``."""
+        posted = self.exchange.receive(rank, POST, self.number, number)
         if posted.num_bytes != num_bytes:
-            raise OtherSizeError(rank, posted.num_bytes, num_bytes)
+            raise OtherSizeError(f"rank {rank} sent {posted.num_bytes} bytes where {num_bytes} are expected")
         return posted
 
     def _read(
         self, rank: int, number: int, like: Tensor, offset: int = 0, num_bytes: int | None = None
     ) -> tuple[Tensor, Any]:
-        """What a member posted, as a tensor like this one, and what to give back once it is read.
+        """Returns part of a member's message as a tensor like ``like``, and the arguments of ``done_reading``.
 
-        ``num_bytes`` is all that it posted, when this is a part.
+        ``num_bytes`` is the size of its whole message, if ``like`` is a part of it.
         """
-        posted = self._hear(rank, number, like.nbytes if num_bytes is None else num_bytes)
-        found = self.exchange.their_block(rank, posted)[offset : offset + like.nbytes]
+        posted = self._receive(rank, number, like.nbytes if num_bytes is None else num_bytes)
+        found = self.exchange.peer_bytes(rank, posted)[offset : offset + like.nbytes]
         return found.view(like.dtype).view(like.shape), (rank, posted)
 
-    def _copy(self, rank: int, number: int, offset: int, out: Tensor) -> Tensor:
+    def _copy(self, rank: int, number: int, out: Tensor) -> Tensor:
         if out.numel():
-            found, give_back = self._read(rank, number, out, offset)
+            found, message = self._read(rank, number, out)
             out.copy_(found)
-            self._give_back(give_back)
+            self.exchange.done_reading(*message)
         else:
-            self._hear(rank, number, 0)
+            self._receive(rank, number, 0)
         return out
-
-    def _give_back(self, what: Any) -> None:
-        if what is not None:
-            self.exchange.done_reading(*what)
-
-    def _begin(self, call: CollectiveCall, num_bytes: int) -> int:
-        self._begin_call(call, num_bytes, True)
-        self._num_calls += 1
-        return self._num_calls
 
     def _post(
         self, call: CollectiveCall, number: int, tensors: Sequence[Tensor], to: Sequence[int], sent: int | None = None
@@ -231,11 +224,15 @@ class SharedChannel:
 
     @contextmanager
     def _naming(self, call: CollectiveCall) -> Iterator[None]:
-        """A partner that is gone, or late, becomes an error that names the call."""
+        """Turns the loss or the timeout of a partner into an error that names the call."""
         try:
             yield
         except (LostError, LateError) as failure:
-            raise self._lost(call, failure) from failure
+            raise LostPartnerError(
+                f"{call} did not complete: {failure}\n  ranks: {', '.join(map(str, self.ranks))}, this is "
+                f"{self.exchange.rank}\n"
+                "  fix:   see why that rank stopped; --debug names ranks that make different calls"
+            ) from failure
         except OtherSizeError as failure:
             raise CommunicationError(
                 f"ranks disagree on {call}",
@@ -243,9 +240,3 @@ class SharedChannel:
                 allowed="calls in the same order and of the same shapes on every rank",
                 fix="give every rank the same model and batches of one size, run.shard's; --debug names the call",
             ) from failure
-
-    def _lost(self, call: CollectiveCall, failure: Exception) -> LostPartnerError:
-        return LostPartnerError(
-            f"{call} did not complete: {failure}\n  ranks: {', '.join(map(str, self.ranks))}, this is "
-            f"{self.exchange.rank}\n  fix:   see why that rank stopped; --debug names ranks that make different calls"
-        )

@@ -1,56 +1,55 @@
-"""A sum of many members under way, through blocks of memory that they share."""
+"""An all-reduce of more than two ranks of one machine, through blocks of memory that they share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from shardwright.comm.backends.message_blocks import POST, SUMMED, MessageExchange, Posted
+from shardwright.comm.backends.message_blocks import POST, SUMMED, MessageExchange, ReceivedMessage
 from shardwright.mesh import balanced
 
 
-class Sum:
-    """A sum of many members under way: each sums one part over all blocks, into its own; then each takes all parts.
+@dataclass(eq=False)
+class SharedAllReduce:
+    """An all-reduce under way in shared memory: each member sums one part of the tensor, then copies all parts.
 
-    A member sums its part as soon as it hears that all have posted, whichever call it waits in, so calls may be
-    waited for in any order.
+    A member sums its part as soon as all have posted, whichever call it waits in, so calls may be waited for in any
+    order.
     """
 
-    def __init__(
-        self,
-        exchange: MessageExchange,
-        ranks: tuple[int, ...],
-        key: tuple[int, int],
-        tensors: list[Tensor],
-        op: str,
-        place: int,
-    ) -> None:
-        self.exchange, self.ranks, self.key = exchange, ranks, key
-        self.tensors, self.op = tensors, op
+    exchange: MessageExchange
+    ranks: tuple[int, ...]
+    key: tuple[int, int]  # the channel and the number of the call
+    tensors: list[Tensor]
+    op: str
+    place: int
+
+    def __post_init__(self) -> None:
+        exchange, ranks, tensors, key, place = self.exchange, self.ranks, self.tensors, self.key, self.place
         self.others = [rank for rank in ranks if rank != exchange.rank]
         size, first = sum(tensor.numel() for tensor in tensors), tensors[0]
         self.own = exchange.blocks[place].bytes[: size * first.element_size()].view(first.dtype)
         cuts = balanced(size, len(ranks))
         self.parts = {rank: slice(cuts[i], cuts[i + 1]) for i, rank in enumerate(ranks)}
-        self.posted: dict[int, Posted] = {}
+        self.posted: dict[int, ReceivedMessage] = {}
         self.blocks: dict[int, Tensor] = {}
-        self.place = place
-        exchange.hold(place)  # the others may be done with it long before this member is
+        exchange.block_sizes.hold(place)  # until finish(): the others may have read it long before
         exchange.when_posted[key] = self.try_own_part
         self.try_own_part()
 
     def try_own_part(self) -> None:
-        """Sums this member's part, once all have posted."""
+        """Sums this rank's part of the tensor over all members' blocks, if all have posted theirs."""
         exchange, key = self.exchange, self.key
-        if self.posted or not all((rank, POST, *key) in exchange.said for rank in self.others):
+        if self.posted or not all((rank, POST, *key) in exchange.received for rank in self.others):
             return
-        self.posted = {rank: exchange.said.pop((rank, POST, *key)) for rank in self.others}
+        self.posted = {rank: exchange.received.pop((rank, POST, *key)) for rank in self.others}
         dtype = self.own.dtype
-        self.blocks = {rank: exchange.their_block(rank, said).view(dtype) for rank, said in self.posted.items()}
+        self.blocks = {rank: exchange.peer_bytes(rank, posted).view(dtype) for rank, posted in self.posted.items()}
         self.blocks[exchange.rank] = self.own
         mine = self.parts[exchange.rank]
         total = self.blocks[self.ranks[0]][mine].clone()
@@ -58,45 +57,45 @@ class Sum:
             combine(total, self.blocks[rank][mine], self.op)
         self.own[mine].copy_(total)
         for rank in self.others:
-            exchange.tell(rank, SUMMED, *key, read=total.nbytes)
+            exchange.notify(rank, SUMMED, *key, read=total.nbytes)
 
     def _has_posted(self, rank: int) -> bool:
-        return bool(self.posted) or (rank, POST, *self.key) in self.exchange.said
+        return bool(self.posted) or (rank, POST, *self.key) in self.exchange.received
 
     def finish(self) -> None:
-        """Waits for everyone's part and takes them all."""
+        """Waits until every member has summed its part, and copies all parts into the tensors."""
         exchange = self.exchange
         for rank in self.others:
             exchange.wait_until(partial(self._has_posted, rank), [rank])
-        # one tensor takes the parts where they lie; several are filled from the own block, once it has all of them
+        # one tensor takes the parts from the blocks; several are filled from this rank's block, once it has all
         target = self.tensors[0].view(-1) if len(self.tensors) == 1 else self.own
         for rank, part in self.parts.items():
             if rank != exchange.rank:
-                exchange.hear(rank, SUMMED, *self.key)
+                exchange.receive(rank, SUMMED, *self.key)
             if rank != exchange.rank or target is not self.own:
                 target[part].copy_(self.blocks[rank][part])
         if target is self.own:
             scatter_back(self.own, self.tensors)
         del exchange.when_posted[self.key]
-        exchange.release(self.place)
-        for rank, said in self.posted.items():
-            exchange.done_reading(rank, said)
+        exchange.block_sizes.release(self.place)
+        for rank, posted in self.posted.items():
+            exchange.done_reading(rank, posted)
 
 
 def combine(total: Tensor, term: Tensor, op: str) -> None:
-    """Adds a term to a total in place, or takes the larger."""
+    """Adds ``term`` to ``total`` in place, or takes the elementwise maximum: one step of an all-reduce."""
     term = term.to(total.device)
     total.add_(term) if op == "sum" else torch.maximum(total, term, out=total)
 
 
 def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Copies a flat tensor into several."""
+    """Copies consecutive slices of a flat tensor into several tensors, in order."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
 
 
 def parts_of(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """What flat tensors hold, end to end, in parts of these sizes: copied where a part lies in several of them.
+    """Cuts flat tensors, joined end to end, into parts of these sizes; a part that spans several tensors is a copy.
 
     >>> [part.tolist() for part in parts_of([torch.arange(3), torch.arange(3, 5)], [1, 0, 4])]
     [[0], [], [1, 2, 3, 4]]

@@ -1,8 +1,8 @@
 """Ranks as threads of one process: for doctests, property tests, notebooks and ``verify``.
 
-A collective is a *meeting*: every member hands in its tensors and the last to arrive does the work, in the order
-of the members, so that results repeat bit for bit. Ranks that disagree are told at once. When every live rank
-waits and no meeting can complete, nobody ever will: all are told, each with the call it waits in.
+A collective is a *meeting*: every member contributes its tensors, and the last to arrive computes the results in the
+order of the members, so that they repeat bit for bit. Ranks that disagree get an error at once. When every live rank
+waits and no meeting can complete, all get an error that names the call each waits in.
 """
 
 from __future__ import annotations
@@ -14,34 +14,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.comm.axis import Channel, CollectiveCall, Pending
+from shardwright.comm.axis import Channel, CollectiveCall, Pending, disagreement
 from shardwright.comm.backends.block_sizes import Blocks
-from shardwright.comm.recorder import Record, Recorder
+from shardwright.comm.recorder import Recorder
 from shardwright.errors import CommunicationError
 
 Contribution = dict[str, Any]
+Work = Callable[[list[Contribution]], None]
+"""What the last member to arrive does, given the tensors of every member in turn."""
 
 
 class StoppedError(CommunicationError):
-    """Raised in the ranks that must end because another one failed."""
+    """Raised in the ranks that must end because another rank failed."""
 
 
 class _Rendezvous:
-    """One call of one group: who has come, with what."""
+    """One call of one group: the members that have arrived, and their tensors."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.members = members
         self.calls: dict[int, CollectiveCall] = {}
-        self.brought: dict[int, Contribution] = {}
-        self.over = threading.Event()
+        self.contributions: dict[int, Contribution] = {}
+        self.over = threading.Event()  # set when the meeting is complete, or the run has failed
         self.complete = False
 
 
-class Hub:
-    """What the ranks of one thread world share: open meetings, who waits where, and the first failure."""
+class ThreadWorld:
+    """State that all ranks of one thread world share: open collectives (meetings), waiting ranks, the first failure."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # methods that hold it call fail()
         self.live = set(range(num_ranks))
         self.meetings: dict[object, _Rendezvous] = {}
         self.waiting: dict[int, _Rendezvous] = {}
@@ -49,32 +51,26 @@ class Hub:
         self.failed_rank: int | None = None
 
     def arrive(
-        self,
-        key: object,
-        members: tuple[int, ...],
-        rank: int,
-        call: CollectiveCall,
-        brought: Contribution,
-        work: Callable[[list[Contribution]], None],
+        self, key: object, members: tuple[int, ...], rank: int, call: CollectiveCall, given: Contribution, work: Work
     ) -> _Rendezvous:
-        """Joins a meeting; the last to come does its work. Does not wait."""
+        """Contributes a rank's tensors to a collective (meeting) without waiting; the last to arrive runs ``work``."""
         with self.lock:
             self._check()
             meeting = self.meetings.setdefault(key, _Rendezvous(members))
             for other, theirs in meeting.calls.items():
                 if not call.agrees(theirs):
-                    self._fail(None, CommunicationError(_disagreement(rank, call, other, theirs)))
+                    self.fail(None, CommunicationError(disagreement(call.axis, rank, call, other, theirs)))
                     self._check()
             meeting.calls[rank] = call
-            meeting.brought[rank] = brought
-            complete = len(meeting.brought) == len(members)
+            meeting.contributions[rank] = given
+            complete = len(meeting.contributions) == len(members)
         if complete:
-            work([meeting.brought[member] for member in members])
+            work([meeting.contributions[member] for member in members])
             self._finish(key, meeting)
         return meeting
 
     def wait(self, rank: int, meeting: _Rendezvous, result: Any) -> Any:
-        """Blocks until the meeting is over, or until it cannot be; returns ``result``."""
+        """Blocks until a collective (meeting) is complete and returns ``result``; raises if the run has failed."""
         with self.lock:
             if meeting.complete:
                 return result
@@ -84,20 +80,23 @@ class Hub:
         meeting.over.wait()
         with self.lock:
             self.waiting.pop(rank, None)
-            if not meeting.complete:  # what all have come to is over, even if one has failed since
+            if not meeting.complete:  # a complete meeting has its results, even if a rank has failed since
                 self._check()
         return result
 
     def leave(self, rank: int) -> None:
-        """A rank has returned: whoever waits for it would wait for ever."""
+        """Marks that a rank has returned; ranks that wait for it in a collective get an error."""
         with self.lock:
             self.live.discard(rank)
             self._find_deadlock()
 
     def fail(self, rank: int | None, failure: BaseException) -> None:
-        """Ends every rank; the first failure is the one that counts."""
+        """Makes every rank end with an error; the first failure is the one reported."""
         with self.lock:
-            self._fail(rank, failure)
+            if self.failure is None:
+                self.failure, self.failed_rank = failure, rank
+                for meeting in [*self.meetings.values(), *self.waiting.values()]:
+                    meeting.over.set()
 
     def _finish(self, key: object, meeting: _Rendezvous) -> None:
         with self.lock:
@@ -106,7 +105,7 @@ class Hub:
                 if self.waiting.get(member) is meeting:
                     del self.waiting[member]
             meeting.complete = True
-            meeting.brought.clear()  # a member that waits late keeps nobody else's memory
+            meeting.contributions.clear()  # a member that waits late must not keep the others' tensors alive
             meeting.over.set()
 
     def _check(self) -> None:
@@ -115,32 +114,17 @@ class Hub:
                 raise CommunicationError(str(self.failure))
             raise StoppedError(f"rank {self.failed_rank} failed: {self.failure!r}")
 
-    def _fail(self, rank: int | None, failure: BaseException) -> None:
-        if self.failure is None:
-            self.failure, self.failed_rank = failure, rank
-            for meeting in [*self.meetings.values(), *self.waiting.values()]:
-                meeting.over.set()
-
     def _find_deadlock(self) -> None:
         if self.failure is not None or not self.live or len(self.waiting) < len(self.live):
             return
-        lines = ["every rank waits and none can go on"]
+        lines = ["every rank waits and none can continue"]
         for rank, meeting in sorted(self.waiting.items()):
-            absent = [member for member in meeting.members if member not in meeting.brought]
+            absent = [member for member in meeting.members if member not in meeting.contributions]
             lines.append(f"  rank {rank} waits in {meeting.calls[rank]} for rank {', '.join(map(str, absent))}")
         gone = sorted({m for w in self.waiting.values() for m in w.members} - self.live)
         if gone:
             lines.append(f"  rank {', '.join(map(str, gone))} has returned already")
-        self._fail(None, CommunicationError("\n".join(lines)))
-
-
-def _disagreement(rank: int, call: CollectiveCall, other: int, theirs: CollectiveCall) -> str:
-    (a, mine), (b, yours) = sorted([(rank, call), (other, theirs)], key=lambda pair: pair[0])
-    return (
-        f"ranks {a} and {b} disagree on a call over axis '{call.axis}'\n"
-        f"  rank {a}: {mine}\n  rank {b}: {yours}\n"
-        "  fix:    let every rank of an axis make the same calls in the same order"
-    )
+        self.fail(None, CommunicationError("\n".join(lines)))
 
 
 def _disagreement_on_part(
@@ -155,31 +139,31 @@ def _disagreement_on_part(
 
 
 class ThreadTransport:
-    """The transport of one rank of a thread world."""
+    """Makes the process groups (channels) of one rank that is a thread."""
 
     kind = "threads"
     blocks: Blocks | None = None
 
-    def __init__(self, hub: Hub, rank: int, recorder: Recorder) -> None:
+    def __init__(self, hub: ThreadWorld, rank: int, recorder: Recorder) -> None:
         self.hub, self.rank, self.recorder = hub, rank, recorder
-        self._num_asked = 0
+        self._num_calls = 0
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
-        """See :class:`~shardwright.comm.world.Transport`."""
-        self._num_asked += 1
+        """Returns a channel for each of ``groups`` that holds this rank; equal calls on all ranks get equal keys."""
+        self._num_calls += 1
         return {
-            place: ThreadChannel(self, ranks, (self._num_asked, place, ranks))
+            place: ThreadChannel(self, ranks, (self._num_calls, place, ranks))
             for place, ranks in enumerate(groups)
             if self.rank in ranks
         }
 
     def close(self) -> None:
-        """Tells the others that this rank makes no more calls."""
+        """Marks that this rank makes no more collective calls; ranks that wait for it get an error."""
         self.hub.leave(self.rank)
 
 
 class ThreadChannel:
-    """One group's meetings, seen from one member."""
+    """One group's collectives among threads. See :class:`~shardwright.comm.axis.Channel`."""
 
     def __init__(self, transport: ThreadTransport, ranks: tuple[int, ...], key: object) -> None:
         self.transport, self.ranks, self.key = transport, ranks, key
@@ -189,17 +173,17 @@ class ThreadChannel:
         self._num_subsets: dict[tuple[int, ...], int] = {}
 
     def subset(self, indices: tuple[int, ...]) -> ThreadChannel:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        # counted for each subset: its members need not have asked for the same others
+        """Returns a channel over some of the group's members."""
+        # counted for each subset: its members may differ in the other subsets they have made
         number = self._num_subsets[indices] = self._num_subsets.get(indices, 0) + 1
         ranks = tuple(self.ranks[i] for i in indices)
         return ThreadChannel(self.transport, ranks, (self.key, "subset", indices, number))
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
+        """All-reduces: sums, or takes the maximum, in the order of the members."""
 
-        def work(brought: list[Contribution]) -> None:
-            for each in zip(*(one["tensors"] for one in brought), strict=True):
+        def work(contributions: list[Contribution]) -> None:
+            for each in zip(*(one["tensors"] for one in contributions), strict=True):
                 total = each[0].clone()
                 for other in each[1:]:
                     total.add_(other) if op == "sum" else torch.maximum(total, other, out=total)
@@ -209,11 +193,11 @@ class ThreadChannel:
         return self._meet(call, sum(t.nbytes for t in tensors), {"tensors": tensors}, work, None)
 
     def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
+        """All-gathers: copies each member's part to every other member."""
 
-        def work(brought: list[Contribution]) -> None:
-            for i, each in enumerate(brought):
-                for j, source in enumerate(brought):
+        def work(contributions: list[Contribution]) -> None:
+            for i, each in enumerate(contributions):
+                for j, source in enumerate(contributions):
                     if i != j:
                         each["parts"][j].copy_(source["parts"][j])
 
@@ -222,25 +206,25 @@ class ThreadChannel:
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        # several are joined: the others may come late, and these need not be kept until then
+        """Reduce-scatters: sums each part in the order of the members, into that member's ``out``."""
+        # several are joined in a copy: the caller may free them before the last member arrives
         (message,) = tensors if len(tensors) == 1 else [torch.cat(tensors)]
 
-        def work(brought: list[Contribution]) -> None:
-            for i, each in enumerate(brought):
-                each["out"].copy_(brought[0]["parts"][i])
-                for other in brought[1:]:
+        def work(contributions: list[Contribution]) -> None:
+            for i, each in enumerate(contributions):
+                each["out"].copy_(contributions[0]["parts"][i])
+                for other in contributions[1:]:
                     each["out"].add_(other["parts"][i])
 
-        brought = {"out": out, "parts": message.split(list(sizes))}
-        return self._meet(call, message.nbytes, brought, work, out)
+        contribution = {"out": out, "parts": message.split(list(sizes))}
+        return self._meet(call, message.nbytes, contribution, work, out)
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
+        """Runs an all-to-all: copies each part to its member; raises if the member expects another shape."""
 
-        def work(brought: list[Contribution]) -> None:
-            for i, each in enumerate(brought):
-                for j, source in enumerate(brought):
+        def work(contributions: list[Contribution]) -> None:
+            for i, each in enumerate(contributions):
+                for j, source in enumerate(contributions):
                     out, part = each["outs"][j], source["parts"][i]
                     if out.shape != part.shape:  # copying would repeat the part where it fits
                         raise CommunicationError(_disagreement_on_part(self.ranks, call, i, out, j, part))
@@ -249,29 +233,28 @@ class ThreadChannel:
         return self._meet(call, sum(part.nbytes for part in parts), {"outs": outs, "parts": parts}, work, outs)
 
     def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
+        """Broadcasts: copies the tensor of member ``source`` to every other member."""
 
-        def work(brought: list[Contribution]) -> None:
-            for i, each in enumerate(brought):
+        def work(contributions: list[Contribution]) -> None:
+            for i, each in enumerate(contributions):
                 if i != source:
-                    each["tensor"].copy_(brought[source]["tensor"])
+                    each["tensor"].copy_(contributions[source]["tensor"])
 
         return self._meet(call, tensor.nbytes, {"tensor": tensor}, work, tensor)
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        self._note(call, tensor.nbytes)
-        # a copy, so that the sender may go on and overwrite what it sent
+        """Sends a copy of ``tensor`` to one member, so that the sender may overwrite its own at once."""
+        self.transport.recorder.note(call, tensor.nbytes)
         self._join_message(call, self.index, to, {"tensor": tensor.clone()})
         return Pending(lambda: None)
 
     def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """See :class:`~shardwright.comm.axis.Channel`."""
-        self._note(call, tensor.nbytes)
+        """Fills ``tensor`` with the next message of member ``source``, when that arrives."""
+        self.transport.recorder.note(call, tensor.nbytes)
         meeting = self._join_message(call, source, self.index, {"out": tensor})
         return Pending(lambda: self.transport.hub.wait(self.transport.rank, meeting, tensor))
 
-    def _join_message(self, call: CollectiveCall, source: int, to: int, brought: Contribution) -> _Rendezvous:
+    def _join_message(self, call: CollectiveCall, source: int, to: int, contribution: Contribution) -> _Rendezvous:
         number = self._num_messages.get((source, to), 0)
         self._num_messages[source, to] = number + 1
         members = (self.ranks[source], self.ranks[to])
@@ -281,21 +264,13 @@ class ThreadChannel:
             pair[1]["out"].copy_(pair[0]["tensor"])
 
         hub = self.transport.hub
-        return hub.arrive((self.key, source, to, number), members, self.transport.rank, call, brought, work)
+        return hub.arrive((self.key, source, to, number), members, self.transport.rank, call, contribution, work)
 
     def _meet(
-        self,
-        call: CollectiveCall,
-        num_bytes: int,
-        brought: Contribution,
-        work: Callable[[list[Contribution]], None],
-        result: Any,
+        self, call: CollectiveCall, num_bytes: int, contribution: Contribution, work: Work, result: Any
     ) -> Pending[Any]:
-        self._note(call, num_bytes)
+        self.transport.recorder.note(call, num_bytes)
         self._num_calls += 1
         hub, rank = self.transport.hub, self.transport.rank
-        meeting = hub.arrive((self.key, self._num_calls), self.ranks, rank, call, brought, work)
+        meeting = hub.arrive((self.key, self._num_calls), self.ranks, rank, call, contribution, work)
         return Pending(lambda: hub.wait(rank, meeting, result))
-
-    def _note(self, call: CollectiveCall, num_bytes: int) -> None:
-        self.transport.recorder.add(Record(call.kind, call.axis, num_bytes, call.source))

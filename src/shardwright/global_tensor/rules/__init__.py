@@ -1,4 +1,9 @@
-"""What every operator does to global tensors: one rule for each family, and a refusal where there is none."""
+"""Dispatch of operators on global tensors: a sharding rule for each, and a PlanError where there is none.
+
+:func:`dispatch` runs an operator in four steps: it asks the rule for a decision, redistributes the inputs, runs the
+operator on the local tensors, and wraps the results. ``randoms``, ``lists`` and ``_READERS`` handle their operators
+themselves. All checks come before the first message, and every rank makes them, members of the placement or not.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardwright.comm.current_world import here
-from shardwright.global_tensor.boxing import move
+from shardwright.errors import LayoutError
+from shardwright.global_tensor.boxing import redistribute_local
 from shardwright.global_tensor.geometry import GlobalLayout
 from shardwright.global_tensor.placement import Placement, placement_of
 from shardwright.global_tensor.rules import (
@@ -19,7 +26,6 @@ from shardwright.global_tensor.rules import (
     convolutions,
     dims,
     indexing,
-    joining,
     likes,
     lists,
     losses,
@@ -27,164 +33,157 @@ from shardwright.global_tensor.rules import (
     pointwise,
     products,
     randoms,
-    sums,
     views,
 )
-from shardwright.global_tensor.rules.call import (
-    Decision,
-    OperatorCall,
-    decide,
-    flattened,
-    meta_outputs,
-    mixed,
-    nothing,
-    put_together,
-    refusal,
-    run_here,
-)
-from shardwright.global_tensor.rules.trial import try_out
+from shardwright.global_tensor.rules.call import Decision, OperatorCall, decide, empty_results, refusal, try_out
 from shardwright.global_tensor.sbp import broadcast
-from shardwright.global_tensor.tensor import GlobalTensor, moved, wrap
-from shardwright.global_tensor.view_tracking import bind, check_fresh, is_apart, is_shared, note_writes
+from shardwright.global_tensor.tensor import GlobalTensor, redistributed_local, wrap
+from shardwright.global_tensor.view_tracking import check_fresh, count_writes, is_gathered_view, is_shared, mark_view
 
 Rule = Callable[[OperatorCall], Decision]
 
 RULES: dict[str, Rule] = {}
-for _family in (
-    attention, convolutions, dims, indexing, joining, likes, losses, norms, pointwise, products, sums, views,
-):  # fmt: skip
+for _family in (attention, convolutions, dims, indexing, likes, losses, norms, products, views):
     RULES.update(_family.RULES)
 
 _VALUE_DEPENDENT = (
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "unique_dim_consecutive",
-    "bincount",
+    "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
     "repeat_interleave",
-)
+)  # fmt: skip
+"""Operators whose results' shapes depend on values."""
 
-
-_RESHAPE_THEMSELVES = ("set_", "resize_", "resize_as_")
-_ADDED = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
-_WHOLE_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+_RESHAPE_IN_PLACE = ("set_", "resize_", "resize_as_")
+_ADD = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+_FUSED_LAYERS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs one operator: brings the inputs to where the rule wants them, computes here, says how the outputs lie."""
-    if (of_lists := lists.handler(func)) is not None:
-        return of_lists(func, args, kwargs)
-    leaves, spec = flattened(args, kwargs)
-    place = _placement(func, leaves)
+    """Runs one operator on global tensors and returns its results as global tensors.
+
+    Raises: PlanError: no rule, or a read of a stale view. LayoutError: inputs of several placements, or plain ones.
+    """
+    if (handler := lists.handler(func)) is not None:
+        return handler(func, args, kwargs)
+    leaves, spec = tree_flatten((args, kwargs))
+    placement = _placement(func, leaves)
     if any(isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) for leaf in leaves):
         _check_written(func, args, kwargs)
-        leaves = [_as_global(func, leaf, place) for leaf in leaves]
-        args, kwargs = put_together(leaves, spec)
-    call = OperatorCall(func, args, kwargs, [leaf for leaf in leaves if isinstance(leaf, DTensor)], place)
+        leaves = [_as_global(func, leaf, placement) for leaf in leaves]
+        args, kwargs = tree_unflatten(leaves, spec)
+    call = OperatorCall(func, args, kwargs, [leaf for leaf in leaves if isinstance(leaf, DTensor)], placement)
     check_fresh(call.name, call.tensors)
     written = [x for x, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)]
-    if any(is_apart(x) for x in written):
-        raise refusal(call, "what is written to is a part of a cut tensor, and was gathered to be looked at")
+    if any(is_gathered_view(x) for x in written):
+        raise refusal(call, "it would write to a view of a cut tensor that was gathered to be looked at")
     rng = torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(call)
     if rng and call.name not in randoms.HANDLERS and not _is_composite(call):
         raise refusal(call, "its random numbers would depend on the layout", "randn, rand, dropout")
     if call.name == "squeeze_" and not is_shared(args[0]):
-        return _squeezed(call)
-    if torch.Tag.inplace_view in func.tags or call.name in _RESHAPE_THEMSELVES:
-        raise refusal(call, "it gives a tensor another shape in place", "the operator that returns a new one")
-    found = _carried_out(call, leaves, spec)
-    note_writes(written)
-    return found
+        return _squeeze_in_place(call)
+    if torch.Tag.inplace_view in func.tags or call.name in _RESHAPE_IN_PLACE:
+        raise refusal(call, "it changes the shape of a tensor in place", "the operator that returns a new one")
+    result = _execute(call, leaves, spec)
+    count_writes(written)
+    return result
 
 
-def _carried_out(call: OperatorCall, leaves: list[Any], spec: Any) -> Any:
-    """What the operator returns, and what it writes written."""
+def _execute(call: OperatorCall, leaves: list[Any], spec: Any) -> Any:
+    """Runs the operator by its handler, its decomposition or its rule; in-place operators write into their input."""
     func, args, kwargs = call.func, call.args, call.kwargs
-    if call.name in randoms.HANDLERS:
-        return randoms.HANDLERS[call.name](call)
-    if call.name in _READERS:
-        return _READERS[call.name](call)
-    if _is_composite(call):  # it comes whole only where autograd has not taken it apart
+    handler = randoms.HANDLERS.get(call.name) or _READERS.get(call.name)
+    if handler is not None:
+        return handler(call)
+    if _is_composite(call):  # autograd has not decomposed it, as in inference mode
         return func.decompose(*args, **kwargs)
     decision = _decision(call)
     outs = [kwargs.get(each.name) for each in func._schema.arguments if each.is_out]
     if any(out is not None for out in outs) and any(not args or out is not args[0] for out in outs):
-        raise refusal(call, "the result would be written into a tensor that lies otherwise: leave out 'out='")
-    lost = [
-        moved(x, GlobalLayout(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
+        raise refusal(call, "the result would be written into a tensor of another layout: leave out 'out='")
+    # every rank runs the redistributions, members of the placement or not, in the order of the inputs
+    local_inputs = [
+        redistributed_local(x, GlobalLayout(call.placement, sbp)) if x.sbp != sbp else x._local_tensor
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
     ]
-    found = nothing(call, decision)
-    if found is not None or here().rank not in call.placement:
+    result = empty_results(call, decision)
+    if result is not None or here().rank not in call.placement:
         try_out(call)
-        return _returned(call, decision, found)
-    local = iter(lost)
-    here_args, here_kwargs = put_together([next(local) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec)
-    return _returned(call, decision, run_here(call, decision, here_args, here_kwargs))
+        return _returned(call, decision, result)
+    local = iter(local_inputs)
+    args, kwargs = tree_unflatten([next(local) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec)
+    result = func(*args, **kwargs) if decision.run is None else decision.run(call, decision, args, kwargs)
+    return _returned(call, decision, result)
 
 
-def _squeezed(call: OperatorCall) -> Any:
-    """A tensor that nobody sees in another way loses dims in place: torch does so to what it has just made."""
+def _squeeze_in_place(call: OperatorCall) -> Any:
+    """Removes dims of a tensor without views in place, as torch does to tensors that it has just created."""
     x = call.tensors[0]
     squeeze = getattr(torch.ops.aten.squeeze, call.func._overloadname)
-    found = dispatch(squeeze, (x.detach(), *call.args[1:]), call.kwargs)
-    x._local_tensor, x._spec = found._local_tensor, found._spec
+    squeezed = dispatch(squeeze, (x.detach(), *call.args[1:]), call.kwargs)
+    x._local_tensor, x._spec = squeezed._local_tensor, squeezed._spec
     return return_and_correct_aliasing(call.func, call.args, call.kwargs, x)
 
 
 def _placement(func: Any, leaves: list[Any]) -> Placement:
-    """The one placement of all global tensors among the arguments."""
+    """The placement that all global tensors among the arguments share."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
-    places = dict.fromkeys(placement_of(x._spec.mesh) for x in tensors)
-    first = next(iter(places))
-    if len(places) > 1:
+    placements = dict.fromkeys(placement_of(x._spec.mesh) for x in tensors)
+    first = next(iter(placements))
+    if len(placements) > 1:
         fix = f"write x.to_global({first}, sbp) for the others"
-        if all(x.ndim == 0 for x in tensors):  # norms or losses of several stages: clip_grad_norm_ stacks them
+        if all(x.ndim == 0 for x in tensors):  # probably clip_grad_norm_, which stacks the norms of all parameters
             fix += "; for clip_grad_norm_ over several placements, take get_total_norm of each, bring the norms to one "
             fix += "placement, and give their norm to clip_grads_with_norm_ for each"
-        raise mixed(func, ", ".join(map(str, places)), fix)
+        raise _placement_error(func, ", ".join(map(str, placements)), fix)
     if any(not isinstance(x, GlobalTensor) for x in tensors):
-        raise mixed(func, "a DTensor beside a global tensor", "write to_global(x) for it")
+        raise _placement_error(func, "a DTensor beside a global tensor", "write to_global(x) for it")
     return first
 
 
+def _placement_error(func: Any, what: str, fix: str) -> LayoutError:
+    """Returns the error for tensors that one operator cannot take together."""
+    return LayoutError(
+        f"'{func._schema.name.removeprefix('aten::')}' is given tensors that are not on one placement",
+        given=what,
+        allowed="global tensors of one placement, and plain numbers",
+        fix=fix,
+    )
+
+
 def _check_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for place, argument in enumerate(func._schema.arguments):
-        x = args[place] if place < len(args) else kwargs.get(argument.name)
+    for number, argument in enumerate(func._schema.arguments):
+        x = args[number] if number < len(args) else kwargs.get(argument.name)
         if _is_written(argument) and isinstance(x, Tensor) and not isinstance(x, DTensor):
-            raise mixed(
+            raise _placement_error(
                 func,
                 f"a plain tensor of shape {list(x.shape)} that a global one would be written to",
                 "write to_global(x, placement, sbp) for the plain one, or y.to_local() for the global one",
             )
 
 
-def _as_global(func: Any, leaf: Any, place: Placement) -> Any:
-    """A plain number in a tensor is a copy on every member; nothing else that is plain meets a global tensor."""
+def _as_global(func: Any, leaf: Any, placement: Placement) -> Any:
+    """A plain tensor of one number as a broadcast global tensor; raises LayoutError for other plain tensors."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
         return leaf
     if (leaf.ndim and not _is_made_by_torch(func, leaf)) or (leaf.requires_grad and torch.is_grad_enabled()):
         kind = "a plain tensor" if leaf.ndim else "a plain tensor with a gradient, which would be global,"
-        raise mixed(
+        raise _placement_error(
             func,
-            f"{kind} of shape {list(leaf.shape)} beside one on {place}",
+            f"{kind} of shape {list(leaf.shape)} beside one on {placement}",
             "write to_global(x, placement, sbp) for the plain one",
         )
-    local = leaf.detach() if here().rank in place else leaf.new_empty((0,) * max(leaf.ndim, 1))
-    made = wrap(local, tuple(leaf.shape), GlobalLayout(place, (broadcast,) * place.ndim))
-    made._plain = leaf  # a rule may ask whether it is zero or infinite
+    local = leaf.detach() if here().rank in placement else leaf.new_empty((0,) * max(leaf.ndim, 1))
+    made = wrap(local, tuple(leaf.shape), GlobalLayout(placement, (broadcast,) * placement.ndim))
+    made._plain = leaf  # rules read it: partial sums pass a factor only if it is finite
     return made
 
 
 def _is_made_by_torch(func: Any, x: Tensor) -> bool:
-    """Whether it is what torch itself makes within its functions, the same on every rank.
+    """Whether ``x`` looks like a tensor that torch's own functions create inside, equal on every rank.
 
-    ``one_hot`` compares with 0, 1, 2 and so on; causal attention adds minus infinity above a diagonal; some backwards
-    begin with zeros or ones.
+    ``one_hot`` compares with 0, 1, 2 and so on; causal attention adds a mask of minus infinity above the diagonal; some
+    backwards start from zeros or ones.
     """
-    if func in _ADDED and x.ndim == 2 and x.dtype.is_floating_point and not x.requires_grad:
+    if func in _ADD and x.ndim == 2 and x.dtype.is_floating_point and not x.requires_grad:
         return torch.equal(x, torch.full_like(x, float("-inf")).triu(1))
     if func is torch.ops.aten.eq.Tensor and x.ndim == 1 and x.dtype == torch.int64:
         return torch.equal(x, torch.arange(len(x), device=x.device))
@@ -200,96 +199,104 @@ def _is_composite(call: OperatorCall) -> bool:
 
 
 def _decision(call: OperatorCall) -> Decision:
-    whole = all(one.is_replicate() for x in call.tensors for one in x.sbp)
-    if call.name in _VALUE_DEPENDENT or (call.name == "index" and indexing.by_mask(call)):
-        if not whole or call.placement.size < here().size:
-            raise refusal(call, "the shape of what it returns depends on values that not every rank has")
+    replicated = all(one.is_replicate() for x in call.tensors for one in x.sbp)
+    if call.name in _VALUE_DEPENDENT or (call.name == "index" and indexing.is_by_mask(call)):
+        if not replicated or call.placement.size < here().size:
+            raise refusal(call, "the shape of its result depends on values that not every rank has")
         return Decision([x.sbp for x in call.tensors], [])
     key, call.outputs = _outputs(call)
     rule = RULES.get(call.name) or (pointwise.rule if pointwise.is_pointwise(call) else None)
     if rule is not None:
         call.key = key
         return rule(call)
-    if not whole and call.name in _WHOLE_LAYERS:
-        why = "it computes a whole layer at once; torch.backends.mha.set_fastpath_enabled(False) turns that off"
-        raise refusal(call, why)
-    if not whole:
-        raise refusal(call, "it is not in the list of operators whose rules are proven")
+    if not replicated and call.name in _FUSED_LAYERS:
+        fix = "torch.backends.mha.set_fastpath_enabled(False) turns that off"
+        raise refusal(call, f"it computes a whole layer at once; {fix}")
+    if not replicated:
+        raise refusal(call, "its behaviour on sharded tensors is not known")
     return decide(call, [])
 
 
-_META: dict[Any, list[Tensor | None]] = {}
+_OUTPUTS: dict[Any, list[Tensor | None]] = {}
 
 
 def _outputs(call: OperatorCall) -> tuple[Any, list[Tensor | None]]:
-    """What kind of call it is, and its outputs' whole shapes; the same call is asked once.
-
-    Whole numbers divided are of torch's default dtype.
-    """
-    key = (call.func, _frozen(call.args), _frozen(tuple(sorted(call.kwargs.items()))), torch.get_default_dtype())
-    if key not in _META:
-        if len(_META) > 10_000:
-            _META.clear()
+    """The call's cache key and its outputs' global shapes, computed once for equal keys."""
+    # the default dtype is part of the key: a quotient of integers has it
+    key = (call.func, _hashable(call.args), _hashable(tuple(sorted(call.kwargs.items()))), torch.get_default_dtype())
+    if key not in _OUTPUTS:
+        if len(_OUTPUTS) > 10_000:
+            _OUTPUTS.clear()
         try:
-            found = meta_outputs(call.func, call.args, call.kwargs)
+            result = _meta_outputs(call.func, call.args, call.kwargs)
         except NotImplementedError as failure:
-            raise refusal(call, "torch cannot tell its result's shape beforehand") from failure
-        many = list(found) if isinstance(found, (tuple, list)) else [found]
-        _META[key] = [x if isinstance(x, Tensor) else None for x in many]
-    return key, _META[key]
+            raise refusal(call, "torch cannot infer the shape of its result") from failure
+        _OUTPUTS[key] = [x if isinstance(x, Tensor) else None for x in _as_list(result)]
+    return key, _OUTPUTS[key]
 
 
-def _frozen(given: Any) -> Any:
+def _meta_outputs(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the operator's results on meta tensors of the global shapes."""
+
+    def to_meta(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return torch.device("meta") if isinstance(x, torch.device) else x
+
+    return func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
+
+
+def _hashable(given: Any) -> Any:
     if isinstance(given, Tensor):
         return ("tensor", tuple(given.shape), given.stride(), given.dtype)
     if isinstance(given, (list, tuple)):
-        return tuple(_frozen(each) for each in given)
+        return tuple(_hashable(each) for each in given)
     return (type(given).__name__, given)
 
 
-def _returned(call: OperatorCall, decision: Decision, found: Any) -> Any:
-    """The local results as global tensors; what was written to in place as itself."""
+def _as_list(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _returned(call: OperatorCall, decision: Decision, result: Any) -> Any:
+    """The local results as global tensors; for an in-place operator, the tensor that it wrote to."""
     schema = call.func._schema
-    if len(schema.returns) == 1 and schema.returns[0].alias_info is not None and schema.returns[0].alias_info.is_write:
+    if len(schema.returns) == 1 and pointwise.is_in_place(call):
         x = call.args[0]
-        if x.sbp != decision.outs[0]:  # it was computed lying otherwise, and goes back to where others see it
-            there = GlobalLayout(call.placement, decision.outs[0])
-            x._local_tensor.copy_(move(found, tuple(x.shape), there, GlobalLayout(call.placement, x.sbp)))
+        if x.sbp != decision.outs[0]:  # it was computed in another layout: redistribute back into the input's memory
+            layout = GlobalLayout(call.placement, decision.outs[0])
+            back = redistribute_local(result, tuple(x.shape), layout, GlobalLayout(call.placement, x.sbp))
+            x._local_tensor.copy_(back)
         return x
-    if not decision.outs:  # the shape is known only now, and the same on every member
-        shapes = _told_shapes(call, found)
+    if not decision.outs:  # the shape depends on values; all inputs are broadcast, so it is the same on every rank
+        shapes = [tuple(x.shape) for x in _as_list(result)]
         decision.outs = [call.tensors[0].sbp] * len(shapes)
         call.outputs = [torch.empty(shape, device="meta") for shape in shapes]
-    # in inference mode the view of a tensor from outside of it is, as in torch, like that tensor
+    # in inference mode a view of a normal tensor is a normal tensor, as in torch
     is_plain_view = schema._is_view_op() and not call.tensors[0].is_inference()
-    many, member = isinstance(found, (tuple, list)), here().rank in call.placement
+    many, member = isinstance(result, (tuple, list)), here().rank in call.placement
     wrapped = []
-    for number, local in enumerate(found if many else [found]):
+    for number, local in enumerate(_as_list(result)):
         meta = call.outputs[number] if number < len(call.outputs) else None
         if isinstance(local, Tensor) and meta is not None:
-            where = GlobalLayout(call.placement, decision.outs[number])
-            if member and tuple(local.shape) != tuple(meta.shape) and all(one.is_replicate() for one in where.sbp):
-                meta = local  # an unused output, of another shape than torch foretells
+            layout = GlobalLayout(call.placement, decision.outs[number])
+            if member and tuple(local.shape) != tuple(meta.shape) and all(one.is_replicate() for one in layout.sbp):
+                meta = local  # an unused output, whose shape differs between the device and the meta device
             with torch.inference_mode(mode=not is_plain_view and torch.is_inference_mode_enabled()):
-                local = wrap(local, tuple(meta.shape), where, meta.stride())
+                local = wrap(local, tuple(meta.shape), layout, meta.stride())
         wrapped.append(local)
-    result = type(found)(wrapped) if many else wrapped[0]
-    if schema.returns and any(each.alias_info is not None for each in schema.returns):
+    returned = type(result)(wrapped) if many else wrapped[0]
+    if any(each.alias_info is not None for each in schema.returns):
         for each in wrapped:
-            bind(each, call.tensors[0], apart=_is_copied(call, decision, each))
+            mark_view(each, call.tensors[0], gathered=_is_copied(call, decision, each))
     if member and schema._is_view_op() and not many and not torch.is_inference_mode_enabled():
-        return return_and_correct_aliasing(call.func, call.args, call.kwargs, result)
-    return result
-
-
-def _told_shapes(call: OperatorCall, found: Any) -> list[tuple[int, ...]]:
-    return [tuple(x.shape) for x in (found if isinstance(found, (tuple, list)) else [found])]
+        return return_and_correct_aliasing(call.func, call.args, call.kwargs, returned)
+    return returned
 
 
 def _drops_nothing(call: OperatorCall) -> bool:
-    """Whether an operator that may draw random numbers draws none this time."""
-    names = {argument.name for argument in call.func._schema.arguments}
-    return "dropout_p" in names and not call.arg("dropout_p")
+    """Whether an operator with a dropout argument draws no random numbers in this call."""
+    return "dropout_p" in call.names and not call.arg("dropout_p")
 
 
 def _is_written(argument: Any) -> bool:
@@ -297,34 +304,22 @@ def _is_written(argument: Any) -> bool:
 
 
 def _is_copied(call: OperatorCall, decision: Decision, view: GlobalTensor) -> bool:
-    """Whether a view is none here, since its input had to be moved or copied: a write to it would not be seen."""
+    """Whether the input of a view was redistributed or copied, so that the view does not share its memory."""
     x = call.tensors[0]
-    mine, others = (each._local_tensor.untyped_storage().data_ptr() for each in (view, x))
-    copied = bool(view._local_tensor.numel()) and mine != others
+    view_memory, memory = (each._local_tensor.untyped_storage().data_ptr() for each in (view, x))
+    copied = bool(view._local_tensor.numel()) and view_memory != memory
     return copied or decision.ins[0] != x.sbp
 
 
-# ---- operators that read values into Python
-
-
-def _number(call: OperatorCall) -> Any:
-    return call.tensors[0].item()
-
-
-def _equal(call: OperatorCall) -> bool:
-    first, second = (x._read("equal") for x in call.tensors)
-    return bool(torch.equal(first, second))
-
-
-def _allclose(call: OperatorCall) -> bool:
-    first, second = (x._read("allclose") for x in call.tensors)
-    return torch.allclose(first, second, *call.args[2:], **call.kwargs)
+def _read_all(call: OperatorCall) -> list[Any]:
+    return [x._read(call.name) for x in call.tensors]
 
 
 _READERS: dict[str, Callable[[OperatorCall], Any]] = {
-    "_local_scalar_dense": _number,
-    "equal": _equal,
-    "allclose": _allclose,
+    "_local_scalar_dense": lambda call: call.tensors[0].item(),
+    "equal": lambda call: torch.equal(*_read_all(call)),
+    "allclose": lambda call: torch.allclose(*_read_all(call), *call.args[2:], **call.kwargs),
 }
+"""Operators that return values to Python."""
 
-__all__ = ["RULES", "Placement", "dispatch"]
+__all__ = ["RULES", "dispatch"]

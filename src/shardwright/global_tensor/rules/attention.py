@@ -1,4 +1,4 @@
-"""Attention: samples and heads may be cut; each head sees its whole sequence."""
+"""Sharding rule of scaled dot-product attention: samples and heads may be split, the sequence may not."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from typing import Any
 
 from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall, Way, decide
 
-_SEEN = frozenset({"query", "key", "value", "grad_out", "out", "logsumexp"})
+_SPLIT = frozenset({"query", "key", "value", "grad_out", "out", "logsumexp"})
 
 
 def _attention(call: OperatorCall) -> Decision:
-    names = [argument.name for argument in call.func._schema.arguments]
+    # with fewer heads of keys than of queries (grouped queries) equal slices of heads would not match
     heads = {call.shapes[call.place(name) or 0][1] for name in ("query", "key", "value")}
     ways: list[Way] = []
     for dim in (0, 1) if len(heads) == 1 else (0,):
-        cut: dict[str, Letter] = {name: dim for name in names if name in _SEEN}
-        mask = "attn_mask" if "attn_mask" in names else None
-        if mask is not None and (place := call.place(mask)) is not None:
+        cut: dict[str, Letter] = {name: dim for name in call.names if name in _SPLIT}
+        if (place := call.place("attn_mask")) is not None:  # split as well, unless it is broadcast along the dim
             shape, size = call.shapes[place], call.shapes[call.place("query") or 0][dim]
             own = dim - (4 - len(shape))
-            cut[mask] = own if own >= 0 and shape[own] == size and size > 1 else "B"
+            cut["attn_mask"] = own if own >= 0 and shape[own] == size and size > 1 else "B"
         ways.append((call.letters(**cut), (dim,) * len(call.outputs)))
     return decide(call, ways)
 

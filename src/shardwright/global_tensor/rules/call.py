@@ -1,13 +1,17 @@
-"""One call of an operator on global tensors, and what a rule decides about it.
+"""``OperatorCall`` and ``Decision``: a sharding rule's input (the call) and output (how each tensor is sharded).
 
-A rule names, for one axis of the placement, ways in which the members may compute: how each input lies, how each
-output then lies. Letters are B (everyone has all), P (a term of a sum), or the number of the dim that is cut. Each axis
-takes the way that moves least; that all inputs are whole is always a way.
+A rule lists, for a single axis of the placement, the ways in which its members can compute the operator: a letter for
+each input and each output. Letters are B (broadcast), P (partial sum), or the number of the dim that is split.
+:func:`decide` expands this to all axes: each takes the way whose inputs are cheapest to redistribute. All inputs
+broadcast is always a way. For ``mm`` some of the ways are::
+
+    ((0, "B"), (0,))      rows of the first split: rows of the product
+    (("B", 1), (1,))      columns of the second split: columns of the product
+    ((1, 0), ("P",))      the contraction split: terms of the product
 """
 
 from __future__ import annotations
 
-import cmath
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,24 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from shardwright.comm.current_world import here
-from shardwright.errors import LayoutError, PlanError
-from shardwright.global_tensor import sbp as words
+from shardwright.errors import PlanError
 from shardwright.global_tensor.geometry import GlobalLayout, local_shape
 from shardwright.global_tensor.placement import Placement
-from shardwright.global_tensor.sbp import Sbp, broadcast, partial_sum, split
+from shardwright.global_tensor.sbp import Sbp, broadcast, partial_sum, sbp_text, split
 from shardwright.global_tensor.tensor import GlobalTensor
 
 Letter = str | int
 Way = tuple[tuple[Letter, ...], tuple[Letter, ...]]
-"""How each input lies along an axis, and how each output does."""
+"""The letter of each input along one axis, and the letter of each output."""
 
 
 @dataclass
 class OperatorCall:
-    """An operator and its arguments; ``tensors`` are the global ones among them, in order."""
+    """One operator call, as sharding rules see it; ``tensors`` are the global tensors in its arguments, in order."""
 
     func: Any
     args: tuple[Any, ...]
@@ -40,38 +43,51 @@ class OperatorCall:
     tensors: list[Any]
     placement: Placement
     outputs: list[Tensor | None] = field(default_factory=list)
-    """What it returns, as meta tensors of the whole shapes."""
+    """The results as meta tensors of the global shapes."""
     key: Any = None
-    """What else is of the same kind: shapes, dtypes and plain arguments; None where no rule is known."""
+    """Equal for calls with the same shapes, dtypes and plain arguments; None for an operator without a rule."""
 
     @property
     def name(self) -> str:
-        """The operator's name, as torch has it."""
+        """The operator's name without the ``aten::`` of torch."""
         return str(self.func._schema.name).removeprefix("aten::")
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The inputs' shapes."""
+        """The global shapes of the input tensors."""
         return [tuple(x.shape) for x in self.tensors]
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """The first output's shape."""
+        """The global shape of the first output."""
+        return tuple(self.output.shape)
+
+    @property
+    def output(self) -> Tensor:
+        """The first output, as a meta tensor of its global shape."""
         first = self.outputs[0]
         assert first is not None
-        return tuple(first.shape)
+        return first
 
     def arg(self, name: str) -> Any:
-        """An argument by its name in torch's schema, or its default."""
-        for place, argument in enumerate(self.func._schema.arguments):
-            if argument.name == name:
-                if name in self.kwargs:
-                    return self.kwargs[name]
-                return self.args[place] if place < len(self.args) else argument.default_value
-        raise AssertionError(f"{self.func} has no argument {name}")
+        """Returns an argument by its name in torch's schema, or its default."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        place = self.names.index(name)
+        return self.args[place] if place < len(self.args) else self.func._schema.arguments[place].default_value
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arguments in torch's schema."""
+        return [argument.name for argument in self.func._schema.arguments]
+
+    def dim(self, name: str = "dim", num_dims: int | None = None) -> int:
+        """Returns the value of a ``dim`` argument, negatives made positive: by default for the first input's dims."""
+        num = len(self.shapes[0]) if num_dims is None else num_dims
+        return int(self.arg(name)) % max(num, 1)
 
     def place(self, name: str) -> int | None:
-        """Which of ``tensors`` an argument is, or begins with; None when it is no tensor."""
+        """Returns the index in ``tensors`` of a named argument (of a list, its first); None if it is no tensor."""
         at = 0
         for number, argument in enumerate(self.func._schema.arguments):
             given = self.args[number] if number < len(self.args) else self.kwargs.get(argument.name)
@@ -82,7 +98,7 @@ class OperatorCall:
         return None
 
     def letters(self, /, **of: Letter) -> tuple[Letter, ...]:
-        """One letter for each input: those named, and B for the others."""
+        """Returns a letter for each input (B broadcast, P partial sum, or its split dim): as named, else B."""
         found: list[Letter] = ["B"] * len(self.tensors)
         for name, letter in of.items():
             place = self.place(name)
@@ -91,10 +107,10 @@ class OperatorCall:
         return tuple(found)
 
     def with_arg(self, name: str, value: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-        """``args`` with another value for one of them, a positional one; torch leaves defaults at the end out."""
+        """Returns ``args`` with ``value`` for the positional argument ``name``; trailing defaults are filled in."""
         arguments = self.func._schema.arguments
         changed = [*args, *(each.default_value for each in arguments[len(args) :] if not each.kwarg_only)]
-        changed[[each.name for each in arguments].index(name)] = value
+        changed[self.names.index(name)] = value
         return tuple(changed)
 
 
@@ -103,97 +119,87 @@ Run = Callable[[OperatorCall, "Decision", tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass
 class Decision:
-    """How the inputs must lie and how the outputs then do; ``run`` where it is not the operator itself."""
+    """How an operator is sharded: the sbp that inputs need and outputs get; ``run`` replaces it on local tensors."""
 
     ins: list[tuple[Sbp, ...]]
     outs: list[tuple[Sbp, ...]]
     run: Run | None = None
-    talks: bool = False
-    """Whether ``run`` sends something: then every member runs it, with nothing too."""
+    communicates: bool = False
+    """Whether ``run`` communicates: then every member runs it, even with an empty slice."""
 
     def local_shape_of(self, call: OperatorCall, output: int = 0) -> tuple[int, ...]:
-        """The shape of this rank's part of an output."""
+        """Returns the shape of this rank's local tensor of an output."""
         given = call.outputs[output]
         assert given is not None
         return local_shape(tuple(given.shape), GlobalLayout(call.placement, self.outs[output]), here().rank)
 
 
 def to_sbp(letter: Letter) -> Sbp:
-    """A letter as torch has it."""
+    """Returns the sbp that a rule's letter means: B is broadcast, P partial sum, a number the dim of a split."""
     return broadcast if letter == "B" else partial_sum if letter == "P" else split(int(letter))
 
 
 def to_letter(one: Sbp) -> Letter:
-    """The letter of an sbp."""
+    """Returns the letter by which rules write an sbp: B for broadcast, P for partial sum, the dim for a split."""
     return one.dim if isinstance(one, Shard) else "B" if one.is_replicate() else "P"
 
 
-def everyone_whole(call: OperatorCall) -> Way:
-    """The way that is always right: every member computes everything."""
-    return ("B",) * len(call.tensors), ("B",) * max(len(call.outputs), 1)
-
-
 def decide(call: OperatorCall, ways: Sequence[Way], run: Run | None = None, *, in_place: bool = False) -> Decision:
-    """For each axis the way that moves least; where several tie, the first.
+    """Returns how to shard an operator: on each axis, the way whose inputs move the fewest elements; first of equals.
 
-    ``in_place``: the first input is written to, so a way in which it stays as it lies is taken where there is one.
+    ``in_place``: the first input is written to, so ways that keep its layout are preferred.
     """
-    ways = [everyone_whole(call), *ways]
+    num_outputs = max(len(call.outputs), 1)
+    ways = [(("B",) * len(call.tensors), ("B",) * num_outputs), *ways]  # always right: every member computes everything
     chosen: list[Way] = []
     for axis, size in enumerate(call.placement.shape):
         now = [to_letter(x.sbp[axis]) for x in call.tensors]
-        as_it_lies = [w for w in ways if in_place and w[0][0] == w[1][0] == now[0]]
-        left = as_it_lies or ways  # else it is computed as it may be, and brought back
-        costs = [_cost(call, size, now, way) for way in left]
-        chosen.append(left[costs.index(min(costs))])
+        # without a way that keeps the layout, the result is redistributed back into the input afterwards
+        candidates = [way for way in ways if in_place and way[0][0] == way[1][0] == now[0]] or ways
+        chosen.append(min(candidates, key=lambda way: _cost(call, size, now, way)))
     ins = [tuple(to_sbp(way[0][i]) for way in chosen) for i in range(len(call.tensors))]
-    outs = [tuple(to_sbp(way[1][i]) for way in chosen) for i in range(max(len(call.outputs), 1))]
+    outs = [tuple(to_sbp(way[1][i]) for way in chosen) for i in range(num_outputs)]
     return Decision(ins, outs, run)
 
 
 def _cost(call: OperatorCall, size: int, now: Sequence[Letter], way: Way) -> float:
-    """Elements that go from one member to another, about."""
+    """An estimate of the elements that members of the axis send to bring the inputs into the way's layout."""
     cost = 0.0
     for x, before, after in zip(call.tensors, now, way[0], strict=True):
         if before == after or before == "B":
             continue
-        cost += 1e-6  # a layout that moves nothing is kept, too
+        cost += 1e-6  # breaks ties, also of empty tensors, for a way that redistributes nothing
         share = (size - 1) / size * x.numel()
         cost += {"P": 2.0 if after == "B" else 1.0}.get(str(before), 1.0 if after == "B" else 1.0 / size) * share
         if after == "P":
-            cost += 4 * x.numel() + 1  # never worth it
+            cost += 4 * x.numel() + 1  # splitting a tensor into terms is never worth it
     return cost
 
 
-def run_here(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator itself on local tensors, or what the rule runs in its place."""
-    if decision.run is not None:
-        return decision.run(call, decision, args, kwargs)
-    return call.func(*args, **kwargs)
+def empty_results(call: OperatorCall, decision: Decision) -> Any:
+    """Returns empty tensors, or zeros for ``partial_sum``, if this rank need not run the operator; None if it must.
 
-
-def nothing(call: OperatorCall, decision: Decision) -> Any:
-    """The results of a rank that is no member, or holds an empty slice: empty ones, and zeros for terms.
-
-    None where it must compute. A member whose slice is empty does not: not every operator takes an empty tensor.
+    A rank that is not a member computes nothing, nor does a member with an empty slice, since not every operator takes
+    empty tensors.
     """
     if here().rank not in call.placement:
-        return results(call, decision)
-    if decision.talks or not decision.outs or not any(
+        return _zero_results(call, decision)
+    if decision.communicates or not decision.outs or not any(
         x.numel() and 0 in local_shape(tuple(x.shape), GlobalLayout(call.placement, sbp), here().rank)
         for x, sbp in zip(call.tensors, decision.ins, strict=True)
     ):  # fmt: skip
         return None
+    # an output with elements must still be computed, unless it is a term whose inputs here are empty: that is zero
     terms_given = any(one.is_partial() for sbp in decision.ins for one in sbp)
     for number, meta in enumerate(call.outputs):
         is_term = not terms_given and any(one.is_partial() for one in decision.outs[number])
         if meta is not None and 0 not in decision.local_shape_of(call, number) and not is_term:
             return None
-    return results(call, decision)
+    return _zero_results(call, decision)
 
 
-def results(call: OperatorCall, decision: Decision) -> Any:
-    """Zeros of the local shapes, as the operator returns them."""
+def _zero_results(call: OperatorCall, decision: Decision) -> Any:
+    """Zeros of the local shapes, in the tuple or list that the operator returns."""
     found = [
         None if meta is None else torch.zeros(
             decision.local_shape_of(call, number), dtype=meta.dtype, device=call.tensors[0]._local_tensor.device
@@ -208,41 +214,61 @@ def results(call: OperatorCall, decision: Decision) -> Any:
     return found[0] if found else None
 
 
-def meta_outputs(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the operator returns, computed without values on the whole shapes."""
+_MOST_ELEMENTS_TRIED = 2**20
+"""Of larger tensors, other ranks see a member's error only when its process is gone."""
 
-    def bare(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        return torch.device("meta") if isinstance(x, torch.device) else x
-
-    return func(*tree_map(bare, args), **tree_map(bare, kwargs))
+_TRIED: set[Any] = set()
 
 
-def flattened(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-    """The arguments as a flat list, and how to put them together again."""
-    return tree_flatten((args, kwargs))
+def try_out(call: OperatorCall) -> None:
+    """Runs the operator on ones, on a rank that has no data to compute, so that it raises the errors of other ranks.
+
+    The inputs are ones of the global shapes, or zeros if ones are no valid indices; equal calls are tried once.
+    """
+    num = sum(x.numel() for x in (*call.tensors, *call.outputs) if x is not None)
+    if call.key is None or call.key in _TRIED or num > _MOST_ELEMENTS_TRIED:
+        return
+    try:
+        _run_on_ones(call, 1)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        pass  # an error of these values, not of shapes and dtypes
+    except Exception:
+        if all(x.dtype.is_floating_point for x in call.tensors):
+            raise
+        _run_on_ones(call, 0)
+    if len(_TRIED) > 10_000:
+        _TRIED.clear()
+    _TRIED.add(call.key)
 
 
-def put_together(leaves: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments from a flat list."""
-    args, kwargs = tree_unflatten(leaves, spec)
-    return args, kwargs
+def _run_on_ones(call: OperatorCall, integer: int) -> None:
+    def plain(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        original: Tensor | None = getattr(x, "_plain", None)
+        if original is not None:
+            return original.clone()
+        value = 1 if x.dtype.is_floating_point else integer
+        return torch.full(x.shape, value, dtype=x.dtype, device=x._local_tensor.device)
+
+    call.func(*tree_map(plain, call.args), **tree_map(plain, call.kwargs))
 
 
-def refusal(call: OperatorCall, why: str, instead: str = "tensors that every member has whole") -> PlanError:
-    """The error for what has no rule."""
-    lies = ", ".join(f"{list(x.shape)} {words.text(x.sbp)}" for x in call.tensors)
+def refusal(call: OperatorCall, why: str, instead: str = "broadcast tensors") -> PlanError:
+    """Returns the PlanError for an operator that has no rule for its inputs' layouts."""
+    layouts = ", ".join(f"{list(x.shape)} {sbp_text(x.sbp)}" for x in call.tensors)
+    num = call.placement.ndim
+    all_axes = "sbp.broadcast" if num == 1 else f"({', '.join(['sbp.broadcast'] * num)})"
     return PlanError(
-        f"'{call.name}' has no rule for global tensors that lie so: {why}",
-        given=f"{lies} on {call.placement}",
+        f"'{call.name}' has no rule for global tensors of these layouts: {why}",
+        given=f"{layouts} on {call.placement}",
         allowed=instead,
-        fix=f"write x.to_global(sbp={_whole(call.placement)}) for them first",
+        fix=f"write x.to_global(sbp={all_axes}) for them first",
     )
 
 
 def check_dtypes(call: OperatorCall) -> None:
-    """Raises PlanError where inputs differ in dtype: on every rank, where only members would meet torch's own error."""
+    """Raises PlanError on every rank if inputs differ in dtype; torch's own error would reach members only."""
     if len({x.dtype for x in call.tensors}) > 1:
         raise PlanError(
             f"'{call.name}' takes tensors of one dtype",
@@ -253,37 +279,18 @@ def check_dtypes(call: OperatorCall) -> None:
 
 
 def number_of(given: Any) -> Any:
-    """The number that an argument is: a plain one, or one in a plain tensor, the same on every rank; else None."""
+    """Returns a scalar argument's value, from a number or a plain 0-d tensor; None for other tensors."""
     if isinstance(given, Tensor):
-        held = given._plain if isinstance(given, GlobalTensor) else None
-        return None if held is None or held.ndim else held.item()
+        plain = given._plain if isinstance(given, GlobalTensor) else None
+        return None if plain is None or plain.ndim else plain.item()
     return given
 
 
-def is_finite(number: Any) -> bool:
-    """Whether zero times it is zero."""
-    return cmath.isfinite(number)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What a mean of this dtype is summed in: the sum may be too large for a narrow float where the mean is not."""
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which a mean of ``dtype`` is summed: 16-bit floats would overflow before the division."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def is_wider(dtype: torch.dtype, than: torch.dtype) -> bool:
-    """Whether every number of the other type is one of this type, too."""
-    return torch.promote_types(dtype, than) == dtype
-
-
-def mixed(func: Any, what: str, fix: str) -> LayoutError:
-    """The error for tensors that cannot meet in one operator."""
-    return LayoutError(
-        f"'{func._schema.name.removeprefix('aten::')}' is given tensors that do not lie on one placement",
-        given=what,
-        allowed="global tensors of one placement, and plain numbers",
-        fix=fix,
-    )
-
-
-def _whole(where: Placement) -> str:
-    return "sbp.broadcast" if where.ndim == 1 else f"({', '.join(['sbp.broadcast'] * where.ndim)})"
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether ``dtype`` represents every value of the dtype ``other`` exactly."""
+    return torch.promote_types(dtype, other) == dtype

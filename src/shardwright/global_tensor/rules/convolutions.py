@@ -1,4 +1,4 @@
-"""Convolutions and pooling: samples and channels may be cut, space may not."""
+"""Sharding rules of convolutions, pooling and resizing: samples and channels may be split, spatial dims may not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _batched(call: OperatorCall) -> bool:
 
 
 def _convolution(call: OperatorCall) -> Decision:
-    """Samples; output channels; input channels, whose products are terms of a sum. Groups are not cut."""
+    """Splits samples, output channels, or input channels, whose products are partial sums; groups are not split."""
     check_dtypes(call)
     if not _batched(call):
         return decide(call, [])
@@ -21,7 +21,7 @@ def _convolution(call: OperatorCall) -> Decision:
     if call.arg("groups") == 1:
         into, out = (0, 1) if call.arg("transposed") else (1, 0)
         ways.append((call.letters(weight=out, bias=0), (1,)))
-        if call.shapes[0][1] % call.placement.size == 0:  # torch convolves no empty slice
+        if call.shapes[0][1] % call.placement.size == 0:  # torch refuses empty slices of channels
             ways.append((call.letters(input=1, weight=into, bias="P"), ("P",)))
     return decide(call, ways)
 
@@ -33,19 +33,19 @@ def _convolution_backward(call: OperatorCall) -> Decision:
     if call.arg("groups") == 1:
         into, out = (0, 1) if call.arg("transposed") else (1, 0)
         ways.append((call.letters(grad_output=1, weight=out), ("P", out, 0)))
-        if call.shapes[call.place("input") or 0][1] % call.placement.size == 0:  # torch finds no gradient without input
+        if call.shapes[call.place("input") or 0][1] % call.placement.size == 0:  # as above
             ways.append((call.letters(input=1, weight=into), (1, into, "B")))
-    return decide(call, ways, _backward_here)
+    return decide(call, ways, _run_backward)
 
 
-def _backward_here(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_backward(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if call.arg("bias_sizes") and call.outputs[2] is not None:
         args = call.with_arg("bias_sizes", list(decision.local_shape_of(call, 2)), args)
     return call.func(*args, **kwargs)
 
 
-def _pooled(num_space: int) -> Callable[[OperatorCall], Decision]:
-    """Every dim before the space, in all tensors alike."""
+def _pooling(num_space: int) -> Callable[[OperatorCall], Decision]:
+    """The rule that splits any dim before the spatial ones, in all tensors alike."""
 
     def rule(call: OperatorCall) -> Decision:
         before = len(call.shapes[0]) - num_space
@@ -54,51 +54,45 @@ def _pooled(num_space: int) -> Callable[[OperatorCall], Decision]:
     return rule
 
 
-def _windows(call: OperatorCall) -> Decision:
-    """``im2col``, ``col2im``: samples, where there are any."""
+def _unfold(call: OperatorCall) -> Decision:
+    """``im2col``, ``col2im``: splits samples, if the input is batched."""
     is_batched = len(call.shapes[0]) == (4 if call.name == "im2col" else 3)
     return decide(call, [((0,), (0,))] if is_batched else [])
 
 
-def _resized(call: OperatorCall) -> Decision:
-    """``upsample_*``: samples and channels; the backward is told the size of its input."""
+def _resize(call: OperatorCall) -> Decision:
+    """``upsample_*``: splits samples or channels."""
 
-    def resized(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.name.endswith("_backward"):
+            # the argument is the size of the forward's input, here this rank's part of it
             args = call.with_arg("input_size", list(decision.local_shape_of(call)), args)
         return call.func(*args, **kwargs)
 
-    return decide(call, [((0,), (0,)), ((1,), (1,))], resized)
+    return decide(call, [((0,), (0,)), ((1,), (1,))], run)
 
 
-_RESIZED = (
+_RESIZES = (
     *(f"upsample_{way}" for way in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
     *(f"{way}{dims}d" for way in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3)),
     *(f"_upsample_{way}_aa" for way in ("bilinear2d", "bicubic2d")),
 )
 
-_POOLS = {
-    1: (
-        "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "reflection_pad1d", "reflection_pad1d_backward",
-        "replication_pad1d", "replication_pad1d_backward",
-    ),
-    2: (
-        "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
-        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d", "adaptive_max_pool2d_backward",
-        "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d", "replication_pad2d_backward",
-    ),
-    3: (
-        "max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool3d", "avg_pool3d_backward",
-        "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "adaptive_max_pool3d", "adaptive_max_pool3d_backward",
-        "reflection_pad3d", "reflection_pad3d_backward", "replication_pad3d", "replication_pad3d_backward",
-        "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
-    ),
-}  # fmt: skip
+_POOLS = (
+    "max_pool{}d_with_indices", "avg_pool{}d", "_adaptive_avg_pool{}d", "adaptive_max_pool{}d", "reflection_pad{}d",
+    "replication_pad{}d",
+)  # fmt: skip
+_POOLS_1D = (
+    "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "reflection_pad1d", "reflection_pad1d_backward",
+    "replication_pad1d", "replication_pad1d_backward",
+)  # fmt: skip
 
 RULES: dict[str, Any] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    **dict.fromkeys(("im2col", "col2im"), _windows),
-    **dict.fromkeys((f"{name}{end}" for name in _RESIZED for end in ("", "_backward")), _resized),
-    **{name: _pooled(num) for num, names in _POOLS.items() for name in names},
+    **dict.fromkeys(("im2col", "col2im"), _unfold),
+    **dict.fromkeys((f"{name}{end}" for name in _RESIZES for end in ("", "_backward")), _resize),
+    **dict.fromkeys(_POOLS_1D, _pooling(1)),
+    **{f"{name.format(n)}{end}": _pooling(n) for n in (2, 3) for name in _POOLS for end in ("", "_backward")},
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"), _pooling(3)),
 }

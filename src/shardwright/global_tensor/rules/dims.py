@@ -1,99 +1,151 @@
-"""Operators that work along some dims and treat the others alone: reductions, softmax, sorting, running sums.
+"""Sharding rules of operators along some dims: reductions, softmax, sorting, running sums, cat and stack.
 
-What they work along is never cut; every other dim may be.
+Every other dim may be split. Sums and means may also be split along the reduced dims: each member then has a term.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
-from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, decide, is_wider, refusal
+import torch
+from torch.distributed.tensor import Shard
+
+from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, decide, holds, refusal, sum_dtype
+
+PARTIAL: Way = (("P",), ("P",))
+"""The way of a linear operator of one tensor: term by term."""
 
 
-def named(call: OperatorCall, name: str = "dim") -> tuple[int, ...]:
-    """The dims an argument names, counted from the first; all of them when it is left out or empty."""
+def _named(call: OperatorCall, name: str = "dim") -> tuple[int, ...]:
+    """The dims that an argument names, counted from the first; all dims if it is None or empty."""
     given, num = call.arg(name), len(call.shapes[0])
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return tuple(range(num))
     return tuple(dim % max(num, 1) for dim in ([given] if isinstance(given, int) else given))
 
 
-def kept(call: OperatorCall, along: Sequence[int], *, removed: bool) -> list[Way]:
-    """The ways that cut a dim which is not in ``along``; ``removed``: the output lacks those dims."""
+def _other_dims(call: OperatorCall, along: Sequence[int], *, removed: bool = False) -> list[Way]:
+    """The ways that split a dim which is not in ``along``; ``removed``: the output lacks the dims ``along``."""
     ways: list[Way] = []
     for dim in range(len(call.shapes[0])):
-        if dim in along:
-            continue
-        after = dim - sum(other < dim for other in along) if removed else dim
-        ways.append(((dim,) * len(call.tensors), (after,) * len(call.outputs)))
+        if dim not in along:
+            after = dim - sum(other < dim for other in along) if removed else dim
+            ways.append(((dim,) * len(call.tensors), (after,) * len(call.outputs)))
     return ways
 
 
-def _reduced(call: OperatorCall) -> Decision:
-    names = {argument.name for argument in call.func._schema.arguments}
-    along = named(call) if "dim" in names else tuple(range(len(call.shapes[0])))
-    keeps = "keepdim" in names and call.arg("keepdim")
-    if call.name in _OF_SOMETHING and not call.tensors[0].numel() and not all(call.shapes[0][d] for d in along):
-        raise refusal(call, "there is nothing along these dims to choose from", "tensors that have elements there")
-    return decide(call, kept(call, along, removed=not keeps))
+# ---- reductions
 
 
-def _along(name: str = "dim") -> Callable[[OperatorCall], Decision]:
+def _reduced_dims(call: OperatorCall) -> tuple[tuple[int, ...], bool]:
+    """The dims that a reduction reduces, and whether the output lacks them."""
+    along = _named(call) if "dim" in call.names else tuple(range(len(call.shapes[0])))
+    return along, not ("keepdim" in call.names and call.arg("keepdim"))
+
+
+def _reduction(call: OperatorCall) -> Decision:
+    along, removed = _reduced_dims(call)
+    if call.name in _SELECTIONS and not call.tensors[0].numel() and not all(call.shapes[0][d] for d in along):
+        raise refusal(call, "these dims have no elements to choose from", "tensors that have elements there")
+    return decide(call, _other_dims(call, along, removed=removed))
+
+
+def _sum(call: OperatorCall) -> Decision:
+    along, removed = _reduced_dims(call)
+    ways = [*_other_dims(call, along, removed=removed), *(((dim,), ("P",)) for dim in along)]
+    # nansum is not linear: a term that is nan makes the sum nan, and must not be left out
+    if call.name == "sum" and call.tensors[0].dtype == call.output.dtype:
+        ways.append(PARTIAL)
+    return decide(call, ways)
+
+
+def _mean(call: OperatorCall) -> Decision:
+    along, removed = _reduced_dims(call)
+    ways = [*_other_dims(call, along, removed=removed), *(((dim,), ("P",)) for dim in along)]
+    if holds(call.output.dtype, call.tensors[0].dtype):
+        ways.append(PARTIAL)
+    return decide(call, ways, _run_mean)
+
+
+def _run_mean(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    along, removed = _reduced_dims(call)
+    if not any(isinstance(one, Shard) and one.dim in along for one in decision.ins[0]):
+        return call.func(*args, **kwargs)
+    count = prod(call.shapes[0][dim] for dim in along)  # of the global tensor, as members may hold unequal slices
+    dtype = kwargs.get("dtype") or args[0].dtype
+    total = torch.sum(args[0], along, keepdim=not removed, dtype=sum_dtype(dtype))
+    return (total / count).to(dtype)
+
+
+# ---- the other operators
+
+
+def _along(name: str = "dim", *, is_linear: bool = False) -> Callable[[OperatorCall], Decision]:
     def rule(call: OperatorCall) -> Decision:
-        return decide(call, kept(call, named(call, name), removed=False))
+        ways = _other_dims(call, _named(call, name))
+        # in a narrower dtype each term would be rounded alone, and the terms would not add up to the rounded sum
+        if is_linear and holds(call.output.dtype, call.tensors[0].dtype):
+            ways.append(PARTIAL)
+        return decide(call, ways)
 
     return rule
 
 
-def _last(num: int, *, linear: bool) -> Callable[[OperatorCall], Decision]:
-    """Along the last ``num`` dims."""
-
-    def rule(call: OperatorCall) -> Decision:
-        size = len(call.shapes[0])
-        along = tuple(range(size - num, size))
-        sums: list[Way] = [(("P",), ("P",))] if linear else []
-        return decide(call, kept(call, along, removed=False) + sums)
-
-    return rule
-
-
-def _linear_along(name: str) -> Callable[[OperatorCall], Decision]:
-    def rule(call: OperatorCall) -> Decision:
-        ways = kept(call, named(call, name), removed=False)
-        out = call.outputs[0]
-        keeps = out is not None and is_wider(out.dtype, call.tensors[0].dtype)
-        return decide(call, [*ways, (("P",), ("P",))] if keeps else ways)  # a rounded term is no term
-
-    return rule
+def _triangle(call: OperatorCall) -> Decision:
+    num = len(call.shapes[0])
+    return decide(call, [*_other_dims(call, (num - 2, num - 1)), PARTIAL])
 
 
 def _cross(call: OperatorCall) -> Decision:
-    """Both tensors are broadcast to each other."""
     shape = call.out_shape
-    along = call.arg("dim") % len(shape)
+    along = call.dim(num_dims=len(shape))
     ways: list[Way] = []
-    for dim, size in enumerate(shape):
+    for dim, size in enumerate(shape):  # both inputs are broadcast to the output's shape
         if dim != along:
             ways.append((tuple(dim if given[dim] == size else "B" for given in call.shapes), (dim,)))
     return decide(call, ways)
 
 
-_OF_SOMETHING = ("amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "kthvalue")
+def _cat(call: OperatorCall) -> Decision:
+    num, shape = len(call.tensors), call.out_shape
+    along = call.dim(num_dims=len(shape))
+    ways: list[Way] = [((dim,) * num, (dim,)) for dim in range(len(shape)) if dim != along]
+    if any(len(given) != len(shape) for given in call.shapes):  # torch lets an empty 1-D tensor join any
+        ways = []
+    return decide(call, [*ways, (("P",) * num, ("P",))])
 
-_REDUCED = (
+
+def _stack(call: OperatorCall) -> Decision:
+    num, num_dims = len(call.tensors), len(call.shapes[0])
+    along = call.dim(num_dims=num_dims + 1)
+    ways: list[Way] = [((dim,) * num, (dim + (dim >= along),)) for dim in range(num_dims)]
+    return decide(call, [*ways, (("P",) * num, ("P",))])
+
+
+_SELECTIONS = ("amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "kthvalue")
+
+_REDUCTIONS = (
     "amax", "amin", "max", "min", "argmax", "argmin", "all", "any", "prod", "var", "std", "var_mean", "std_mean",
     "logsumexp", "linalg_vector_norm", "norm", "median", "nanmedian", "mode", "kthvalue", "count_nonzero", "aminmax",
 )  # fmt: skip
 
+_ALONG = (
+    "_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
+    "sort", "topk", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "glu_backward",
+)  # fmt: skip
+
 RULES: dict[str, Any] = {
-    **dict.fromkeys(_REDUCED, _reduced),
-    **dict.fromkeys(
-        ("_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), _along()
-    ),
-    **dict.fromkeys(("sort", "topk", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "glu_backward"), _along()),
+    "sum": _sum,
+    "nansum": _sum,
+    "mean": _mean,
+    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(_ALONG, _along()),
     "linalg_cross": _cross,
-    **dict.fromkeys(("cumsum",), _linear_along("dim")),
-    **dict.fromkeys(("flip", "roll", "rot90"), _linear_along("dims")),
-    **dict.fromkeys(("tril", "triu"), _last(2, linear=True)),
+    "cumsum": _along(is_linear=True),
+    **dict.fromkeys(("flip", "roll", "rot90"), _along("dims", is_linear=True)),
+    **dict.fromkeys(("tril", "triu"), _triangle),
+    "cat": _cat,
+    "stack": _stack,
 }

@@ -1,4 +1,4 @@
-"""Elements chosen by other tensors: dims that are not indexed may be cut, and so may the indices."""
+"""Sharding rules of indexing by tensors: dims that are not indexed may be split, and so may the indices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwright.global_tensor.rules import pointwise
 from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall, Way, decide
 
 
-def by_mask(call: OperatorCall) -> bool:
-    """Whether the shape of the result depends on how many elements of a mask are set."""
+def is_by_mask(call: OperatorCall) -> bool:
+    """Whether an index is a boolean mask, so that the shape of the result depends on its values."""
     return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in call.arg("indices"))
 
 
@@ -23,32 +23,33 @@ def by_mask(call: OperatorCall) -> bool:
 
 
 def _embedding(call: OperatorCall) -> Decision:
-    """Columns of the table, the indices, or the rows of the table: then each member adds what it holds."""
+    """Splits the indices, the table's columns, or its rows: then each member's lookup is a term of the result."""
     num = len(call.shapes[1])
     ways: list[Way] = [(("B", dim), (dim,)) for dim in range(num)]
-    return decide(call, [*ways, ((1, "B"), (num,)), (("P", "B"), ("P",)), ((0, "B"), ("P",))], _looked_up)
+    return decide(call, [*ways, ((1, "B"), (num,)), (("P", "B"), ("P",)), ((0, "B"), ("P",))], _run_embedding)
 
 
-def _looked_up(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _run_embedding(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     table: Tensor = args[0]
     index: Tensor = args[1]
     held = boxes(call.shapes[0], GlobalLayout(call.placement, decision.ins[0]))[here().rank]
     if held.shape[0] == call.shapes[0][0]:
         return torch.nn.functional.embedding(index, table)
     first, last = held.start[0], held.stop[0]
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < call.shapes[0][0]:
-        raise IndexError(
-            explain(
-                "an index of a table is out of range",
-                given=f"{int(index.min())} to {int(index.max())}",
-                allowed=f"0 to {call.shapes[0][0] - 1}, the table's rows",
-                fix="look up rows that the table has, or make it larger",
-            )
-        )
+    fix = "look up rows that the table has, or make it larger"
+    _check_range(index, call.shapes[0][0], "an index of a table", "the table's rows", fix)
     out: Tensor = table.new_zeros((*index.shape, table.shape[1]))
-    here_ = (index >= first) & (index < last)
-    out[here_] = table[index[here_] - first]
+    is_here = (index >= first) & (index < last)
+    out[is_here] = table[index[is_here] - first]
     return out
+
+
+def _check_range(index: Tensor, size: int, what: str, allowed: str, fix: str) -> None:
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+        given = f"{int(index.min())} to {int(index.max())}"
+        raise IndexError(
+            explain(f"{what} is out of range", given=given, allowed=f"0 to {size - 1}, {allowed}", fix=fix)
+        )
 
 
 def _embedding_backward(call: OperatorCall) -> Decision:
@@ -60,49 +61,36 @@ def _embedding_backward(call: OperatorCall) -> Decision:
 
 
 def _equal(call: OperatorCall) -> Decision:
-    """``one_hot`` compares its classes with 0, 1, 2 and so on: there a class that equals none of them is wrong."""
+    """As any pointwise operator, but checks the classes if the comparison with 0, 1, 2 and so on is ``one_hot``'s."""
     decision, numbers = pointwise.rule(call), call.tensors[-1]._plain
     if numbers is not None and numbers.ndim and call.shapes[0][-1:] == (1,):
-        decision.run = _classes
+        decision.run = _run_one_hot
     return decision
 
 
-def _classes(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    index, num = args[0], call.shapes[1][0]
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < num:
-        raise IndexError(
-            explain(
-                "a class of one_hot is out of range",
-                given=f"{int(index.min())} to {int(index.max())}",
-                allowed=f"0 to {num - 1}",
-                fix="give classes that there are, or more of them with num_classes",
-            )
-        )
+def _run_one_hot(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _check_range(args[0], call.shapes[1][0], "a class of one_hot", "the classes", "give more classes with num_classes")
     return call.func(*args, **kwargs)
 
 
 # ---- along one dim
 
 
-def _along(call: OperatorCall) -> int:
-    return int(call.arg("dim")) % max(len(call.shapes[0]), 1)
-
-
 def _index_select(call: OperatorCall) -> Decision:
-    along, num = _along(call), len(call.shapes[0])
+    along, num = call.dim(), len(call.shapes[0])
     ways: list[Way] = [((dim, "B"), (dim,)) for dim in range(num) if dim != along]
     return decide(call, [*ways, (("B", 0), (along,)), (("P", "B"), ("P",))] if num else [])
 
 
 def _gather(call: OperatorCall) -> Decision:
-    along, (shape, index) = _along(call), call.shapes
+    along, (shape, index) = call.dim(), call.shapes
     ways: list[Way] = [((d, d), (d,)) for d in range(len(shape)) if d != along and shape[d] == index[d]]
     return decide(call, [*ways, (("P", "B"), ("P",))])
 
 
 def _scatter(call: OperatorCall) -> Decision:
-    """Writes along one dim; the others are cut alike in all tensors, where they are as long."""
-    along, shape = _along(call), call.shapes[0]
+    """Splits a dim that is not written along, in all tensors alike, if it has the same size in all."""
+    along, shape = call.dim(), call.shapes[0]
     ways: list[Way] = [
         ((d,) * len(call.tensors), (d,))
         for d in range(len(shape))
@@ -113,7 +101,7 @@ def _scatter(call: OperatorCall) -> Decision:
 
 
 def _index_add(call: OperatorCall) -> Decision:
-    along, in_place = _along(call), call.name.endswith("_")
+    along, in_place = call.dim(), call.name.endswith("_")
     ways: list[Way] = [
         (call.letters(self=dim, source=dim), (dim,)) for dim in range(len(call.shapes[0])) if dim != along
     ]
@@ -130,13 +118,14 @@ def _bucketize(call: OperatorCall) -> Decision:
 
 
 def _index(call: OperatorCall) -> Decision:
-    """``x[i, :, j]``: dims without an index may be cut."""
+    """``x[i, :, j]``: splits a dim without an index, or the index if it is the only one."""
     indices = list(call.arg("indices"))
     num = len(call.shapes[0])
     indexed = [dim for dim, each in enumerate(indices) if isinstance(each, Tensor)]
     width = max(x.ndim for x in call.tensors[1:])
-    together = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
-    first = indexed[0] if together else 0
+    # torch puts the indices' dims in the place of the indexed dims if these are adjacent, else first
+    adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
+    first = indexed[0] if adjacent else 0
     rest: tuple[Letter, ...] = ("B",) * (len(call.tensors) - 1)
     ways: list[Way] = []
     for dim in range(num):
@@ -147,10 +136,6 @@ def _index(call: OperatorCall) -> Decision:
         index = call.shapes[1]
         ways += [(("B", d), (first + d,)) for d in range(len(index))]
     return decide(call, [*ways, (("P", *rest), ("P",))])
-
-
-def _index_put(call: OperatorCall) -> Decision:
-    return decide(call, [], in_place=call.name.endswith("_"))
 
 
 RULES: dict[str, Any] = {
@@ -164,5 +149,8 @@ RULES: dict[str, Any] = {
     **dict.fromkeys((f"index_{verb}{end}" for verb in ("add", "copy", "fill") for end in ("", "_")), _index_add),
     "bucketize": _bucketize,
     "index": _index,
-    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
+    **dict.fromkeys(
+        ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"),
+        lambda call: decide(call, [], in_place=call.name.endswith("_")),
+    ),
 }

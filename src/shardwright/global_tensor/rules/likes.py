@@ -1,4 +1,4 @@
-"""New tensors after the form of another: constants, and copies of what has no values yet."""
+"""Sharding rules of operators such as ``zeros_like``, which create a constant or empty tensor from another one."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ from typing import Any
 
 from shardwright.global_tensor.rules.call import Decision, OperatorCall
 from shardwright.global_tensor.sbp import broadcast
+from shardwright.global_tensor.tensor import without_sums
 
 
 def _like(call: OperatorCall) -> Decision:
-    """Lies as the other does: a constant over the copies of a sum is no sum."""
+    """The other tensor's layout, but for partial sums: members that each hold the constant hold no sum of it."""
     x = call.tensors[0]
-    out = tuple(broadcast if one.is_partial() else one for one in x.sbp)
-    return Decision([x.sbp], [out], _cut)
-
-
-def _cut(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return call.func(*args, **{**kwargs, **_here(call, kwargs)})
+    return Decision([x.sbp], [without_sums(x.sbp)], _run)
 
 
 def _new(call: OperatorCall) -> Decision:
-    """Whole on every member; it is of another shape than the other is."""
-    x = call.tensors[0]
-    return Decision([x.sbp], [(broadcast,) * call.placement.ndim], _cut)
+    """Broadcast: the new shape need not divide as the other tensor's does."""
+    return Decision([call.tensors[0].sbp], [(broadcast,) * call.placement.ndim], _run)
 
 
-def _here(call: OperatorCall, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"device": call.tensors[0]._local_tensor.device} if kwargs.get("device") is not None else {}
+def _run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs.get("device") is not None:  # torch names the device type; this rank's device has an index
+        kwargs = {**kwargs, "device": call.tensors[0]._local_tensor.device}
+    return call.func(*args, **kwargs)
 
 
 RULES = {

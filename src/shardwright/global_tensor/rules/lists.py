@@ -1,6 +1,7 @@
-"""Operators on lists of tensors, as optimizers call them: each tensor is treated alone, in the order of the lists.
+"""Runs operators on lists of global tensors: the ``_foreach_*`` operators and fused optimizer steps.
 
-Every rank has the same lists, so all take the same steps; a list may hold tensors of different placements.
+Tensors are handled one by one in the order of the lists, which is the same on every rank, so messages cannot cross. A
+list may hold tensors of several placements.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.comm.current_world import here
 from shardwright.errors import PlanError
-from shardwright.global_tensor import sbp as words
+from shardwright.global_tensor.sbp import sbp_text
 from shardwright.global_tensor.tensor import GlobalTensor
-from shardwright.global_tensor.view_tracking import is_apart, is_shared, note_writes
+from shardwright.global_tensor.view_tracking import count_writes, is_gathered_view, is_shared
 
 _FOREACH = "_foreach_"
 _FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
-_OTHERWISE = {"maximum": "clamp_min", "minimum": "clamp_max"}
-"""The single operators take tensors only, and are never in place; these are the same."""
+_EQUIVALENT = {"maximum": "clamp_min", "minimum": "clamp_max"}
+"""The operators on single tensors take no numbers and have no in-place form; these are equivalent and do."""
 
 
 @lru_cache(maxsize=1024)
 def handler(func: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None:
-    """What carries an operator on lists out; None for all others."""
+    """Returns the function that runs an operator on lists of tensors; None for an operator that takes no lists."""
     name = func._schema.name.removeprefix("aten::")
-    return _each if name.startswith(_FOREACH) else _fused if name in _FUSED else None
+    return _foreach if name.startswith(_FOREACH) else _fused if name in _FUSED else None
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -37,28 +38,31 @@ def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-# ---- _foreach_add_ and its like: the single operator, again and again
+# ---- _foreach_add_ and the others: the operator on single tensors, once for each
 
 
-def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = func._schema.name.removeprefix(f"aten::{_FOREACH}")
     plain, end = base.removesuffix("_"), "_" * base.endswith("_")
     if plain == "norm":
         plain = "linalg_vector_norm"
-    if plain in _OTHERWISE and (end or func._overloadname.startswith("Scalar")):
-        plain = _OTHERWISE[plain]
+    if plain in _EQUIVALENT and (end or func._overloadname.startswith("Scalar")):
+        plain = _EQUIVALENT[plain]
     single = getattr(torch.ops.aten, plain + end)
     given = _given(func, args, kwargs)
     if isinstance(scalars := given.get("scalars"), Tensor):
         given["scalars"] = scalars.tolist()
     num = max(len(each) for each in given.values() if isinstance(each, (list, tuple)))
-    found = [single(*mine, **named) for mine, named in (_one(plain, given, func, i) for i in range(num))]
-    return None if end else found
+    calls = (_single_arguments(plain, given, func, number) for number in range(num))
+    results = [single(*positional, **named) for positional, named in calls]
+    return None if end else results
 
 
-def _one(plain: str, given: dict[str, Any], func: Any, number: int) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of the single operator on the lists' tensors of this number."""
-    mine: list[Any] = []
+def _single_arguments(
+    plain: str, given: dict[str, Any], func: Any, number: int
+) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
+    """The arguments of the operator on single tensors, from the lists' entries at ``number``."""
+    positional: list[Any] = []
     named: dict[str, Any] = {}
     for argument in func._schema.arguments:
         if argument.name not in given:
@@ -70,63 +74,58 @@ def _one(plain: str, given: dict[str, Any], func: Any, number: int) -> tuple[lis
         elif argument.kwarg_only or argument.name == "dtype":
             named[argument.name] = value
         else:
-            mine.append(value)
-    return mine, named
+            positional.append(value)
+    return positional, named
 
 
-# ---- whole optimizer steps: of slices, since each element is treated alone
+# ---- fused optimizer steps: they are elementwise, so every member steps its own slices
 
 
 def _fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """One call on the members' own slices; gradients are brought to where the parameters lie."""
+    """One call on this rank's slices; gradients are first redistributed to the parameters' layouts."""
     given = _given(func, args, kwargs)
     lists = {name: list(value) for name, value in given.items() if isinstance(value, (list, tuple))}
     rest = {name: value for name, value in given.items() if name not in lists}
     for parameter, *others in zip(lists["self"], *(_states(lists)), strict=True):
         for state in others:
-            _lay_out(state, parameter)
+            _redistribute_new_state(state, parameter)
         _check(func, parameter, others, rest)
-    note_writes([*lists["self"], *(each for states in _states(lists) for each in states)])
-    lists["grads"] = [
-        grad.to_global(parameter.placement, parameter.sbp)
-        for grad, parameter in zip(lists["grads"], lists["self"], strict=True)
-    ]
-    mine = [
+    count_writes([*lists["self"], *(each for states in _states(lists) for each in states)])
+    pairs = list(zip(lists["grads"], lists["self"], strict=True))
+    lists["grads"] = [grad.to_global(parameter.placement, parameter.sbp) for grad, parameter in pairs]
+    held = [
         number
         for number, parameter in enumerate(lists["self"])
         if here().rank in parameter.placement and parameter._local_tensor.numel()
     ]
-    if not mine:
-        return
-    local = {name: [_local(each[i]) for i in mine] if each else [] for name, each in lists.items()}
-    func(**local, **rest)
+    if held:  # lists of state that the optimizer does not use are empty
+        local = {
+            name: [getattr(each[i], "_local_tensor", each[i]) for i in held if each] for name, each in lists.items()
+        }
+        func(**local, **rest)
 
 
-def _lay_out(state: Any, parameter: Any) -> None:
-    """State that the optimizer has just made like its gradient comes to lie as its parameter does."""
-    ours = isinstance(state, GlobalTensor) and state.placement == parameter.placement
-    if ours and state.sbp != parameter.sbp and not is_shared(state):
-        there = state.detach().to_global(sbp=parameter.sbp)
-        state._local_tensor, state._spec = there._local_tensor, there._spec
+def _redistribute_new_state(state: Any, parameter: Any) -> None:
+    """Gives state that the optimizer has just created in its gradient's layout the parameter's layout, in place."""
+    is_global = isinstance(state, GlobalTensor) and state.placement == parameter.placement
+    if is_global and state.sbp != parameter.sbp and not is_shared(state):
+        new = state.detach().to_global(sbp=parameter.sbp)
+        state._local_tensor, state._spec = new._local_tensor, new._spec
 
 
 def _states(lists: dict[str, list[Any]]) -> list[list[Any]]:
-    """The optimizer's tensors of the parameters' shapes: what is written beside the parameters."""
+    """The lists of optimizer state with the parameters' shapes, which the step writes to."""
     return [each for name, each in lists.items() if each and name not in ("self", "grads", "state_steps")]
 
 
-def _local(x: Any) -> Any:
-    return x._local_tensor if isinstance(x, DTensor) else x
-
-
 def _check(func: Any, parameter: Any, states: list[Any], rest: dict[str, Any]) -> None:
-    if any(is_apart(each) for each in (parameter, *states)):
-        _refuse(func, "a part of a cut tensor, gathered to be looked at", "parameters of their own: x[:2].clone()")
+    if any(is_gathered_view(each) for each in (parameter, *states)):
+        _refuse(func, "a view of a cut tensor that was gathered to be looked at", "parameters that are no views")
     scaled = [name for name in ("grad_scale", "found_inf") if rest.get(name) is not None]
     if any(one.is_partial() for one in parameter.sbp):
-        _refuse(func, f"a parameter that is {words.text(parameter.sbp)}", "parameters that are cut or broadcast")
+        _refuse(func, f"a parameter that is {sbp_text(parameter.sbp)}", "parameters that are split or broadcast")
     if any(not isinstance(each, DTensor) or tuple(each._spec.placements) != parameter.sbp for each in states):
-        _refuse(func, f"state that does not lie as its parameter, {words.text(parameter.sbp)}", "state that does")
+        _refuse(func, f"state of another layout than its parameter, {sbp_text(parameter.sbp)}", "state of its layout")
     if scaled or any(isinstance(value, DTensor) for value in rest.values()):
         _refuse(func, ", ".join(scaled) or "a global tensor as an option", "plain numbers")
 

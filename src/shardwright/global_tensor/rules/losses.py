@@ -1,4 +1,4 @@
-"""Losses: samples may be cut; a mean divides by the weight of all targets, not of those here."""
+"""Sharding rules of losses: samples may be split; a mean divides by the weight or number of all ranks' targets."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from shardwright.global_tensor.boxing import move
+from shardwright.global_tensor.boxing import redistribute_local
 from shardwright.global_tensor.geometry import GlobalLayout
 from shardwright.global_tensor.rules import pointwise
-from shardwright.global_tensor.rules.call import Decision, OperatorCall, Way, decide, wide
+from shardwright.global_tensor.rules.call import Decision, OperatorCall, Run, Way, decide, sum_dtype
 from shardwright.global_tensor.sbp import broadcast
 
 NONE, MEAN, SUM = 0, 1, 2
 
 
 def _samples(call: OperatorCall) -> list[tuple[int, int]]:
-    """The dims of the scores and of the targets that may be cut together: all but the classes."""
+    """Pairs of a dim of the scores and the same dim of the targets, which lack the classes (dim 1)."""
     scores = call.shapes[call.place("self") or 0]
     if len(scores) == 1:
         return []
@@ -31,87 +31,77 @@ def _nll(call: OperatorCall) -> Decision:
     for dim, own in _samples(call):
         outs = (own, "P") if reduction == NONE else ("P", "P")
         ways.append((call.letters(self=dim, target=own), outs))
-    decision = decide(call, ways, _nll_here)
-    decision.talks = reduction == MEAN
+    decision = decide(call, ways, _run_nll)
+    # the members' weights are summed inside the loss, so even a member without samples takes part
+    decision.communicates = reduction == MEAN
     if reduction in (MEAN, NONE):
         decision.outs[1] = (broadcast,) * call.placement.ndim
     return decision
 
 
-def _nll_here(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The sum over what is here, and the weight of all targets."""
+def _run_nll(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The loss of the local samples; a mean divides their sum by the weight of all targets: one all-reduce."""
     if call.arg("reduction") == NONE or all(one == broadcast for one in decision.outs[0]):
         return call.func(*args, **kwargs)
     loss, weight = call.func(*call.with_arg("reduction", SUM, args), **kwargs)
     if call.arg("reduction") == SUM:
         return loss, weight
-    where = GlobalLayout(call.placement, decision.outs[0])
-    weight = move(weight, (), where, GlobalLayout(call.placement, decision.outs[1]))
+    layout = GlobalLayout(call.placement, decision.outs[0])
+    weight = redistribute_local(weight, (), layout, GlobalLayout(call.placement, decision.outs[1]))
     return loss / weight, weight
 
 
 def _nll_backward(call: OperatorCall) -> Decision:
     ways: list[Way] = []
     for dim, own in _samples(call):
-        cut = call.letters(self=dim, target=own)
-        if call.arg("reduction") == NONE:
-            cut = call.letters(self=dim, target=own, grad_output=own)
-        ways.append((cut, (dim,)))
+        grad = {"grad_output": own} if call.arg("reduction") == NONE else {}
+        ways.append((call.letters(self=dim, target=own, **grad), (dim,)))
     return decide(call, ways)
 
 
-def _reduced(call: OperatorCall) -> Decision:
-    """``mse_loss`` and its like, summed or averaged over all elements."""
+def _elementwise(call: OperatorCall) -> Decision:
     shape = call.shapes[0]
-    alike = all(given == shape for given in call.shapes)
     if call.arg("reduction") == NONE:
         return pointwise.rule(call)
+    alike = all(given == shape for given in call.shapes)
     ways: list[Way] = [((dim,) * len(call.tensors), ("P",)) for dim in range(len(shape))] if alike else []
-    return decide(call, ways, _reduced_here)
+    return decide(call, ways, _mean_over(shape))
 
 
-def _reduced_here(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _averaged(call, decision, args, kwargs, call.shapes[0])
-
-
-def _averaged(
-    call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]
-) -> Any:
-    """A mean over all of ``shape``, of which a part is here: a sum, in wide floats, and divided."""
-    if call.arg("reduction") != MEAN or all(one == broadcast for one in decision.outs[0]):
-        return call.func(*args, **kwargs)
-    given = call.with_arg("reduction", SUM, args), kwargs
-    args, kwargs = tree_map(lambda x: x.to(wide(x.dtype)) if isinstance(x, Tensor) else x, given)
-    assert call.outputs[0] is not None
-    return (call.func(*args, **kwargs) / prod(shape)).to(call.outputs[0].dtype)
-
-
-def _reduced_backward(call: OperatorCall) -> Decision:
-    """The backward of a mean divides by how many elements there are in all."""
+def _elementwise_backward(call: OperatorCall) -> Decision:
+    """The backward of a mean divides, too: by the number of all elements, which is that of its output."""
     shape, reduction = call.out_shape, call.arg("reduction")
     ways: list[Way] = []
     for dim in range(len(shape)):
         alike = all(given == shape for given in call.shapes[1:])
         if alike and (reduction != NONE or call.shapes[0] == shape):
             ways.append(((dim if reduction == NONE else "B", *(dim,) * (len(call.tensors) - 1)), (dim,)))
-    return decide(call, ways, _backward_here)
+    return decide(call, ways, _mean_over(shape))
 
 
-def _backward_here(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _averaged(call, decision, args, kwargs, call.out_shape)
+def _mean_over(shape: tuple[int, ...]) -> Run:
+    """Returns what runs a loss whose mean is over ``shape``: the local sum, divided by the number of all elements."""
+
+    def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if call.arg("reduction") != MEAN or all(one == broadcast for one in decision.outs[0]):
+            return call.func(*args, **kwargs)
+        given = call.with_arg("reduction", SUM, args), kwargs
+        args, kwargs = tree_map(lambda x: x.to(sum_dtype(x.dtype)) if isinstance(x, Tensor) else x, given)
+        return (call.func(*args, **kwargs) / prod(shape)).to(call.output.dtype)
+
+    return run
 
 
 def _with_logits(call: OperatorCall) -> Decision:
-    """Scores and targets of one shape; weights have it, or are broadcast to it from the last dims."""
+    """Splits scores and targets alike; weights are split too, unless they are broadcast along the dim."""
     shape = call.shapes[0]
-    out = "P" if call.arg("reduction") != NONE else None
     ways: list[Way] = []
     for dim, size in enumerate(shape):
         own = [dim - len(shape) + len(given) for given in call.shapes]
         cut = [at if at >= 0 and given[at] == size else "B" for at, given in zip(own, call.shapes, strict=True)]
         if cut[:2] == [dim, dim]:
-            ways.append((tuple(cut), (dim if out is None else out,)))
-    return decide(call, ways, _reduced_here)
+            ways.append((tuple(cut), (dim if call.arg("reduction") == NONE else "P",)))
+    return decide(call, ways, _mean_over(shape))
 
 
 _ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
@@ -119,7 +109,7 @@ _ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", 
 RULES: dict[str, Any] = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
     **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _nll_backward),
-    **dict.fromkeys(_ELEMENTWISE, _reduced),
-    **dict.fromkeys((f"{name}_backward" for name in _ELEMENTWISE), _reduced_backward),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys((f"{name}_backward" for name in _ELEMENTWISE), _elementwise_backward),
     "binary_cross_entropy_with_logits": _with_logits,
 }

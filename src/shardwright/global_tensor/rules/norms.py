@@ -1,6 +1,6 @@
-"""Normalisations: samples may be cut; what the statistics are taken over may not.
+"""Sharding rules of normalisations: samples may be split, the dims of the statistics may not.
 
-Batch norm in training takes them over the samples, so a cut batch is refused; in evaluation it takes none.
+Batch norm in training computes statistics over the samples: a split batch is refused; in evaluation it computes none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardwright.global_tensor.rules.call import Decision, Letter, OperatorCall,
 
 
 def _layer_norm(call: OperatorCall) -> Decision:
-    """``native_layer_norm``, ``_fused_rms_norm``: every dim before the normalised ones."""
+    """``native_layer_norm``, ``_fused_rms_norm``: splits a dim before the normalised ones."""
     before = len(call.shapes[0]) - len(call.arg("normalized_shape"))
     ways: list[Way] = [(call.letters(input=dim), (dim,) * len(call.outputs)) for dim in range(before)]
     return decide(call, ways)
@@ -21,7 +21,7 @@ def _layer_norm(call: OperatorCall) -> Decision:
 
 def _layer_norm_backward(call: OperatorCall) -> Decision:
     before = len(call.shapes[0]) - len(call.arg("normalized_shape"))
-    names = [a.name for a in call.func._schema.arguments if a.name not in ("weight", "bias")]
+    names = [name for name in call.names if name not in ("weight", "bias")]
     ways: list[Way] = []
     for dim in range(before):
         cut = {name: dim for name in names if call.place(name) is not None}
@@ -30,46 +30,46 @@ def _layer_norm_backward(call: OperatorCall) -> Decision:
 
 
 def _group_norm(call: OperatorCall) -> Decision:
-    return decide(call, [(call.letters(input=0), (0, 0, 0))], _with_samples)
+    return decide(call, [(call.letters(input=0), (0, 0, 0))], _run_group_norm)
 
 
 def _group_norm_backward(call: OperatorCall) -> Decision:
     cut = call.letters(grad_out=0, input=0, mean=0, rstd=0)
-    return decide(call, [(cut, (0, "P", "P"))], _with_samples)
+    return decide(call, [(cut, (0, "P", "P"))], _run_group_norm)
 
 
-def _with_samples(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_group_norm(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # the number of samples is an argument, too: it becomes that of the local ones
     samples = next(x for x in args if isinstance(x, Tensor)).shape[0]
     return call.func(*call.with_arg("N", samples, args), **kwargs)
 
 
-_OF_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd")
+_PER_CHANNEL = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd")
 
 
 def _channels(call: OperatorCall, **also: Letter) -> tuple[Letter, ...]:
-    """Channels cut, in all tensors that have them."""
-    names = [argument.name for argument in call.func._schema.arguments]
-    return call.letters(input=1, **also, **{name: 0 for name in _OF_CHANNELS if name in names})
+    """The letters that split the channels, in all tensors that have them."""
+    return call.letters(input=1, **also, **{name: 0 for name in _PER_CHANNEL if name in call.names})
 
 
 def _batch_norm(call: OperatorCall) -> Decision:
     num, saved = len(call.shapes[0]), call.outputs[1:]
     if not call.arg("training"):
-        nothing = [None if each is None else each.new_empty(0) for each in saved]
-        call.outputs = [call.outputs[0], *nothing]  # no statistics are taken
+        # no statistics are computed: their outputs are empty, whatever shape the meta device gives them
+        call.outputs = [call.outputs[0], *(None if each is None else each.new_empty(0) for each in saved)]
         ways: list[Way] = [(call.letters(input=dim), (dim, "B", "B")) for dim in range(num) if dim != 1]
-        return decide(call, [*ways, (_channels(call), (1, "B", "B"))], _evaluated)
+        return decide(call, [*ways, (_channels(call), (1, "B", "B"))], _run_evaluation)
     if any(to_letter(one) not in ("B", "P", 1) for one in call.tensors[0].sbp):
-        raise refusal(call, "its statistics are taken over samples and space", "channels cut, evaluation")
+        raise refusal(call, "its statistics are computed over samples and spatial dims", "split channels, evaluation")
     decision = decide(call, [(_channels(call), (1, 0, 0))])
-    for name in ("running_mean", "running_var"):  # they are written to where they lie
+    for name in ("running_mean", "running_var"):  # written in place, so they must have the layout of the channels
         place = call.place(name)
         if place is not None and call.tensors[place].sbp != decision.ins[place]:
-            raise refusal(call, f"'{name}' is written to, and would have to be moved")
+            raise refusal(call, f"'{name}' is written to, and would have to be redistributed")
     return decision
 
 
-def _evaluated(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_evaluation(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out, *_ = call.func(*args, **kwargs)
     return out, out.new_empty(0), out.new_empty(0)
 
@@ -83,14 +83,13 @@ def _batch_norm_backward(call: OperatorCall) -> Decision:
     if saved is None or call.tensors[saved].numel():
         ways.append((_channels(call, grad_out=1), (1, 0, 0)))
     else:
-        whole: dict[str, Letter] = {"weight": 0, "running_mean": 0, "running_var": 0}
-        ways.append((call.letters(grad_out=1, input=1, **whole), (1, 0, 0)))
+        ways.append((call.letters(grad_out=1, input=1, weight=0, running_mean=0, running_var=0), (1, 0, 0)))
     return decide(call, ways)
 
 
 def _weight_norm(call: OperatorCall) -> Decision:
-    """The dim that keeps its norms; the others make them up."""
-    dim = int(call.arg("dim")) % len(call.shapes[0])
+    """Splits the dim that keeps its norms, which are computed over all other dims."""
+    dim = call.dim()
     return decide(call, [((dim,) * len(call.tensors), (dim,) * len(call.outputs))])
 
 

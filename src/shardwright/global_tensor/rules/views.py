@@ -1,9 +1,9 @@
-"""Operators that only rename, reorder or choose elements, and what their backward puts back. All are linear.
+"""Sharding rules of reshapes, permutations, slices and their backwards. All are linear: partial sums pass through.
 
-A reshape keeps a cut where the slices stay slices::
+A reshape keeps a split if the slices of the input are slices of the output, else the dim is gathered first::
 
-    (6, 4) split(0) over 2 -> (24,) split(0): rows 0:3 are elements 0:12
-    (6, 4) split(0) over 4 -> (24,) split(0): rows 0:2 are elements 0:8, and a quarter is 0:6: gathered first
+    (6, 4) split(0) over 2 -> (24,) split(0): rows 0:3 are elements 0:12, the first half
+    (6, 4) split(0) over 4 -> (24,) broadcast: rows 0:2 are elements 0:8, but the first quarter is 0:6
 """
 
 from __future__ import annotations
@@ -16,58 +16,52 @@ from torch.distributed.tensor import Shard
 
 from shardwright.global_tensor.geometry import GlobalLayout, boxes
 from shardwright.global_tensor.rules.call import Decision, OperatorCall, Run, Way, decide, refusal
+from shardwright.global_tensor.rules.dims import PARTIAL
 from shardwright.global_tensor.sbp import broadcast, split
-
-PARTIAL: Way = (("P",), ("P",))
-
 
 # ---- reshapes
 
 
 def _reshape(call: OperatorCall) -> Decision:
-    if call.func._overloadname == "dtype":  # other bytes: of whole tensors only
+    if call.func._overloadname == "dtype":
         raise refusal(call, "it reads the bytes as another dtype")
     before, after = call.shapes[0], call.out_shape
     sbp = tuple(call.tensors[0].sbp)
     ins, outs = list(sbp), list(sbp)
     for dim in {one.dim for one in sbp if isinstance(one, Shard)}:
         axes = [i for i, one in enumerate(sbp) if isinstance(one, Shard) and one.dim == dim]
-        while axes:
+        while axes:  # gathers along the fastest axis, then the next, until the remaining slices survive the reshape
             found = _same_slices(call, before, after, dim, axes)
             if found is not None:
                 outs = [split(found) if axis in axes else one for axis, one in enumerate(outs)]
                 break
             ins[axes.pop()] = broadcast
     outs = [one if ins[i] == sbp[i] else broadcast for i, one in enumerate(outs)]
-    return Decision([tuple(ins)], [tuple(outs)], _reshaped)
+    return Decision([tuple(ins)], [tuple(outs)], _run_reshape)
 
 
 def _same_slices(
     call: OperatorCall, before: tuple[int, ...], after: tuple[int, ...], dim: int, axes: Sequence[int]
 ) -> int | None:
-    """The dim of ``after`` whose slices over ``axes`` are the same elements as those of ``dim`` before."""
+    """The dim of ``after`` whose slices over ``axes`` hold the same elements as the slices of ``dim`` of ``before``."""
+    sbp = tuple(split(0) if axis in axes else broadcast for axis in range(call.placement.ndim))
+    layout = GlobalLayout(call.placement, sbp)
     for other in range(len(after)):
         if prod(before[:dim]) != prod(after[:other]) or (after[other] == 1 and before[dim] != 1):
             continue
-        was, is_ = prod(before[dim + 1 :]), prod(after[other + 1 :])
-        if was * before[dim] != is_ * after[other]:
+        old_row, new_row = prod(before[dim + 1 :]), prod(after[other + 1 :])  # elements for each index of the dim
+        if old_row * before[dim] != new_row * after[other]:
             continue
-        old = boxes((before[dim],), _only(call, axes, 0))
-        new = boxes((after[other],), _only(call, axes, 0))
+        old, new = boxes((before[dim],), layout), boxes((after[other],), layout)
         if all(
-            (a.start[0] * was, a.stop[0] * was) == (b.start[0] * is_, b.stop[0] * is_)
+            (a.start[0] * old_row, a.stop[0] * old_row) == (b.start[0] * new_row, b.stop[0] * new_row)
             for a, b in zip(old.values(), new.values(), strict=True)
         ):
             return other
     return None
 
 
-def _only(call: OperatorCall, axes: Sequence[int], dim: int) -> GlobalLayout:
-    sbp = tuple(split(dim) if axis in axes else broadcast for axis in range(call.placement.ndim))
-    return GlobalLayout(call.placement, sbp)
-
-
-def _reshaped(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_reshape(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shape = decision.local_shape_of(call)
     return args[0].view(shape) if _can_view(args[0], shape) else args[0].reshape(shape)
 
@@ -83,8 +77,8 @@ def _can_view(local: Any, shape: tuple[int, ...]) -> bool:
 # ---- dims renamed
 
 
-def renamed(call: OperatorCall, new: Callable[[int], int | None], run: Run | None = None) -> Decision:
-    """Dim ``d`` becomes ``new(d)``; None where it cannot stay cut."""
+def _renamed(call: OperatorCall, new: Callable[[int], int | None], run: Run | None = None) -> Decision:
+    """The decision where dim ``d`` becomes ``new(d)``; None if the dim cannot stay split."""
     ways: list[Way] = [((dim,), (to,)) for dim in range(len(call.shapes[0])) if (to := new(dim)) is not None]
     ways = [(ins, outs * max(len(call.outputs), 1)) for ins, outs in [*ways, PARTIAL]]
     return decide(call, ways, run)
@@ -92,137 +86,117 @@ def renamed(call: OperatorCall, new: Callable[[int], int | None], run: Run | Non
 
 def _permute(call: OperatorCall) -> Decision:
     order = [dim % len(call.shapes[0]) for dim in call.arg("dims")]
-    return renamed(call, order.index)
+    return _renamed(call, order.index)
 
 
 def _transpose(call: OperatorCall) -> Decision:
-    num = max(len(call.shapes[0]), 1)
-    a, b = call.arg("dim0") % num, call.arg("dim1") % num
-    return renamed(call, lambda dim: {a: b, b: a}.get(dim, dim))
+    a, b = call.dim("dim0"), call.dim("dim1")
+    return _renamed(call, lambda dim: {a: b, b: a}.get(dim, dim))
 
 
 def _t(call: OperatorCall) -> Decision:
-    return renamed(call, lambda dim: 1 - dim if len(call.shapes[0]) == 2 else dim)
+    return _renamed(call, lambda dim: 1 - dim if len(call.shapes[0]) == 2 else dim)
 
 
 def _unsqueeze(call: OperatorCall) -> Decision:
-    at = call.arg("dim") % (len(call.shapes[0]) + 1)
-    return renamed(call, lambda dim: dim + (dim >= at))
+    at = call.dim(num_dims=len(call.shapes[0]) + 1)
+    return _renamed(call, lambda dim: dim + (dim >= at))
 
 
 def _squeeze(call: OperatorCall) -> Decision:
     shape = call.shapes[0]
-    given = call.arg("dim") if any(a.name == "dim" for a in call.func._schema.arguments) else None
+    given = call.arg("dim") if "dim" in call.names else None
     named = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
     gone = [dim for dim in {d % max(len(shape), 1) for d in named} if shape and shape[dim] == 1]
 
-    def squeezed(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[0].squeeze(tuple(gone))  # those of size 1 in the whole, and not those of size 1 here
+    def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0].squeeze(tuple(gone))  # dims of size 1 in the global tensor, not in the local one
 
-    return renamed(call, lambda dim: None if dim in gone else dim - sum(d < dim for d in gone), squeezed)
+    return _renamed(call, lambda dim: None if dim in gone else dim - sum(d < dim for d in gone), run)
 
 
 def _expand(call: OperatorCall) -> Decision:
     before, after = call.shapes[0], call.out_shape
     more = len(after) - len(before)
 
-    def expanded(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].expand(decision.local_shape_of(call))
 
-    return renamed(call, lambda dim: dim + more if before[dim] == after[dim + more] else None, expanded)
+    return _renamed(call, lambda dim: dim + more if before[dim] == after[dim + more] else None, run)
 
 
-# ---- elements chosen along one dim
+# ---- elements chosen along one dim, which cannot stay split
 
 
-def _dim(call: OperatorCall, name: str = "dim") -> int:
-    return int(call.arg(name)) % max(len(call.shapes[0]), 1)
-
-
-def _chosen(call: OperatorCall) -> Decision:
-    """Other dims stay cut; so does this one where all of it is chosen."""
-    along = _dim(call)
-    return renamed(call, lambda dim: None if dim == along else dim)
+def _chunks(call: OperatorCall) -> Decision:
+    along = call.dim("dimension" if call.name == "unfold" else "dim")
+    return _renamed(call, lambda dim: None if dim == along else dim)
 
 
 def _slice(call: OperatorCall) -> Decision:
-    if call.out_shape == call.shapes[0] and call.arg("step") == 1:
-        return renamed(call, lambda dim: dim, lambda call, decision, args, kwargs: args[0][...])
-    return _chosen(call)
+    if call.out_shape == call.shapes[0] and call.arg("step") == 1:  # x[:], whose split dim stays split
+        return _renamed(call, lambda dim: dim, lambda call, decision, args, kwargs: args[0][...])
+    return _chunks(call)
 
 
 def _select(call: OperatorCall) -> Decision:
-    along = _dim(call)
-    return renamed(call, lambda dim: None if dim == along else dim - (dim > along))
+    along = call.dim()
+    return _renamed(call, lambda dim: None if dim == along else dim - (dim > along))
 
 
 def _diagonal(call: OperatorCall) -> Decision:
-    num = len(call.shapes[0])
-    gone = sorted((call.arg("dim1") % num, call.arg("dim2") % num))
-    return renamed(call, lambda dim: None if dim in gone else dim - sum(d < dim for d in gone))
+    gone = (call.dim("dim1"), call.dim("dim2"))
+    return _renamed(call, lambda dim: None if dim in gone else dim - sum(d < dim for d in gone))
 
 
 def _diag_embed(call: OperatorCall) -> Decision:
     num = len(call.out_shape)
-    made = {call.arg("dim1") % num, call.arg("dim2") % num}
-    left = [dim for dim in range(num) if dim not in made]
-    return renamed(call, lambda dim: left[dim] if dim < len(left) else None)
+    left = [dim for dim in range(num) if dim not in (call.dim("dim1", num), call.dim("dim2", num))]
+    return _renamed(call, lambda dim: left[dim] if dim < len(left) else None)
 
 
 def _complex(call: OperatorCall) -> Decision:
-    """Two numbers in the last dim are one, or the other way round."""
+    # view_as_complex makes one number of the two in the last dim
     gone = len(call.shapes[0]) - 1 if call.name == "view_as_complex" else None
-    return renamed(call, lambda dim: None if dim == gone else dim)
+    return _renamed(call, lambda dim: None if dim == gone else dim)
 
 
-def _put(call: OperatorCall) -> Decision:
-    """``slice_scatter``, ``select_scatter``: what is put in has the other dims too."""
-    along, is_select = _dim(call), call.name == "select_scatter"
+def _slice_scatter(call: OperatorCall) -> Decision:
+    """``slice_scatter``, ``select_scatter``: the second tensor has the first one's other dims too."""
+    along, is_select = call.dim(), call.name == "select_scatter"
     dims = [dim for dim in range(len(call.shapes[0])) if dim != along]
     ways: list[Way] = [((dim, dim - (is_select and dim > along)), (dim,)) for dim in dims]
     return decide(call, [*ways, (("P", "P"), ("P",))])
 
 
-def _unfold(call: OperatorCall) -> Decision:
-    along = _dim(call, "dimension")
-    return renamed(call, lambda dim: None if dim == along else dim)
-
-
 def _repeat(call: OperatorCall) -> Decision:
     more = len(call.out_shape) - len(call.shapes[0])
     times = call.arg("repeats")
-    return renamed(call, lambda dim: dim + more if times[dim + more] == 1 else None)
+    return _renamed(call, lambda dim: dim + more if times[dim + more] == 1 else None)
 
 
-def _padded(call: OperatorCall) -> Decision:
+def _pad(call: OperatorCall) -> Decision:
     pad, num = call.arg("pad"), len(call.shapes[0])
-    widened = {num - 1 - i // 2 for i, width in enumerate(pad) if width}
+    widened = {num - 1 - i // 2 for i, width in enumerate(pad) if width}  # torch lists the last dim's widths first
     ways: list[Way] = [((dim,), (dim,)) for dim in range(num) if dim not in widened]
     return decide(call, ways + ([PARTIAL] if call.arg("value") == 0 else []))
 
 
-# ---- their backward: the size of the input is an argument
+# ---- their backwards, which take the input's size as an argument
 
 
-def _put_back(call: OperatorCall) -> Decision:
-    """``slice_backward``, ``select_backward``, ``diagonal_backward``: from a chosen part to a whole of zeros."""
-    sizes = tuple(call.arg("input_sizes"))
-    if call.name == "diagonal_backward":
-        gone = {call.arg("dim1") % len(sizes), call.arg("dim2") % len(sizes)}
-    else:
-        gone = {int(call.arg("dim")) % len(sizes)}
-    left = [dim for dim in range(len(sizes)) if dim not in gone]
-    order = left if call.name != "slice_backward" else list(range(len(sizes)))
+def _slice_backward(call: OperatorCall) -> Decision:
+    """``slice_backward``, ``select_backward``, ``diagonal_backward``: the gradient within zeros of the input's size."""
+    num = len(call.arg("input_sizes"))
+    dims = ("dim1", "dim2") if call.name == "diagonal_backward" else ("dim",)
+    gone = {call.dim(name, num) for name in dims}
+    order = [dim for dim in range(num) if dim not in gone or call.name == "slice_backward"]
 
-    def put(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(call: OperatorCall, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shape = decision.local_shape_of(call)
         return call.func(*call.with_arg("input_sizes", list(shape), args), **kwargs)
 
-    return renamed(call, lambda dim: order[dim] if dim < len(order) and order[dim] not in gone else None, put)
-
-
-def _same(call: OperatorCall) -> Decision:
-    return renamed(call, lambda dim: dim)
+    return _renamed(call, lambda dim: order[dim] if dim < len(order) and order[dim] not in gone else None, run)
 
 
 RULES: dict[str, Any] = {
@@ -235,15 +209,14 @@ RULES: dict[str, Any] = {
     "expand": _expand,
     "slice": _slice,
     "select": _select,
-    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), _chosen),
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unfold"), _chunks),
     "unbind": _select,
     "diagonal": _diagonal,
     "diag_embed": _diag_embed,
     **dict.fromkeys(("view_as_complex", "view_as_real"), _complex),
-    **dict.fromkeys(("slice_scatter", "select_scatter"), _put),
-    "unfold": _unfold,
+    **dict.fromkeys(("slice_scatter", "select_scatter"), _slice_scatter),
     "repeat": _repeat,
-    "constant_pad_nd": _padded,
-    **dict.fromkeys(("slice_backward", "select_backward", "diagonal_backward"), _put_back),
-    **dict.fromkeys(("lift_fresh", "alias", "detach"), _same),
+    "constant_pad_nd": _pad,
+    **dict.fromkeys(("slice_backward", "select_backward", "diagonal_backward"), _slice_backward),
+    **dict.fromkeys(("lift_fresh", "alias", "detach"), lambda call: _renamed(call, lambda dim: dim)),
 }

@@ -5,7 +5,7 @@ from string import Template
 
 
 def read_asset(name: str) -> str:
-    """Returns the text of one file of this folder.
+    """Returns the text of one template, style or script of this folder, by file name.
 
     >>> read_asset("timeline.js").splitlines()[0]
     '(() => {'
@@ -14,5 +14,5 @@ def read_asset(name: str) -> str:
 
 
 def fill_template(name: str, **parts: str) -> str:
-    """Returns a template of this folder with every ``$name`` in it replaced; the parts must be HTML already."""
+    """Returns an HTML template of this folder with every ``$name`` in it replaced; the parts must be HTML already."""
     return Template(read_asset(name)).substitute(parts)

@@ -1,1 +1,2 @@
-"""Schedules as data, and the one executor that runs any of them."""
+"""Pipeline parallel. Read ``pipeline`` first; for the plan ``cut``, ``schedules/``, ``schedule_checks``, ``simulate``;
+for the run ``stage``, ``messages``, ``p2p``, ``shared_buffers``, ``agreement``."""

@@ -1,12 +1,13 @@
-"""Where a model is cut into chunks: by hand, or so that the slowest chunk is as fast as can be.
+"""Cuts a model into pipeline chunks: by hand, or so that the slowest chunk is as fast as possible.
 
-Calls are weighed by what they cost, not counted; among cuts that are equally fast, the one whose largest chunk holds
-the fewest bytes is taken. A module is looked into when it alone costs more than a chunk's fair share.
+Calls are weighed by their cost. Among cuts whose slowest chunk is equally fast, the one whose largest chunk holds the
+fewest bytes is taken. A module that alone costs more than a chunk's fair share is opened: its inner calls are weighed
+instead, if its code can be followed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -32,11 +33,11 @@ def cut(
     seconds: Mapping[str, float] | None = None,
     closed: Collection[str] = (),
 ) -> Stages:
-    """Cuts a model, on the meta device, into chunks.
+    """Returns a model, on the meta device, cut into contiguous pipeline chunks.
 
-    ``names`` are the modules at which chunks begin, all of them, by hand. Otherwise costs decide: counted on
-    ``example``, a microbatch's inputs on the meta device, or guessed from the weights and ``num_tokens``; ``seconds``
-    are those measured of single modules. Modules in ``closed`` are not looked into.
+    ``names`` are the modules at which the chunks begin. Without names costs decide: counted on ``example``, a
+    microbatch's inputs on the meta device, or estimated from the weights and ``num_tokens``; ``seconds`` are measured
+    times of single modules. Modules in ``closed`` are not opened.
 
     Raises: LayoutError: fewer calls than chunks, names that the model does not call or in another order, or inside
         a closed module; code that cannot be followed.
@@ -48,42 +49,45 @@ def cut(
     if seconds:
         _check_seconds(model, seconds)
     if names:
-        _check_open(names, closed)
-        return _by_hand(model, num_chunks, names, example, num_tokens, seconds)
+        return _by_hand(model, num_chunks, names, example, num_tokens, seconds, closed)
     opened: set[str] = set()
-    refused: set[str] = set(closed)
+    kept_closed: set[str] = set(closed)
     given = arguments_given(model, example) if example is not None else ()
     graph = read_graph(model, opened, given)
     costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
-    while (site := _worth_opening(model, movable, costs, num_chunks, refused)) is not None:
+    while (site := _to_open(model, movable, costs, num_chunks, kept_closed)) is not None:
         try:
             graph = read_graph(model, opened | {site.module}, given)
         except LayoutError:
-            refused.add(site.module)
+            kept_closed.add(site.module)  # its code cannot be followed: it stays one call
             continue
         opened.add(site.module)
         costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
     if len(movable) < num_chunks:
-        raise _too_many(model, num_chunks, movable)
+        raise LayoutError(
+            f"the model cannot be cut into {num_chunks} chunks",
+            given=f"{type(model).__name__}, whose code makes {len(movable)} separate calls: {_list_modules(movable)}",
+            allowed=f"1 to {len(movable)} chunks, stages times chunks of each",
+            fix="ask for fewer stages, or fewer chunks on each" if len(movable) > 1 else "leave out pp",
+        )
     places = _beginnings(model, movable, num_chunks)
-    groups = [total([costs[site] for site in movable[a:b]]) for a, b in pairwise([*places, len(movable)])]
-    starts = [places[group] for group in _balance(groups, num_chunks)]
+    runs = [total([costs[site] for site in movable[a:b]]) for a, b in pairwise([*places, len(movable)])]
+    starts = [places[run] for run in _balance(runs, num_chunks)]
     return _stages(model, graph, movable, starts, costs, tuple(sorted(opened)))
 
 
 def _check_seconds(model: nn.Module, seconds: Mapping[str, float]) -> None:
-    """Raises LayoutError for times of modules that the model does not have, or that no clock shows."""
+    """Raises LayoutError for times of modules that the model does not have, and for negative or infinite times."""
     known = [name for name, _ in model.named_modules() if name]
     for name, taken in seconds.items():
         if name not in known:
             what, fix = f"the model has no module '{name}', whose seconds are given", f"write {nearest(name, known)}"
         elif not 0 <= taken < float("inf"):
-            what, fix = f"the seconds of '{name}' cannot be", "give what time_layers() returns"
+            what, fix = f"the seconds of '{name}' are no time", "give what time_layers() returns"
         else:
             continue
-        given = f"{name}: {taken}"
         allowed = "names of the model's modules, and zero seconds or more: what time_layers() returns"
-        raise LayoutError(what, given=given, allowed=allowed, fix=fix)
+        raise LayoutError(what, given=f"{name}: {taken}", allowed=allowed, fix=fix)
 
 
 def _costs(
@@ -91,7 +95,7 @@ def _costs(
 ) -> dict[CallSite, Cost]:
     costs = counted(model, graph, example, num_tokens)
     seen: set[str] = set()
-    for site in costs:  # a module that is called again holds its weights once
+    for site in costs:  # the weights of a module that is called several times are counted once
         if site.module in seen:
             costs[site] = costs[site]._replace(parameter_bytes=0)
         seen.add(site.module)
@@ -99,7 +103,10 @@ def _costs(
 
 
 def _movable(graph: fx.Graph, model: nn.Module) -> list[CallSite]:
-    """The calls that belong to one chunk: all but those of modules without state that see inputs alone."""
+    """Returns the calls to be distributed over chunks.
+
+    Calls without state that depend on the model's inputs alone are left out: every chunk that needs them repeats them.
+    """
     free: set[fx.Node] = set()
     found = []
     for node, site in sites(graph):
@@ -111,16 +118,16 @@ def _movable(graph: fx.Graph, model: nn.Module) -> list[CallSite]:
     return found
 
 
-def _worth_opening(
+def _to_open(
     model: nn.Module, movable: Sequence[CallSite], costs: Mapping[CallSite, Cost], num_chunks: int,
-    refused: Collection[str],
+    closed: Collection[str],
 ) -> CallSite | None:  # fmt: skip
-    """The costliest call that is more than a chunk's share, or any while there are too few calls."""
+    """Returns the costliest call that is more than a chunk's share; while there are too few calls, the costliest."""
     share = total([costs[site] for site in movable]).work / num_chunks
     for site in sorted(movable, key=lambda site: -costs[site].work):
         module = model.get_submodule(site.module)
-        theirs = type(module).__module__.startswith("torch.nn.") and type(module) not in KNOWN_LOOPS
-        if next(module.children(), None) is None or site.module in refused or theirs:
+        from_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in KNOWN_LOOPS
+        if next(module.children(), None) is None or site.module in closed or from_torch:
             continue
         if costs[site].work > share * (1 + 1e-9) or len(movable) < num_chunks:
             return site
@@ -128,9 +135,9 @@ def _worth_opening(
 
 
 def _beginnings(model: nn.Module, movable: Sequence[CallSite], num_chunks: int) -> list[int]:
-    """Where a chunk may begin: at calls with weights, so that what is cheap to redo nowhere stands alone.
+    """Returns the indices of calls at which a chunk may begin.
 
-    At any call where there are too few of these.
+    These are the calls with weights, so that no chunk has only an activation or a dropout; all calls if too few.
     """
     weighted = [
         i for i, site in enumerate(movable) if next(model.get_submodule(site.module).parameters(), None) is not None
@@ -140,50 +147,40 @@ def _beginnings(model: nn.Module, movable: Sequence[CallSite], num_chunks: int) 
 
 
 def _balance(costs: Sequence[Cost], num_chunks: int) -> list[int]:
-    """Where each chunk begins, so that the most work of any is least, and then the most bytes.
+    """Returns where each chunk begins so that the slowest is as fast as possible and then the largest is smallest."""
+    works = [cost.work for cost in costs]
+    least, _ = _partition(works, num_chunks, works, float("inf"))
+    num_bytes = [cost.parameter_bytes * 4 + cost.activation_bytes for cost in costs]  # with gradient, optimizer state
+    return _partition(num_bytes, num_chunks, works, least * (1 + 1e-9))[1]
 
-    Chunks are runs of calls, none empty. By bisection on the answer's candidates: the work of all runs.
+
+def _partition(
+    loads: Sequence[float], num_chunks: int, works: Sequence[float], most_work: float
+) -> tuple[float, list[int]]:
+    """Cuts a sequence into non-empty runs, each of at most ``most_work``, so that the largest load is smallest.
+
+    Returns that load and where each run begins. Dynamic programming over how many items the first chunks take.
     """
-    least = _least_of_most([cost.work for cost in costs], num_chunks)
-    weight_bytes = [cost.parameter_bytes * 4 + cost.activation_bytes for cost in costs]  # with optimizer state
-    works = [0.0, *accumulate(cost.work for cost in costs)]
-    sizes = [0, *accumulate(weight_bytes)]
-    bound = least * (1 + 1e-9)
-    # best[i]: the least possible most of bytes for the first i calls in some number of chunks, and where the last began
-    best: list[tuple[float, int]] = [(0.0, 0)] + [(float("inf"), 0)] * len(costs)
+    sums, work_sums = [0.0, *accumulate(loads)], [0.0, *accumulate(works)]
+    # best[stop]: the smallest largest load of the first `stop` items in `chunk` runs, and where the last run begins
+    best: list[tuple[float, int]] = [(0.0, 0)] + [(float("inf"), 0)] * len(loads)
     began: list[list[int]] = []
     for chunk in range(1, num_chunks + 1):
-        row: list[tuple[float, int]] = [(float("inf"), 0)] * (len(costs) + 1)
-        for stop in range(chunk, len(costs) + 1):
+        row: list[tuple[float, int]] = [(float("inf"), 0)] * (len(loads) + 1)
+        for stop in range(chunk, len(loads) + 1):
             for start in range(stop - 1, chunk - 2, -1):
-                if works[stop] - works[start] > bound:
+                load = sums[stop] - sums[start]
+                # From here on the last run only grows.
+                if work_sums[stop] - work_sums[start] > most_work or load > row[stop][0]:
                     break
-                most = max(best[start][0], float(sizes[stop] - sizes[start]))
-                row[stop] = min(row[stop], (most, start))
+                row[stop] = min(row[stop], (max(best[start][0], load), start))
         best = row
         began.append([start for _, start in row])
-    starts, stop = [], len(costs)
-    for row_of_chunk in reversed(began):
-        stop = row_of_chunk[stop]
+    starts, stop = [], len(loads)
+    for starts_of_last in reversed(began):
+        stop = starts_of_last[stop]
         starts.append(stop)
-    return starts[::-1]
-
-
-def _least_of_most(works: Sequence[float], num_chunks: int) -> float:
-    """The least that the most work of a chunk can be, none of them empty."""
-    sums = [0.0, *accumulate(works)]
-    best = [float("inf")] * (len(works) + 1)
-    best[0] = 0.0
-    for chunk in range(1, num_chunks + 1):
-        row = [float("inf")] * (len(works) + 1)
-        for stop in range(chunk, len(works) + 1):
-            for start in range(stop - 1, chunk - 2, -1):
-                here = sums[stop] - sums[start]
-                if here >= row[stop]:
-                    break
-                row[stop] = min(row[stop], max(best[start], here))
-        best = row
-    return best[-1]
+    return best[-1][0], starts[::-1]
 
 
 def _stages(
@@ -200,22 +197,11 @@ def _stages(
     return Stages(model, chunked, each, opened)
 
 
-def _check_open(names: Sequence[str], closed: Collection[str]) -> None:
-    for name in names:
-        around = next((path for path in sorted(closed) if name.startswith(f"{path}.")), None)
-        if around is not None:
-            raise LayoutError(
-                f"no stage can begin at '{name}'",
-                given=f"cut:{','.join(names)}, under a layout that treats '{around}' as one layer",
-                allowed=f"'{around}', and names outside of it",
-                fix="write cut:" + ",".join(around if each == name else each for each in names),
-            )
-
-
 def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
-    """Raises LayoutError for a shared module inside which a dropout is called more than once.
+    """Raises LayoutError if several chunks call a module that calls one dropout more than once, or never.
 
-    Masks are numbered over all calls, and a chunk knows of those before it how often the shared module was called.
+    Masks are numbered over all calls of a dropout. A chunk counts how often earlier chunks call the shared module, and
+    that is the dropout's number only if each call of the module is one call of the dropout.
     """
     module = model.get_submodule(path)
     drops = [name for name, each in module.named_modules() if name and isinstance(each, DROPOUTS) and each.p > 0]
@@ -226,18 +212,27 @@ def _check_draws(model: nn.Module, path: str, chunks: Collection[int]) -> None:
     for drop in drops:
         if calls.count(drop) != 1:
             raise LayoutError(
-                f"several stages call '{path}', and nobody knows how often its dropout '{drop}' drops in each call",
-                given=f"{calls.count(drop)} calls that can be seen in the code of {type(module).__name__}",
-                allowed="a dropout for each place, called once each time",
+                f"several stages call '{path}', and its dropout '{drop}' is not called exactly once in each call",
+                given=f"{calls.count(drop)} calls of it in the code of {type(module).__name__}",
+                allowed="dropouts that are each called once in a forward",
                 fix=f"give '{path}' a dropout of its own for each call",
             )
 
 
 def _by_hand(
     model: nn.Module, num_chunks: int, names: Sequence[str], example: Any, num_tokens: int,
-    seconds: Mapping[str, float] | None,
+    seconds: Mapping[str, float] | None, closed: Collection[str],
 ) -> Stages:  # fmt: skip
     given = ",".join(names)
+    for name in names:
+        around = next((path for path in sorted(closed) if name.startswith(f"{path}.")), None)
+        if around is not None:
+            raise LayoutError(
+                f"no stage can begin at '{name}'",
+                given=f"cut:{given}, under a layout that treats '{around}' as one layer",
+                allowed=f"'{around}', and names outside of it",
+                fix="write cut:" + ",".join(around if each == name else each for each in names),
+            )
     known = [name for name, _ in model.named_modules() if name]
     for name in names:
         if name not in known:
@@ -264,7 +259,7 @@ def _by_hand(
             raise LayoutError(
                 f"no stage can begin at '{name}'",
                 given=f"cut:{given}",
-                allowed="modules that the model's code calls itself: " + _words(movable),
+                allowed="modules that the model's code calls itself: " + _list_modules(movable),
                 fix=f"write {nearest(name, [site.module for site in movable])}",
             )
         starts.append(found[0])
@@ -273,32 +268,22 @@ def _by_hand(
         raise LayoutError(
             "the stages are not in the order in which the model runs them",
             given=f"cut:{given}",
-            allowed="each name once, in the order of the calls: " + _words(movable),
+            allowed="each name once, in the order of the calls: " + _list_modules(movable),
             fix="write cut:" + ",".join(dict.fromkeys(name for _, name in order)) + " with as many stages",
         )
-    starts[0] = 0  # what comes before the first name belongs to it
+    starts[0] = 0  # calls before the first name belong to the first chunk
     return _stages(model, graph, movable, starts, _costs(model, graph, example, num_tokens, seconds), tuple(opened))
 
 
-def _words(movable: Sequence[CallSite]) -> str:
+def _list_modules(movable: Sequence[CallSite]) -> str:
     names = list(dict.fromkeys(site.module for site in movable))
     return ", ".join(names if len(names) < 12 else [*names[:6], "...", *names[-5:]])
 
 
-def _too_many(model: nn.Module, num_chunks: int, movable: Sequence[CallSite]) -> LayoutError:
-    return LayoutError(
-        f"the model cannot be cut into {num_chunks} chunks",
-        given=f"{type(model).__name__}, whose code makes {len(movable)} calls that can be told apart: "
-        + _words(movable),
-        allowed=f"1 to {len(movable)} chunks, stages times chunks of each",
-        fix="ask for fewer stages, or fewer chunks on each" if len(movable) > 1 else "leave out pp",
-    )
-
-
 def stages_by_device(model: nn.Module) -> tuple[str, ...]:
-    """Where the device of the parameters changes from call to call: the cut that a person made with ``.to``.
+    """Returns the modules at which the parameters' device changes from call to call, as names for the option ``cut:``.
 
-    Names for ``cut:``, the first call's first; empty where all parameters are on one device.
+    So a model whose parts a user has put on devices with ``.to`` is cut there. Empty if all are on one device.
 
     >>> stages_by_device(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
     ('0', '1')
@@ -313,12 +298,8 @@ def stages_by_device(model: nn.Module) -> tuple[str, ...]:
                 f"the parameters of '{site.module}' are on several devices",
                 given=", ".join(sorted(map(str, devices))),
                 allowed="one device for each module that the model's code calls",
-                fix="move it whole, or name the stages by hand: pp2/cut:first,second",
+                fix="move the module to one device, or name the stages by hand: pp2/cut:first,second",
             )
         if devices and (not found or found[-1][1] not in devices):
             found.append((site.module, devices.pop()))
     return tuple(name for name, _ in found) if len(found) > 1 else ()
-
-
-Cutter = Callable[[int], Stages]
-"""A model's cut into so many chunks."""

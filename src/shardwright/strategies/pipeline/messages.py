@@ -1,8 +1,7 @@
-"""What stages send one another, derived from a schedule: which message leaves after an action, and in which order
-messages come.
+"""Which messages a schedule makes stages exchange: which leave after each action, and in which order they arrive.
 
-A stage sends as it goes and never waits for it, so what comes from one stage comes in the order of that stage's list.
-The receiver posts its receives in this order, before it needs them.
+A send never blocks, so messages from one stage arrive in the order of that stage's list of actions. The receiver posts
+its receives in this order, ahead of use.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from shardwright.plan.schedule import Action, Schedule
 
 
 class StageMessage(NamedTuple):
-    """A microbatch's values that cross an edge forward (``F``), or their gradients that cross it back (``B``).
+    """One message between pipeline chunks: a microbatch's activations (``F``), or their gradients back (``B``).
 
-    ``source`` and ``target`` are the edge's chunks, whichever way the message goes.
+    ``source`` is the chunk that computes the activations, ``target`` the one that uses them, whichever way it goes.
     """
 
     kind: Literal["F", "B"]
@@ -27,65 +26,48 @@ class StageMessage(NamedTuple):
 
 
 def leaving(action: Action, edges: Sequence[Edge]) -> tuple[StageMessage, ...]:
-    """The messages that an action makes; those between chunks of one stage are never sent.
+    """Returns the messages that an action (F, B, I or W) produces; between chunks of one stage none is sent.
 
     >>> edges = (Edge(0, 1, ("x",)), Edge(0, 2, ("y",)))
-    >>> leaving(Action("F", 3, 0), edges)
-    (Message(kind='F', microbatch=3, source=0, target=1), Message(kind='F', microbatch=3, source=0, target=2))
+    >>> [(message.source, message.target) for message in leaving(Action("F", 3, 0), edges)]
+    [(0, 1), (0, 2)]
     >>> leaving(Action("I", 3, 2), edges), leaving(Action("W", 3, 2), edges)
-    ((Message(kind='B', microbatch=3, source=0, target=2),), ())
+    ((StageMessage(kind='B', microbatch=3, source=0, target=2),), ())
     """
-    kind, microbatch, chunk = action
-    if kind == "F":
-        return tuple(StageMessage("F", microbatch, e.source, e.target) for e in edges if e.source == chunk)
-    if kind in ("B", "I"):
-        return tuple(StageMessage("B", microbatch, e.source, e.target) for e in edges if e.target == chunk)
-    return ()
+    return _messages(action, edges, at_source=action.kind == "F")
 
 
 def coming(action: Action, edges: Sequence[Edge]) -> tuple[StageMessage, ...]:
-    """The messages that an action needs.
-
-    >>> coming(Action("B", 3, 0), (Edge(0, 1, ("x",)),))
-    (Message(kind='B', microbatch=3, source=0, target=1),)
-    """
-    kind, microbatch, chunk = action
-    if kind == "F":
-        return tuple(StageMessage("F", microbatch, e.source, e.target) for e in edges if e.target == chunk)
-    if kind in ("B", "I"):
-        return tuple(StageMessage("B", microbatch, e.source, e.target) for e in edges if e.source == chunk)
-    return ()
+    """Returns the messages that an action needs before it can run: activations for F, gradients for B or I."""
+    return _messages(action, edges, at_source=action.kind != "F")
 
 
-def sender(message: StageMessage, stage_of: Sequence[int]) -> int:
-    """The stage that sends a message."""
-    return stage_of[message.source if message.kind == "F" else message.target]
+def _messages(action: Action, edges: Sequence[Edge], *, at_source: bool) -> tuple[StageMessage, ...]:
+    """Returns the messages over the edges that begin (``at_source``) or end at the action's chunk; W has none."""
+    chosen = [e for e in edges if action.chunk == (e.source if at_source else e.target)] if action.kind != "W" else ()
+    return tuple(
+        StageMessage("F" if action.kind == "F" else "B", action.microbatch, e.source, e.target) for e in chosen
+    )
 
 
 def receiver(message: StageMessage, stage_of: Sequence[int]) -> int:
-    """The stage that receives it."""
+    """Returns the pipeline stage that receives a message; ``stage_of`` is the stage of each chunk."""
     return stage_of[message.target if message.kind == "F" else message.source]
 
 
 def arrivals(schedule: Schedule, edges: Sequence[Edge], stage: int) -> dict[int, tuple[StageMessage, ...]]:
-    """By sending stage, the messages for ``stage`` in the order in which they leave.
+    """Returns, by sending stage, the messages that ``stage`` receives, in the order in which they are sent.
 
     >>> F, B = (Action("F", 0, c) for c in (0, 1)), (Action("B", 0, c) for c in (0, 1))
     >>> (f0, f1), (b0, b1) = F, B
     >>> schedule = Schedule("by hand", ((f0, b0), (f1, b1)), (0, 1), 1)
     >>> arrivals(schedule, (Edge(0, 1, ("x",)),), stage=1)
-    {0: (Message(kind='F', microbatch=0, source=0, target=1),)}
+    {0: (StageMessage(kind='F', microbatch=0, source=0, target=1),)}
     """
     found: dict[int, tuple[StageMessage, ...]] = {}
     for other, actions in enumerate(schedule.actions):
-        if other == stage:
-            continue
-        mine = tuple(
-            message
-            for action in actions
-            for message in leaving(action, edges)
-            if receiver(message, schedule.stage_of) == stage
-        )
-        if mine:
+        sent = [message for action in actions for message in leaving(action, edges)]
+        mine = tuple(message for message in sent if receiver(message, schedule.stage_of) == stage)
+        if mine and other != stage:
             found[other] = mine
     return found

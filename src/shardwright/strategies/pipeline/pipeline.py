@@ -7,26 +7,26 @@
                         stage 2 |       F0 F1    B0 F2 B1 F3 B2    B3       |
                         stage 3 |          F0 B0 F1 B1 F2 B2 F3 B3          |
 
-Stages are cut so that the slowest costs least, embedding and head included, by predicted work or measured seconds; of
-cuts that cost the same, so that the largest holds the fewest bytes. ``show`` prints each stage's share of both, and
-``auto:8GiB`` asks for a schedule within a limit.
+The model is cut so that the slowest stage is as fast as possible, embedding and head included, by predicted work or
+measured seconds; of equally fast cuts, so that the largest stage holds the fewest bytes. ``show`` prints each stage's
+share of both, and ``auto:8GiB`` asks for a schedule within a memory limit.
 
-Shapes: activations between stages cross as they lie: a microbatch's samples, and of these the sub-block that tensor
+Shapes: activations are sent in the layout that they have: a microbatch's samples, and of these the shard that tensor
     parallelism leaves on the rank.
-Traffic: for each value that crosses an edge, m messages forward and m back, straight from the stage that makes it to
-    the one that uses it; gradients of weights that stages share are summed over those stages.
+Traffic: for each value that crosses an edge, m messages forward and m backward, directly between the stage that
+    computes it and the one that uses it; gradients of weights that stages share are summed over those stages.
 Source: Narayanan et al. 2021, arXiv:2104.04473; each schedule names its own in ``pipeline/schedules``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from shardwright.analysis.batch_dependence import keeps_state_between_calls
+from shardwright.analysis.batch_norms import keeps_state_between_calls
 from shardwright.analysis.structure import has_hooks
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
@@ -46,18 +46,18 @@ from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.strategies.pipeline.cut import cut
 from shardwright.strategies.pipeline.messages import coming, leaving
 from shardwright.strategies.pipeline.p2p import P2P
-from shardwright.strategies.pipeline.predict import memory_of, times_of
 from shardwright.strategies.pipeline.schedule_checks import check_order, check_schedule
 from shardwright.strategies.pipeline.schedules import SCHEDULES, build
 from shardwright.strategies.pipeline.schedules.auto import search
 from shardwright.strategies.pipeline.schedules.file import read_schedule
+from shardwright.strategies.pipeline.simulate import memory_of, times_of
 from shardwright.strategies.pipeline.stage import Stage
 from shardwright.strategy import check_table
 
 
 def _written(entry: Mapping[str, Any]) -> Sequence[str]:
-    """The options of the dictionary form's entry: ``{"size": 4, "schedule": "1f1b"}``."""
-    return [entry.get("options", ""), entry.get("schedule", "")]  # a path in file: has slashes, so last
+    """Returns the options of a layout's dictionary form: ``{"size": 4, "schedule": "1f1b"}``."""
+    return [entry.get("options", ""), entry.get("schedule", "")]  # the path of file:PATH has slashes, so it is last
 
 
 AXIS = LayoutAxis(
@@ -70,12 +70,12 @@ AXIS = LayoutAxis(
     keys={"schedule": (str,), "microbatches": (str, int)},
     written=_written,
 )
-"""Stages of the model, one after the other."""
+"""The axis of the stages, which the model runs through one after the other."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Cuts the model into stages by what its calls cost, and runs a schedule over them."""
+    """Cuts the model into stages by the costs of its calls, and runs a schedule over them."""
 
     name: ClassVar[str] = "pipeline"
     axis: ClassVar[str] = "pp"
@@ -86,7 +86,7 @@ class Pipeline:
             name: StrategyOption(family.description, ("interleaved:v2",) if name == "interleaved" else None)
             for name, family in SCHEDULES.items()
         },
-        "auto": StrategyOption("the best list for what the chunks cost, within a limit where one is given: auto:8GiB"),
+        "auto": StrategyOption("the best schedule for the chunks' costs, within a memory limit: auto:8GiB"),
         "cut": StrategyOption(
             "stages by hand, each beginning at a module of this name: cut:conv1,conv2,fc",
             ("cut:token,blocks.1", "cut:conv1,conv2"),
@@ -97,22 +97,24 @@ class Pipeline:
     source: ClassVar[str] = "Narayanan et al. 2021, arXiv:2104.04473"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Gives each parameter to the stages that use it. Raises LayoutError for a model with too few calls."""
+        """Places each parameter on the stages that use it. Raises LayoutError for a model with too few calls."""
         if has_hooks(job.model):
             raise LayoutError(
-                "the model as a whole has hooks, and under a pipeline no rank calls it as a whole",
+                "the model itself has hooks, and under a pipeline no rank calls it as a whole",
                 given=f"hooks on {type(job.model).__name__} under {plan.layout}",
                 allowed="hooks on modules inside it: each runs on the stage that calls it",
                 fix="take the hooks off, or put them on a module inside",
             )
-        schedule, stages = _chosen(job, plan)
-        _check_kept(job, plan, schedule, stages)
+        schedule, stages = _schedule_and_stages(job, plan)
+        _check_module_state(job, plan, schedule, stages)
         holders = _holders(stages, schedule, tuple(plan.compute))
-        compute, rest, buffers = dict(plan.compute), dict(plan.state), dict(plan.buffers)
+        compute, state, buffers = dict(plan.compute), dict(plan.state), dict(plan.buffers)
         for name, where in holders.items():
             if name in compute:
                 compute[name] = compute[name].only("pp", where)
-                rest[name] = StateLayout(*(lies.only("pp", where) for lies in _parts(rest[name])))
+                at_rest = state[name]
+                layouts = (at_rest.parameter, at_rest.gradient, at_rest.optimizer)
+                state[name] = StateLayout(*(layout.only("pp", where) for layout in layouts))
         for name, buffer in job.model.named_buffers():
             buffers[name] = buffers.get(name, TensorLayout.whole(tuple(buffer.shape))).only(
                 "pp", holders.get(name, range(schedule.num_stages))
@@ -121,20 +123,19 @@ class Pipeline:
         for use in plan.uses:
             if use.parameter in shared:
                 check_table(use.module, job.model.get_submodule(use.module), str(_factor(plan)), ["max_norm"])
+        # Each stage computes one term of the gradient of a parameter that stages share: gradient sync sums over pp.
         uses = tuple(
             use._replace(dy={**use.dy, "pp": Partial()}) if use.parameter in shared else use for use in plan.uses
         )
-        plan = replace(plan, compute=compute, state=rest, buffers=buffers, uses=uses, schedule=schedule, stages=stages)
+        plan = replace(plan, compute=compute, state=state, buffers=buffers, uses=uses, schedule=schedule, stages=stages)
         for path, module in job.model.named_modules() if _splits(schedule) else ():
             if may_split(module) and Rung.OPERATOR not in plan.wrapped.get(path, {}):
                 plan = plan.wraps(path, Rung.SPLIT_BACKWARD, self.name)
         return replace(plan, param_groups=_by_chunk(plan.param_groups, stages), loss_axes=plan.loss_axes | {"pp"})
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
-        """Reads the model's code and runs this stage's part of it."""
-        schedule, stages = plan.schedule, plan.stages
-        assert schedule is not None, "placed"
-        assert stages is not None, "placed"
+        """Returns this rank's :class:`Stage`, which runs its chunks for the executor."""
+        schedule, stages = _placed(plan)
         if _splits(schedule) and job.deferred is not None:
             split_backward(job.model, job.deferred)
 
@@ -147,10 +148,8 @@ class Pipeline:
         return Applied(work=Stage(job.model, stages, schedule.stage_of, P2P(axes["pp"]), repeat, job.frame))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Each microbatch's values and their gradients, over every edge of this stage; shared gradients."""
-        schedule, stages = plan.schedule, plan.stages
-        assert schedule is not None, "placed"
-        assert stages is not None, "placed"
+        """Returns a stage's sends and receives of a step, and the all-reduces of shared weights' gradients."""
+        schedule, stages = _placed(plan)
         edges = stages.chunked.edges
         sizes = {(edge.source, edge.target): edge.values for edge in edges}
         found = []
@@ -172,13 +171,19 @@ def _factor(plan: Plan) -> Factor:
     return factor
 
 
+def _placed(plan: Plan) -> tuple[Schedule, Stages]:
+    assert plan.schedule is not None, "set by place()"
+    assert plan.stages is not None, "set by place()"
+    return plan.schedule, plan.stages
+
+
 def _splits(schedule: Schedule) -> bool:
-    """Whether weights' gradients have actions of their own."""
+    """Whether the schedule splits the backward: weight gradients have actions of their own."""
     return any(action.kind == "W" for actions in schedule.actions for action in actions)
 
 
-def _chosen(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
-    """The schedule, and the model cut into its chunks."""
+def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
+    """Returns the layout's schedule, and the model cut into that schedule's chunks."""
     factor = _factor(plan)
     named = factor.option("cut")
     if named is not None and not named.value:
@@ -189,12 +194,17 @@ def _chosen(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
     by_device = named is None and bool(job.stages)
     if by_device:
         names = job.stages
-    closed = {path for path in (*plan.roles, *plan.notes) if path}
+    closed = {path for path in (*plan.roles, *plan.notes) if path}  # layers that tensor parallelism treats as one
 
-    def into(num_chunks: int) -> Stages:
+    def cut_into(num_chunks: int) -> Stages:
         if by_device and num_chunks != len(names):
-            raise _other_devices(factor, num_chunks, names)
-        job.model.train()  # a copy: what is called in training alone has a stage too
+            raise LayoutError(
+                "the model's parts are on several devices, and the layout has another number of stages",
+                given=f"{factor}, {num_chunks} chunks; devices change at {', '.join(names)}",
+                allowed=f"{len(names)} chunks, one for each, or stages that are named by hand",
+                fix=f"write pp{len(names)}, or cut: and the names, or leave the model on one device",
+            )
+        job.model.train()  # on a copy of the model: modules that are called in training alone need a stage too
         return cut(
             job.model, num_chunks, names=names, example=job.example, num_tokens=job.num_tokens,
             seconds=job.seconds, closed=closed,
@@ -210,31 +220,20 @@ def _chosen(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
             fix=f"write pp{factor.size}/{others[0]}, or pp{factor.size}/{auto}",
         )
     if auto is None:
-        schedule = schedule_of(plan)
-        return schedule, into(schedule.num_chunks)
-    return _best(factor.size, plan.layout.num_microbatches, into, _limit_bytes(auto), bool(names))
-
-
-def _best(
-    num_stages: int, num_microbatches: int, into: Callable[[int], Stages], limit_bytes: int | None, by_hand: bool
-) -> tuple[Schedule, Stages]:
-    """The best schedule for what the model's chunks cost, one or two of them on a stage."""
-    stages = {num_stages: into(num_stages)}
-    if not by_hand:
+        schedule = _named_schedule(plan)
+        return schedule, cut_into(schedule.num_chunks)
+    stages = {factor.size: cut_into(factor.size)}
+    if not names:
         with suppress(LayoutError):  # too few calls for two chunks on a stage
-            stages[2 * num_stages] = into(2 * num_stages)
-    schedule, _ = search(
-        num_stages,
-        num_microbatches,
-        [times_of(each.costs) for each in stages.values()],
-        [memory_of(each.costs) for each in stages.values()],
-        limit_bytes,
-    )
+            stages[2 * factor.size] = cut_into(2 * factor.size)
+    times = [times_of(each.costs) for each in stages.values()]
+    memory = [memory_of(each.costs) for each in stages.values()]
+    schedule, _ = search(factor.size, plan.layout.num_microbatches, times, memory, _limit_bytes(auto))
     return schedule, stages[schedule.num_chunks]
 
 
-def _check_kept(job: Job, plan: Plan, schedule: Schedule, stages: Stages) -> None:
-    """What a layer keeps of the batches it sees is kept in one place, in their order.
+def _check_module_state(job: Job, plan: Plan, schedule: Schedule, stages: Stages) -> None:
+    """Checks that state which a layer updates in every call, such as running statistics, is updated as on one device.
 
     Raises: LayoutError: several stages call the layer, or chunks that take turns; forwards in another order.
     """
@@ -246,7 +245,7 @@ def _check_kept(job: Job, plan: Plan, schedule: Schedule, stages: Stages) -> Non
         chunks = [n for n, each in enumerate(calls) if any(f"{path}.".startswith(f"{call}.") for call in each)]
         if len({schedule.stage_of[chunk] for chunk in chunks}) > 1 or (own and len(chunks) > 1):
             raise LayoutError(
-                f"'{path}' changes what it keeps with every call, and several stages or chunks call it",
+                f"'{path}' updates state with every call, and several stages or chunks call it",
                 given=f"{type(module).__name__} in chunks {', '.join(map(str, chunks))} under {plan.layout}",
                 allowed="a layer of its own for each call, or calls in one chunk",
                 fix="give each call a layer of its own, or let one stage make them all: cut:first,second",
@@ -255,23 +254,14 @@ def _check_kept(job: Job, plan: Plan, schedule: Schedule, stages: Stages) -> Non
             check_order(schedule)
 
 
-def _other_devices(factor: Factor, num_chunks: int, names: tuple[str, ...]) -> LayoutError:
-    return LayoutError(
-        "the model's parts lie on several devices, and the layout has another number of stages",
-        given=f"{factor}, {num_chunks} chunks; devices change at {', '.join(names)}",
-        allowed=f"{len(names)} chunks, one for each, or stages that are named by hand",
-        fix=f"write pp{len(names)}, or cut: and the names, or leave the model on one device",
-    )
-
-
 def _limit_bytes(option: Option) -> int | None:
-    """The most that activations may take on a stage: auto:512MiB; no limit where none is given."""
+    """Returns the most bytes of activations on a stage, the value of auto:512MiB; None for ``auto`` alone."""
     if option.value is None:
         return None
     found = re.fullmatch(r"([0-9]+)(KiB|MiB|GiB)", option.value)
     if found is None:
         raise LayoutError(
-            "'auto' takes the most that a stage's activations may hold",
+            "'auto' takes the most memory for a stage's activations",
             given=str(option),
             allowed="auto:512MiB, auto:8GiB, or auto alone",
             fix="write auto:8GiB",
@@ -279,8 +269,8 @@ def _limit_bytes(option: Option) -> int | None:
     return int(found[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[found[2]]
 
 
-def schedule_of(plan: Plan) -> Schedule:
-    """The schedule that a layout asks for; 1f1b where it names none."""
+def _named_schedule(plan: Plan) -> Schedule:
+    """Returns the schedule that a layout names, by default 1f1b."""
     factor = _factor(plan)
     file = factor.option("file")
     named = [option for option in factor.options if option.name in SCHEDULES]
@@ -293,7 +283,18 @@ def schedule_of(plan: Plan) -> Schedule:
             fix=f"write pp{factor.size}/{names[0]}",
         )
     if file is not None:
-        return _from_file(file.value, factor, plan.layout.num_microbatches)
+        if file.value is None:
+            raise LayoutError("'file' needs a path", given=str(factor), allowed="file:PATH", fix="write file:PATH")
+        schedule = read_schedule(file.value)
+        if schedule.num_stages != factor.size:
+            raise LayoutError(
+                "the schedule is for another number of stages",
+                given=f"{file.value}: {schedule.num_stages} stages, under pp{factor.size}",
+                allowed=f"a file with {factor.size} lists",
+                fix=f"write pp{schedule.num_stages}/{file}",
+            )
+        check_schedule(schedule, plan.layout.num_microbatches)
+        return schedule
     option = named[0] if named else None
     chunks = None
     if option is not None and option.value is not None:
@@ -308,23 +309,8 @@ def schedule_of(plan: Plan) -> Schedule:
     return build(option.name if option else "1f1b", factor.size, plan.layout.num_microbatches, chunks)
 
 
-def _from_file(path: str | None, factor: Factor, num_microbatches: int) -> Schedule:
-    if path is None:
-        raise LayoutError("'file' needs a path", given=str(factor), allowed="file:PATH", fix="write file:PATH")
-    schedule = read_schedule(path)
-    if schedule.num_stages != factor.size:
-        raise LayoutError(
-            "the schedule is for another number of stages",
-            given=f"{path}: {schedule.num_stages} stages, under pp{factor.size}",
-            allowed=f"a file with {factor.size} lists",
-            fix=f"write pp{schedule.num_stages}/file:{path}",
-        )
-    check_schedule(schedule, num_microbatches)
-    return schedule
-
-
 def _holders(stages: Stages, schedule: Schedule, parameters: tuple[str, ...]) -> dict[str, list[int]]:
-    """By name, the stages that hold a parameter or buffer; what no code uses lies on the first."""
+    """Returns the stages that hold each parameter and buffer, by name; the first stage for one that no code uses."""
     found: dict[str, set[int]] = {name: set() for name in parameters}
     for chunk in range(schedule.num_chunks):
         for name in stages.chunked.weights_of(chunk):
@@ -332,24 +318,20 @@ def _holders(stages: Stages, schedule: Schedule, parameters: tuple[str, ...]) ->
     return {name: sorted(where) or [0] for name, where in found.items()}
 
 
-def _by_chunk(units: tuple[ParamGroup, ...], stages: Stages) -> tuple[ParamGroup, ...]:
-    """Units that lie in one chunk each: one that straddles a cut is divided there."""
-    home: dict[str, int] = {}
+def _by_chunk(groups: tuple[ParamGroup, ...], stages: Stages) -> tuple[ParamGroup, ...]:
+    """Splits param groups at the cuts, so that each group's parameters are first used in one chunk; sorts by chunk."""
+    first_chunk: dict[str, int] = {}
     for chunk in range(stages.num_chunks):
         for name in stages.chunked.weights_of(chunk):
-            home.setdefault(name, chunk)
-    found = []
-    for unit in units:
-        chunks = sorted({home.get(name, 0) for name in unit.parameters})
+            first_chunk.setdefault(name, chunk)
+    found: list[tuple[int, ParamGroup]] = []
+    for group in groups:
+        chunks = sorted({first_chunk.get(name, 0) for name in group.parameters})
         for chunk in chunks:
-            parameters = tuple(name for name in unit.parameters if home.get(name, 0) == chunk)
-            name = unit.name if len(chunks) == 1 else f"{unit.name} ({chunk})"
-            found.append(ParamGroup(name, parameters))
-    return tuple(sorted(found, key=lambda unit: min(home.get(name, 0) for name in unit.parameters)))
-
-
-def _parts(rest: StateLayout) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
-    return rest.parameter, rest.gradient, rest.optimizer
+            parameters = tuple(name for name in group.parameters if first_chunk.get(name, 0) == chunk)
+            name = group.name if len(chunks) == 1 else f"{group.name} ({chunk})"
+            found.append((chunk, ParamGroup(name, parameters)))
+    return tuple(group for _, group in sorted(found, key=lambda each: each[0]))
 
 
 STRATEGY = Pipeline()

@@ -1,4 +1,4 @@
-"""Whether a schedule can run: complete, in order, and free of deadlock; if not, which action waits for which."""
+"""Checks that a schedule can run: complete, in order and free of deadlock. Errors name the actions and a remedy."""
 
 from __future__ import annotations
 
@@ -8,31 +8,22 @@ from collections.abc import Iterator
 from shardwright.errors import LayoutError
 from shardwright.plan.schedule import Action, Kind, Schedule, needs
 
-# what has been seen of one chunk and microbatch; F and B, or F, I and W, make a whole
-_SEEN = {"F": 1, "B": 2, "I": 4, "W": 8}
-_WHOLE = (1 | 2, 1 | 4 | 8)
+# A byte for each chunk and microbatch collects a bit for each kind of action seen; F and B, or F, I and W, complete it.
+_BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
+_COMPLETE = (1 | 2, 1 | 4 | 8)
 _EXCLUDES = {"F": 0, "B": 4 | 8, "I": 2, "W": 2}
 _NEEDS = {"F": 0, "B": 1, "I": 1, "W": 4}
 
 
 def check_schedule(schedule: Schedule, num_microbatches: int | None = None) -> None:
-    """Returns if every chunk runs each microbatch F once and B, or I and W, once, and no stage waits for ever.
+    """Raises LayoutError unless each chunk runs every microbatch's forward and backward once, without deadlock.
 
     Raises: LayoutError: a number out of range, a chunk on two stages, an action that is missing, comes twice or
-        comes before what its own stage needs for it, a deadlock; a schedule for another number of microbatches.
-
-    >>> F0, B0 = Action("F", 0), Action("B", 0)
-    >>> check_schedule(Schedule("by hand", ((F0, B0),), (0,), 1))
-    >>> check_schedule(Schedule("by hand", ((F0,),), (0,), 1))
-    Traceback (most recent call last):
-    shardwright.errors.LayoutError: schedule 'by hand' misses an action
-      given:   chunk 0 on stage 0 has no backward of microbatch 0
-      allowed: for each chunk and each of microbatches 0 to 0: F once, and B once or I and W once
-      fix:     add 0B0 to stage 0
+        comes before an action that it needs, a deadlock; a schedule for another number of microbatches.
     """
     _check_sizes(schedule, num_microbatches)
-    seen, early = _look(schedule)
-    if seen.count(_WHOLE[0]) + seen.count(_WHOLE[1]) < len(seen):
+    seen, early = _count_actions(schedule)
+    if seen.count(_COMPLETE[0]) + seen.count(_COMPLETE[1]) < len(seen):
         _raise_missing(schedule, seen)
     if early is not None:
         stage, action = early
@@ -47,17 +38,7 @@ def check_schedule(schedule: Schedule, num_microbatches: int | None = None) -> N
 
 
 def check_order(schedule: Schedule) -> None:
-    """Raises LayoutError unless every chunk runs its forwards in the order of the microbatches.
-
-    >>> F0, F1 = Action("F", 0), Action("F", 1)
-    >>> check_order(Schedule("by hand", ((F0, F1),), (0,), 2))
-    >>> check_order(Schedule("by hand", ((F1, F0),), (0,), 2))
-    Traceback (most recent call last):
-    shardwright.errors.LayoutError: schedule 'by hand' runs microbatches out of order, and the model keeps statistics
-      given:   stage 0 runs 0F0 after 0F1
-      allowed: on every chunk F of microbatch 0 first, then of 1, and so on: later ones weigh more
-      fix:     on stage 0, move 0F0 before 0F1
-    """
+    """Raises LayoutError unless every chunk runs its forwards in the order of the microbatches."""
     for stage, actions in enumerate(schedule.actions):
         last: dict[int, Action] = {}
         for action in actions:
@@ -75,9 +56,9 @@ def check_order(schedule: Schedule) -> None:
 
 
 def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Every action with its stage, in one of the orders in which they could run one after the other.
+    """Yields every action with its stage, in an order in which they could run one after the other.
 
-    Raises: LayoutError: at the end, if stages wait for each other for ever.
+    Raises: LayoutError: at the end, if stages deadlock.
 
     >>> lists = ((Action("F", 0), Action("B", 0)), (Action("F", 0, 1), Action("B", 0, 1)))
     >>> [f"stage {stage} {action}" for stage, action in run_order(Schedule("by hand", lists, (0, 1), 1))]
@@ -85,7 +66,9 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """
     num_microbatches, num_chunks = schedule.num_microbatches, schedule.num_chunks
     size, last = num_chunks * num_microbatches, num_chunks - 1
-    done = bytearray(2 * size + 1)  # the forwards, the gradients of inputs, and what nobody waits for
+    # A flag for each result: the outputs of forwards, then the input gradients, then one that is always set, for
+    # actions that need no result. At most one stage waits for each flag, and runs on when it is set.
+    done = bytearray(2 * size + 1)
     done[always := 2 * size] = 1
     waiting: dict[int, int] = {}
     positions = [0] * schedule.num_stages
@@ -103,7 +86,7 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 need, give = size + own, always
             else:
                 give = size + own
-                need = own if chunk == last else give + num_microbatches  # which has run only after our own F
+                need = own if chunk == last else give + num_microbatches  # which comes after this chunk's own F
             if not done[need]:
                 waiting[need] = stage
                 positions[stage] = position
@@ -119,7 +102,7 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def _check_sizes(schedule: Schedule, num_microbatches: int | None) -> None:
-    """Stages, chunks and microbatches there are, and each stage holds a chunk."""
+    """Raises LayoutError unless there are microbatches, the asked number of them, and each stage holds a chunk."""
     name, num_stages = schedule.name, schedule.num_stages
     if num_microbatches is not None and schedule.num_microbatches != num_microbatches:
         raise LayoutError(
@@ -130,15 +113,15 @@ def _check_sizes(schedule: Schedule, num_microbatches: int | None) -> None:
         )
     if schedule.num_microbatches < 1 or not num_stages or set(schedule.stage_of) != set(range(num_stages)):
         raise LayoutError(
-            f"schedule '{name}' is for no pipeline",
+            f"schedule '{name}' fits no pipeline",
             given=f"{num_stages} stages, {schedule.num_microbatches} microbatches, chunks on {schedule.stage_of}",
             allowed="one stage or more, each with a chunk or more, and one microbatch or more",
             fix="give each stage a chunk, counted from stage 0",
         )
 
 
-def _look(schedule: Schedule) -> tuple[bytearray, tuple[int, Action] | None]:
-    """What there is of each chunk and microbatch, and the first action, if any, that its own stage runs too early."""
+def _count_actions(schedule: Schedule) -> tuple[bytearray, tuple[int, Action] | None]:
+    """Returns the bits of each chunk and microbatch, and the first action that its own stage runs too early, if any."""
     num_microbatches, num_chunks, stage_of = schedule.num_microbatches, schedule.num_chunks, schedule.stage_of
     seen = bytearray(num_chunks * num_microbatches)
     early = None
@@ -146,46 +129,34 @@ def _look(schedule: Schedule) -> tuple[bytearray, tuple[int, Action] | None]:
         for action in actions:
             kind, microbatch, chunk = action
             in_range = 0 <= chunk < num_chunks and 0 <= microbatch < num_microbatches
-            if not in_range or stage_of[chunk] != stage or kind not in _SEEN:
-                _raise_stray(schedule, stage, action)
+            if not in_range or stage_of[chunk] != stage or kind not in _BIT:
+                held = ", ".join(map(str, schedule.chunks_of(stage)))
+                raise LayoutError(
+                    f"schedule '{schedule.name}' has an action that cannot be",
+                    given=f"{action} on stage {stage}",
+                    allowed=f"on stage {stage}: chunk {held} and microbatches 0 to {num_microbatches - 1}",
+                    fix="a cell is chunk, kind, microbatch, like 0F3: correct that one",
+                )
             own = chunk * num_microbatches + microbatch
-            was, bit = seen[own], _SEEN[kind]
+            was, bit = seen[own], _BIT[kind]
             if was & bit or was & _EXCLUDES[kind]:
-                _raise_twice(schedule, stage, action, was)
+                other: Kind = "I" if was & 4 else "W" if was & 8 else "B"  # of which B excludes I and W
+                again = "comes twice" if was & bit else f"comes beside {action._replace(kind=other)}"
+                raise LayoutError(
+                    f"schedule '{schedule.name}' runs one backward or forward twice",
+                    given=f"on stage {stage}, {action} {again}",
+                    allowed="F once, and B once or I and W once",
+                    fix=f"take one of them out of stage {stage}",
+                )
             if _NEEDS[kind] & ~was and early is None:
                 early = (stage, action)
             seen[own] = was | bit
     return seen, early
 
 
-def _raise_twice(schedule: Schedule, stage: int, action: Action, seen: int) -> None:
-    """An action that comes again, or a whole backward beside a half of one."""
-    other: Kind = "I" if seen & 4 else "W" if seen & 8 else "B"
-    again = (
-        f"{action} comes twice" if seen & _SEEN[action.kind] else f"{action} comes beside {action._replace(kind=other)}"
-    )
-    raise LayoutError(
-        f"schedule '{schedule.name}' runs one backward or forward twice",
-        given=f"on stage {stage}, {again}",
-        allowed="F once, and B once or I and W once",
-        fix=f"take one of them out of stage {stage}",
-    )
-
-
-def _raise_stray(schedule: Schedule, stage: int, action: Action) -> None:
-    """An action with a number that cannot be, or on a stage that does not hold its chunk."""
-    held = ", ".join(map(str, schedule.chunks_of(stage)))
-    raise LayoutError(
-        f"schedule '{schedule.name}' has an action that cannot be",
-        given=f"{action} on stage {stage}",
-        allowed=f"on stage {stage}: chunk {held} and microbatches 0 to {schedule.num_microbatches - 1}",
-        fix="a cell is chunk, kind, microbatch, like 0F3: correct that one",
-    )
-
-
 def _raise_missing(schedule: Schedule, seen: bytearray) -> None:
-    """The first chunk and microbatch that is no whole."""
-    where = next(own for own, bits in enumerate(seen) if bits not in _WHOLE)
+    """Raises for the first chunk and microbatch without all of its actions."""
+    where = next(own for own, bits in enumerate(seen) if bits not in _COMPLETE)
     chunk, microbatch = divmod(where, schedule.num_microbatches)
     stage, bits = schedule.stage_of[chunk], seen[where]
     if not bits:
@@ -197,7 +168,7 @@ def _raise_missing(schedule: Schedule, seen: bytearray) -> None:
     else:
         add = f"{chunk}{'W' if bits & 4 else 'I'}{microbatch}"
         what = f"has only one half of the backward, no {add}, of"
-    count = sum(bits not in _WHOLE for bits in seen)
+    count = sum(bits not in _COMPLETE for bits in seen)
     raise LayoutError(
         f"schedule '{schedule.name}' misses an action",
         given=f"chunk {chunk} on stage {stage} {what} microbatch {microbatch}"
@@ -209,7 +180,7 @@ def _raise_missing(schedule: Schedule, seen: bytearray) -> None:
 
 
 def _raise_deadlock(schedule: Schedule, positions: list[int]) -> None:
-    """The circle of stages that wait for each other."""
+    """Raises with the cycle of stages that wait for each other, found by following what each stage waits for."""
     at: dict[Action, tuple[int, int]] = {}
     for stage, actions in enumerate(schedule.actions):
         for position, action in enumerate(actions):
@@ -219,12 +190,12 @@ def _raise_deadlock(schedule: Schedule, positions: list[int]) -> None:
         return action in at and at[action][1] < positions[at[action][0]]
 
     def wait_for(stage: int) -> tuple[Action, Action]:
-        """What a stage is about to run, and what it waits for."""
+        """Returns the next action of a stage, and the action that it waits for."""
         action = schedule.actions[stage][positions[stage]]
         for need in needs(action, schedule.num_chunks):
-            forms = [need] if need.kind != "I" else [need, need._replace(kind="B")]
-            if not any(is_done(form) for form in forms):
-                return action, next((form for form in forms if form in at), need)
+            either = [need] if need.kind != "I" else [need, need._replace(kind="B")]
+            if not any(is_done(each) for each in either):
+                return action, next((each for each in either if each in at), need)
         raise AssertionError(f"{action} could run")
 
     stage = next(s for s, actions in enumerate(schedule.actions) if positions[s] < len(actions))
@@ -232,39 +203,28 @@ def _raise_deadlock(schedule: Schedule, positions: list[int]) -> None:
     while stage not in path:
         path.append(stage)
         wanted = wait_for(stage)[1]
-        if wanted not in at:  # only where the schedule is not complete
+        if wanted not in at:  # possible in incomplete schedules only
             break
         stage = at[wanted][0]
-    circle = path[path.index(stage) :]
-    links = []
-    for stage in circle:
-        action, wanted = wait_for(stage)
-        links.append(f"waits for {wanted}" + _why_late(schedule, positions, at, wanted))
-    first = schedule.actions[circle[0]][positions[circle[0]]]
+    cycle = path[path.index(stage) :]
+    wanted_by = [wait_for(stage)[1] for stage in cycle]
+    links, fixes = [], []
+    for wanted in wanted_by:
+        link = f"waits for {wanted}"
+        if wanted not in at:
+            link += ", which no stage runs"
+            fixes.append(f"add {wanted}")
+        elif at[wanted][1] > positions[at[wanted][0]]:
+            stage = at[wanted][0]
+            before = schedule.actions[stage][positions[stage]]
+            link += f", which stage {stage} runs after {before}"
+            fixes.append(f"for one, on stage {stage} move {wanted} before {before}")
+        links.append(link)
+    assert fixes, "in a cycle some action is behind another on its stage"
+    first = schedule.actions[cycle[0]][positions[cycle[0]]]
     raise LayoutError(
         f"schedule '{schedule.name}' deadlocks",
-        given=f"stage {circle[0]}: {first} " + ", which ".join(links),
-        allowed="an order in which what an action waits for has run before it",
-        fix=_advice(schedule, positions, at, [wait_for(stage)[1] for stage in circle]),
+        given=f"stage {cycle[0]}: {first} " + ", which ".join(links),
+        allowed="an order in which every action runs after those that it waits for",
+        fix=fixes[0],
     )
-
-
-def _why_late(schedule: Schedule, positions: list[int], at: dict[Action, tuple[int, int]], wanted: Action) -> str:
-    """Behind which action ``wanted`` stands."""
-    if wanted not in at:
-        return ", which no stage runs"
-    stage, position = at[wanted]
-    if position == positions[stage]:
-        return ""
-    return f", which stage {stage} runs after {schedule.actions[stage][positions[stage]]}"
-
-
-def _advice(schedule: Schedule, positions: list[int], at: dict[Action, tuple[int, int]], circle: list[Action]) -> str:
-    """One move that opens the circle."""
-    for wanted in circle:
-        if wanted not in at:
-            return f"add {wanted}"
-        stage, position = at[wanted]
-        if position > positions[stage]:
-            return f"for one, on stage {stage} move {wanted} before {schedule.actions[stage][positions[stage]]}"
-    raise AssertionError("a circle without an action that stands behind another")

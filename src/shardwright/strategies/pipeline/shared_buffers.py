@@ -1,4 +1,4 @@
-"""Buffers that several stages read: what one of them writes into its own reaches no other."""
+"""Checks that no stage writes into a buffer that other stages use: each has a copy, so the others miss the write."""
 
 from __future__ import annotations
 
@@ -13,38 +13,25 @@ from shardwright.analysis.call_graph import Chunked
 from shardwright.errors import PlanError
 
 CODE = ""
-"""Stands, among the modules through which a stage uses a buffer, for the model's code between them."""
+"""Among the paths of the modules through which a stage uses a buffer: the model's own code, outside of any module."""
 
 
-class _Seen:
-    """A buffer as it was: which tensor, how often written into and, if asked for, its values."""
+class _BufferSnapshot:
+    """A buffer at one moment: which tensor it is, torch's count of its writes and, ``with_values``, its values."""
 
     def __init__(self, buffer: Tensor, with_values: bool) -> None:
         self._buffer, self._version = buffer, buffer._version
         self._values = buffer.clone() if with_values and not buffer.is_meta else None
 
-    def is_still(self, buffer: Tensor) -> bool:
+    def is_unchanged(self, buffer: Tensor) -> bool:
         same = buffer is self._buffer and buffer._version == self._version
         return same and (self._values is None or torch.equal(self._values, buffer))
 
 
 class SharedBuffers:
-    """Looks whether one stage changes a buffer that another uses as well.
+    """Detects a stage that writes into a buffer which other stages use too.
 
-    Where all use it by calling one module, each may fill it once, like a table that is made when it is first needed.
-
-    >>> from shardwright.analysis.call_graph import CallSite, read_graph, weights_by_module
-    >>> model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    >>> model[1].running_mean = model[0].running_mean
-    >>> chunk_of = {CallSite("0"): 0, CallSite("1"): 1}
-    >>> chunked = Chunked(read_graph(model), chunk_of, 2, weights_by_module(model))
-    >>> with SharedBuffers(chunked, stage_of=(0, 1), stage=0).watching(model):
-    ...     y = model[0](torch.ones(3, 2))
-    Traceback (most recent call last):
-    shardwright.errors.PlanError: stage 0 writes into '0.running_mean', and other stages go on with what it was before
-      given:   a buffer of BatchNorm1d that stages 0, 1 use
-      allowed: buffers that several stages read and none writes into, or one stage alone
-      fix:     return the value from the module's forward in place of reading it from outside, or cut elsewhere
+    Where all stages use it by calling one module, each may write once: a table that is computed on its first use.
     """
 
     def __init__(self, chunked: Chunked, stage_of: Sequence[int], stage: int) -> None:
@@ -57,47 +44,46 @@ class SharedBuffers:
             name: by_stage for name, by_stage in users.items() if len(by_stage) > 1 and stage in by_stage
         }
         self._filled: set[str] = set()
-        self._means: dict[str, bool] = {}
+        self._statistics: dict[str, bool] = {}
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """A forward of one chunk. Raises: PlanError: it changed a buffer that others use."""
-        before = {name: _Seen(buffer, self._is_mean(model, name)) for name, buffer in self._held(model)}
+        """Watches one chunk's forward, in a ``with`` block. Raises PlanError: it wrote into a shared buffer."""
+        before = {
+            name: _BufferSnapshot(buffer, self._is_statistic(model, name)) for name, buffer in self._shared(model)
+        }
         yield
-        for name, buffer in self._held(model):
-            if before[name].is_still(buffer):
+        for name, buffer in self._shared(model):
+            if before[name].is_unchanged(buffer):
                 continue
             others = set().union(*(through for at, through in self.users[name].items() if at != self.stage))
             if name in self._filled or CODE in others or not others <= self.users[name][self.stage]:
-                raise self._refused(model, name)
+                kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+                raise PlanError(
+                    f"stage {self.stage} writes into '{name}', and other stages keep the old values",
+                    given=f"a buffer of {kind} that stages {', '.join(map(str, sorted(self.users[name])))} use",
+                    allowed="buffers that several stages read and none writes into, or that one stage alone uses",
+                    fix="return the value from the module's forward instead of reading the buffer, or cut elsewhere",
+                )
             self._filled.add(name)
 
-    def _held(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def _shared(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name in self.users:
             path, _, own = name.rpartition(".")
-            buffer = model.get_submodule(path)._buffers.get(own)  # a parameter is not written into
+            buffer = model.get_submodule(path)._buffers.get(own)  # parameters are changed by the optimizer alone
             if buffer is not None:
                 yield name, buffer
 
-    def _is_mean(self, model: nn.Module, name: str) -> bool:
-        """Whether a normalisation keeps its statistics there: what torch writes so, it does not count as a write."""
-        if name not in self._means:
+    def _is_statistic(self, model: nn.Module, name: str) -> bool:
+        """Whether the buffer holds statistics of a normalization: torch updates these without counting a write."""
+        if name not in self._statistics:
             buffer, norms = model.get_buffer(name), (m for m in model.modules() if isinstance(m, _NormBase))
-            self._means[name] = any(each is buffer for norm in norms for each in norm._buffers.values())
-        return self._means[name]
-
-    def _refused(self, model: nn.Module, name: str) -> PlanError:
-        kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
-        return PlanError(
-            f"stage {self.stage} writes into '{name}', and other stages go on with what it was before",
-            given=f"a buffer of {kind} that stages {', '.join(map(str, sorted(self.users[name])))} use",
-            allowed="buffers that several stages read and none writes into, or one stage alone",
-            fix="return the value from the module's forward in place of reading it from outside, or cut elsewhere",
-        )
+            self._statistics[name] = any(each is buffer for norm in norms for each in norm._buffers.values())
+        return self._statistics[name]
 
 
 def _uses(chunked: Chunked, chunk: int) -> Iterator[tuple[str, str]]:
-    """The parameters and buffers that a chunk uses, each with the module through which it does."""
+    """Yields the parameters and buffers that a chunk uses, each with the path of the module that reads it."""
     for node in chunked.nodes_of(chunk):
         if node.op == "get_attr":
             yield str(node.target), CODE

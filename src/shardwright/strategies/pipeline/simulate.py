@@ -1,11 +1,15 @@
-"""What a schedule would take: the same lists with times give makespan, bubble and memory over time."""
+"""Simulates a schedule for given times and bytes of each chunk: makespan, bubble, and memory over time.
+
+The report and ``auto`` use it, with times and bytes from the costs of calls (:func:`times_of`, :func:`memory_of`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from shardwright.analysis.costs import FLOPS_PER_S, Cost
 from shardwright.errors import LayoutError
 from shardwright.plan.schedule import Schedule
 from shardwright.runtime.timeline import Span, Timeline
@@ -13,27 +17,24 @@ from shardwright.strategies.pipeline.schedule_checks import run_order
 
 
 def _check_lengths(what: str, **of_chunks: tuple[float, ...]) -> None:
-    """Raises LayoutError unless all have one number of zero or more for each chunk."""
+    """Raises LayoutError unless each tuple has one number for each chunk, none of them below zero."""
     lengths = {name: len(values) for name, values in of_chunks.items()}
     wrong = [f"{name} {value}" for name, values in of_chunks.items() for value in values if not value >= 0]
     if wrong or len(set(lengths.values())) > 1 or 0 in lengths.values():
         raise LayoutError(
             f"{what} are given for each chunk",
-            given=", ".join(wrong) if wrong else ", ".join(f"{n} {name}" for name, n in lengths.items()),
+            given=", ".join(wrong or [f"{n} {name}" for name, n in lengths.items()]),
             allowed="as many numbers of each, one or more, none below zero",
             fix="give one number for each chunk of the model, in forward order",
         )
 
 
 @dataclass(frozen=True)
-class Times:
-    """How long each chunk takes, in seconds; ``B`` takes ``input_s + weight_s``.
+class ChunkTimes:
+    """The seconds of each chunk's F (forward), I (input gradient) and W (weight gradient); B takes those of I and W.
 
-    ``transfer_s`` is from the end of an action to when another stage has its result: one number, or one for each
-    pair (from stage, to stage); a pair that is left out is as fast as its way back.
-
-    >>> Times.equal(2, transfer_s={(0, 1): 0.5}).over(1, 0)
-    0.5
+    ``transfer_s`` is the time from the end of an action to its result's arrival on another stage: one number, or one
+    for each pair (from stage, to stage); a missing pair has the time of the opposite direction.
     """
 
     forward_s: tuple[float, ...]
@@ -54,26 +55,19 @@ class Times:
         input_s: float = 1,
         weight_s: float = 1,
         transfer_s: float | Mapping[tuple[int, int], float] = 0,
-    ) -> Times:
-        """The same for every chunk.
-
-        >>> Times.equal(2, forward_s=3)
-        Times(forward_s=(3, 3), input_s=(1, 1), weight_s=(1, 1), transfer_s=0)
-        """
+    ) -> ChunkTimes:
+        """Returns times that are the same for every chunk."""
         return cls((forward_s,) * num_chunks, (input_s,) * num_chunks, (weight_s,) * num_chunks, transfer_s)
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks these are for."""
+        """The number of pipeline chunks."""
         return len(self.forward_s)
 
     def over(self, source: int, target: int) -> float:
-        """The transfer from one stage to another; none within a stage.
+        """Returns the seconds of a transfer from one stage to another; 0 within a stage.
 
-        Raises: LayoutError: the pair is given neither this way nor the other.
-
-        >>> Times.equal(1, transfer_s=2).over(0, 0)
-        0
+        Raises: LayoutError: there is no time for the pair in either direction.
         """
         if source == target:
             return 0
@@ -91,14 +85,11 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """How much each chunk holds, in bytes.
+class ChunkMemory:
+    """The bytes that each pipeline chunk holds: activations, what W (weight gradients) needs, parameters.
 
-    ``activation_bytes`` for each microbatch from its F to the end of its B or I, ``weight_bytes`` from its F to the
-    end of its B or W (what W still needs), ``parameter_bytes`` all the time.
-
-    >>> Memory.equal(2, activation_bytes=5)
-    Memory(activation_bytes=(5, 5), weight_bytes=(0, 0), parameter_bytes=(0, 0))
+    ``activation_bytes`` are held for each microbatch from its F to the end of its B or I, ``weight_bytes`` (what W
+    needs) from its F to the end of its B or W, ``parameter_bytes`` all the time.
     """
 
     activation_bytes: tuple[int, ...]
@@ -106,52 +97,50 @@ class Memory:
     parameter_bytes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check_lengths(
-            "bytes",
-            activation_bytes=self.activation_bytes,
-            weight_bytes=self.weight_bytes,
-            parameter_bytes=self.parameter_bytes,
-        )
+        _check_lengths("bytes", **vars(self))
 
     @classmethod
     def equal(
         cls, num_chunks: int, activation_bytes: int = 1, weight_bytes: int = 0, parameter_bytes: int = 0
-    ) -> Memory:
-        """The same for every chunk; by default one byte of activations, so that a peak counts microbatches.
-
-        >>> Memory.equal(1, 7, 2).weight_bytes
-        (2,)
-        """
+    ) -> ChunkMemory:
+        """Returns equal bytes for every chunk; by default 1 of activations, so that the peak counts microbatches."""
         return cls((activation_bytes,) * num_chunks, (weight_bytes,) * num_chunks, (parameter_bytes,) * num_chunks)
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks these are for."""
+        """The number of pipeline chunks."""
         return len(self.activation_bytes)
 
 
-def simulate(schedule: Schedule, times: Times, memory: Memory | None = None) -> Timeline:
-    """When each action runs, and what each stage holds.
+def simulate(schedule: Schedule, times: ChunkTimes, memory: ChunkMemory | None = None) -> Timeline:
+    """Returns when each action runs and how many bytes each stage holds.
 
-    A stage runs its actions in order, one at a time, each as soon as the stage is free and all it needs has arrived.
-    A send takes time but keeps nobody. The schedule is complete, see
-    :func:`~shardwright.strategies.pipeline.schedule_checks.check_schedule`; forwards alone will do.
+    A stage runs its actions in order, one at a time, each as soon as the stage is free and all inputs have arrived.
+    A send takes time but does not block its stage. The schedule has passed
+    :func:`~shardwright.strategies.pipeline.schedule_checks.check_schedule`, or consists of forwards alone.
 
     Raises: LayoutError: a deadlock, or times or bytes for another number of chunks.
 
     >>> from shardwright.strategies.pipeline.schedules import build
-    >>> timeline = simulate(build("1f1b", 2, 4), Times.equal(2), Memory.equal(2))
+    >>> timeline = simulate(build("1f1b", 2, 4), ChunkTimes.equal(2), ChunkMemory.equal(2))
     >>> timeline.makespan_s, timeline.busy_s(0), timeline.peak_bytes(0), timeline.peak_bytes(1)
     (15, 12, 2, 1)
     """
-    _check_chunks(schedule, times, memory)
+    for what, count in (("times", times.num_chunks), ("bytes", memory and memory.num_chunks)):
+        if count is not None and count != schedule.num_chunks:
+            raise LayoutError(
+                f"{what} are for another number of chunks than schedule '{schedule.name}'",
+                given=f"{what} for {count}, a schedule of {schedule.num_chunks}",
+                allowed=f"{what} for {schedule.num_chunks} chunks on {schedule.num_stages} stages",
+                fix="cut the model into as many chunks as the schedule has",
+            )
     num_microbatches, stage_of, last = schedule.num_microbatches, schedule.stage_of, schedule.num_chunks - 1
     forward_s, input_s, weight_s = times.forward_s, times.input_s, times.weight_s
     both_s = [i + w for i, w in zip(input_s, weight_s, strict=True)]
     onward_s = [times.over(a, b) for a, b in pairwise(stage_of)] + [0]
     back_s = [0] + [times.over(b, a) for a, b in pairwise(stage_of)]
-    arrived: list[float] = [0] * (len(stage_of) * num_microbatches)  # at the stage of the chunk after
-    returned = list(arrived)  # at the stage of the chunk before
+    arrived: list[float] = [0] * (len(stage_of) * num_microbatches)  # outputs, at the stage of the chunk after
+    returned = list(arrived)  # gradients of inputs, at the stage of the chunk before
     clocks: list[float] = [0] * schedule.num_stages
     spans: list[list[Span]] = [[] for _ in clocks]
     for stage, action in run_order(schedule):
@@ -159,37 +148,25 @@ def simulate(schedule: Schedule, times: Times, memory: Memory | None = None) -> 
         own = chunk * num_microbatches + microbatch
         start = clocks[stage]
         if kind == "F":
-            if chunk and (there := arrived[own - num_microbatches]) > start:
-                start = there
+            if chunk and (ready := arrived[own - num_microbatches]) > start:
+                start = ready
             end = start + forward_s[chunk]
             arrived[own] = end + onward_s[chunk]
         elif kind == "W":
             end = start + weight_s[chunk]
         else:
-            if chunk < last and (there := returned[own + num_microbatches]) > start:
-                start = there
+            if chunk < last and (ready := returned[own + num_microbatches]) > start:
+                start = ready
             end = start + (both_s if kind == "B" else input_s)[chunk]
             returned[own] = end + back_s[chunk]
         clocks[stage] = end
         spans[stage].append(Span(action, start, end))
-    counted = [] if memory is None else [_held(schedule.chunks_of(s), of, memory) for s, of in enumerate(spans)]
-    return Timeline(schedule.name, tuple(map(tuple, spans)), tuple(counted))
+    held = [] if memory is None else [_held(schedule.chunks_of(s), of, memory) for s, of in enumerate(spans)]
+    return Timeline(schedule.name, tuple(map(tuple, spans)), tuple(held))
 
 
-def _check_chunks(schedule: Schedule, times: Times, memory: Memory | None) -> None:
-    """Times, bytes and schedule are of one number of chunks."""
-    for what, count in (("times", times.num_chunks), ("bytes", memory and memory.num_chunks)):
-        if count is not None and count != schedule.num_chunks:
-            raise LayoutError(
-                f"{what} of another number of chunks than schedule '{schedule.name}'",
-                given=f"{what} for {count}, a schedule of {schedule.num_chunks}",
-                allowed=f"{what} for {schedule.num_chunks} chunks on {schedule.num_stages} stages",
-                fix="cut the model into as many chunks as the schedule has",
-            )
-
-
-def _held(chunks: tuple[int, ...], spans: list[Span], memory: Memory) -> tuple[tuple[float, int], ...]:
-    """Where the bytes of one stage change; those that end at a time before those that begin at it."""
+def _held(chunks: tuple[int, ...], spans: list[Span], memory: ChunkMemory) -> tuple[tuple[float, int], ...]:
+    """Returns the moments at which the bytes of one stage change, with the bytes from then on."""
     activation, weight = memory.activation_bytes, memory.weight_bytes
     held = sum(memory.parameter_bytes[chunk] for chunk in chunks)
     changes: list[tuple[float, int]] = [(0, held)]
@@ -204,3 +181,35 @@ def _held(chunks: tuple[int, ...], spans: list[Span], memory: Memory) -> tuple[t
             held -= activation[chunk] + weight[chunk]
         changes.append((start if kind == "F" else end, held))
     return tuple(changes)
+
+
+def times_of(costs: Sequence[Cost], flops_per_s: float = FLOPS_PER_S) -> ChunkTimes:
+    """Estimates each chunk's seconds from its counted work: input and weight gradients take as long as the forward.
+
+    >>> times_of([Cost(work=50e9, parameter_bytes=4), Cost(work=25e9)])
+    ChunkTimes(forward_s=(1.0, 0.5), input_s=(1.0, 0.5), weight_s=(1.0, 0.0), transfer_s=0)
+    """
+    forward = tuple(cost.work / flops_per_s for cost in costs)
+    weights = tuple(cost.work / flops_per_s if cost.parameter_bytes else 0.0 for cost in costs)
+    return ChunkTimes(forward, forward, weights)
+
+
+def memory_of(costs: Sequence[Cost]) -> ChunkMemory:
+    """Returns each chunk's counted activation bytes: half are freed by I (input gradient), half by W (weight).
+
+    >>> memory_of([Cost(activation_bytes=8, parameter_bytes=4)])
+    ChunkMemory(activation_bytes=(4,), weight_bytes=(4,), parameter_bytes=(0,))
+    """
+    half = tuple(cost.activation_bytes // 2 for cost in costs)
+    rest = tuple(cost.activation_bytes - cost.activation_bytes // 2 for cost in costs)
+    return ChunkMemory(half, rest, (0,) * len(costs))
+
+
+def predict(schedule: Schedule, costs: Sequence[Cost]) -> Timeline:
+    """Returns the simulated timeline of one step for each chunk's counted costs, before anything has run.
+
+    >>> from shardwright.strategies.pipeline.schedules import build
+    >>> round(predict(build("1f1b", 2, 4), [Cost(5e9, 1), Cost(5e9, 1)]).bubble, 3)
+    0.2
+    """
+    return simulate(schedule, times_of(costs), memory_of(costs))

@@ -1,4 +1,9 @@
-"""One stage's part of a model: its chunks, run by the executor, joined to other stages' by mail."""
+"""One pipeline stage at run time: runs this rank's chunks as the executor asks, and exchanges values with other stages.
+
+Every chunk is run from the model's recorded calls (:mod:`~shardwright.analysis.call_graph`), which are read once for
+each set of arguments and each train/eval mode. A chunk's inputs come from other stages over :class:`P2P`, or from this
+stage's own chunks, without a message.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +25,24 @@ from shardwright.plan.plan import ForwardFrame
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.runtime.executor import Microbatch, OutputHandler
-from shardwright.strategies.pipeline.agreement import check_same_code, lines_of
 from shardwright.strategies.pipeline.messages import StageMessage, arrivals, coming, receiver
 from shardwright.strategies.pipeline.p2p import P2P, fill, spec_of
+from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 from shardwright.strategies.pipeline.shared_buffers import SharedBuffers
 
 POSTED_AHEAD = 2
-"""Receives of so many actions are posted before the first of them runs."""
+"""For how many actions, from the one that runs next, receives are posted."""
 
 KEPT_ROUTES = 4
-"""So many lists of actions are remembered, with what they send: those met last."""
-
+"""How many schedules' message routes are kept, the most recently used first."""
 
 PLAIN = (bool, int, float, str, tuple, type(None))
-"""Values that a person may change between steps: the code is read again with them."""
+"""Types of module attributes that may change between steps: the model's code is then read again."""
 
 
 @dataclass
 class Incoming:
-    """What came in over one edge: the tensors that need gradients, and these gradients once they are there."""
+    """The tensors of one received message that need gradients, and their gradients once the backward has run."""
 
     message: StageMessage
     tensors: tuple[Tensor, ...]
@@ -46,7 +50,10 @@ class Incoming:
 
 
 class _Entry(Function):
-    """Where a chunk's backward ends. What came in is no leaf: the chunk's code may overwrite it, as on one device."""
+    """Makes received tensors the inputs of a chunk's autograd graph, and stores their gradients in ``incoming``.
+
+    They are no leaves, so that the chunk's code may overwrite them in place, as on one device.
+    """
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, incoming: Incoming) -> tuple[Tensor, ...]:
@@ -62,16 +69,19 @@ class _Entry(Function):
 
 
 class SavedMicrobatch(NamedTuple):
-    """What a chunk keeps of one microbatch between forward and backward."""
+    """What a chunk keeps of one microbatch between its forward and its backward.
+
+    ``starts`` are the tensors that the backward starts from. ``outgoing`` lists, for each outgoing edge, the message
+    that brings the gradients back and which of ``starts`` they belong to, in order.
+    """
 
     incoming: tuple[Incoming, ...]
     starts: tuple[Tensor, ...]
     outgoing: tuple[tuple[StageMessage, tuple[int, ...]], ...]
-    """For each edge that leaves, which of the starts its gradients belong to, in order."""
 
 
 class ChunkRoute(NamedTuple):
-    """What other stages send this one in a list of actions: for each of its own, and by stage as it leaves there."""
+    """The messages that a stage receives under one schedule: by the action that needs them, and by sending stage."""
 
     schedule: Schedule
     coming: tuple[tuple[StageMessage, ...], ...]
@@ -80,9 +90,9 @@ class ChunkRoute(NamedTuple):
 
 @dataclass
 class StageCode:
-    """A model's code for one set of arguments: how it is cut, and this stage's nodes, ready to run.
+    """The model's traced calls for one set of forward arguments, cut into chunks, this stage's ready to run.
 
-    ``attributes`` are the modules' own values that the code was read with.
+    ``attributes`` are the values of modules' attributes with which the code was read.
     """
 
     chunked: Chunked
@@ -95,16 +105,16 @@ class StageCode:
 
 @dataclass
 class Stage:
-    """This rank's chunks, run as the executor asks.
+    """This rank's pipeline chunks, as the :class:`~shardwright.runtime.executor.ModelPart` that the executor runs.
 
-    ``repeat`` is told, before a module is called that earlier chunks call too, how often they do: random layers count.
-    ``frame`` is what lies around the model's forward, where a strategy has put something there.
+    ``repeat`` is called before a module that earlier chunks call too, with the number of their calls: dropout masks
+    are numbered over all calls. ``frame`` is what strategies have put around the model's forward.
     """
 
     model: nn.Module
     stages: Stages
     stage_of: tuple[int, ...]
-    mail: P2P
+    p2p: P2P
     repeat: Repeat
     frame: ForwardFrame | None = None
     _codes: dict[object, StageCode] = field(default_factory=dict)
@@ -113,52 +123,52 @@ class Stage:
     _route: ChunkRoute | None = None
     _microbatches: Sequence[Microbatch] = ()
     _last: OutputHandler | None = None
-    _kept: dict[tuple[int, int], SavedMicrobatch] = field(default_factory=dict)
-    _here: dict[StageMessage, list[Tensor]] = field(default_factory=dict)
-    _inbox: dict[StageMessage, list[Tensor]] = field(default_factory=dict)
+    _saved: dict[tuple[int, int], SavedMicrobatch] = field(default_factory=dict)
+    _arrived: dict[StageMessage, list[Tensor]] = field(default_factory=dict)  # received, or from a chunk of this stage
 
     @property
     def stage(self) -> int:
-        """This rank's place among the stages."""
-        return self.mail.axis.index
+        """This rank's index on the axis ``pp``."""
+        return self.p2p.axis.index
 
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
-        """Learns the forms of all that will come from others, for a rehearsal in which nobody tells.
+        """Sets the shapes and dtypes of all messages from other stages; a rehearsal, which receives none, needs them.
 
-        ``values``, by microbatch, are those that cross between chunks, by their names in the model's code.
+        ``values[m]`` are microbatch m's values that cross between chunks, by their names in the model's code.
         """
         chunked = self.stages.with_arguments(arguments_given(self.stages.model, microbatches[0].inputs))
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
             for edge in chunked.edges:
-                sent = [_past(chunked, name, crossing[name]) for name in edge.values]
-                form, _ = spec_of(sent, f"chunk {edge.source}")
-                self.mail.learn(self._key(number, microbatch, len(microbatches)), (edge.source, edge.target), form)
+                sent = [_crossing_value(chunked, name, crossing[name]) for name in edge.values]
+                spec, _ = spec_of(sent, f"chunk {edge.source}")
+                self.p2p.set_spec(self._key(number, microbatch, len(microbatches)), (edge.source, edge.target), spec)
 
-    # ---- what the executor asks, see Work
+    # ---- ModelPart: called by the executor
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
-        """A list of actions comes."""
+        """Prepares for one run of a schedule over ``microbatches``; ``last`` gets the model's output of each."""
         count = len(microbatches)
         keys = [self._key(number, each, count) for number, each in enumerate(microbatches)]
         for key, microbatch in zip(keys, microbatches, strict=True):
-            if not self.mail.knows(key):  # what is refused is refused by every stage, before one waits for another
+            if not self.p2p.has_key(key):
+                # Bad inputs raise here, on every stage, before any stage waits for another.
                 with framed(self.frame, microbatch.inputs):
                     pass
         self._code = self._code_for(arguments_given(self.stages.model, microbatches[0].inputs))
         self._route, self._microbatches, self._last = self._route_for(schedule, self._code), microbatches, last
-        self._kept, self._here, self._inbox = {}, {}, {}
-        self.mail.begin(self._route.arrivals, keys)
+        self._saved, self._arrived = {}, {}
+        self.p2p.begin(self._route.arrivals, keys)
 
     def wait(self, place: int) -> None:
-        """Posts the receives of the next actions and waits for what this one needs."""
+        """Posts receives ahead and waits for the messages that the action at index ``place`` of the stage needs."""
         assert self._route is not None
         for messages in self._route.coming[place : place + POSTED_AHEAD]:
-            self.mail.post(messages)
+            self.p2p.post(messages)
         for message in self._route.coming[place]:
-            self._inbox[message] = self.mail.take(message)
+            self._arrived[message] = self.p2p.take(message)
 
     def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
-        """Runs a microbatch through a chunk and sends on what others need."""
+        """Runs microbatch ``number`` through a chunk and sends its outputs; returns those to run backward from."""
         with framed(self.frame, self._microbatches[number].inputs) as inputs:
             return self._run(chunk, number, inputs)
 
@@ -171,90 +181,85 @@ class Stage:
         for edge in chunked.edges:
             if edge.target == chunk:
                 message = StageMessage("F", number, edge.source, chunk)
-                values.update(zip(edge.values, self._take_in(message, incoming), strict=True))
+                values.update(zip(edge.values, self._received_values(message, incoming), strict=True))
         with self._code.shared.watching(self.model) if self._code.shared.users else nullcontext():
             output = run(self._code.ready[chunk], values, chunked.before(self.repeat))
         if not self._code.has_run:
-            for path, name in self._changed(self._code):
-                raise _set_while_running(path, name)
+            for path, name in self._changed_attributes(self._code):
+                raise _attribute_changed(path, name)
         starts: list[Tensor] = []
         outgoing = []
         for edge in chunked.edges:
             if edge.source == chunk:
                 message = StageMessage("F", number, chunk, edge.target)
-                sent = self._give(message, [self._to_send(values, name) for name in edge.values])
-                outgoing.append((message._replace(kind="B"), tuple(_places(sent, starts))))
+                sent = [_crossing_value(chunked, name, values[name]) for name in edge.values]
+                outgoing.append((message._replace(kind="B"), tuple(_positions(self._send(message, sent), starts))))
         if chunk == chunked.num_chunks - 1:
             output = output if self.frame is None else self.frame.give(output)
             start = self._last.give(number, microbatch, output)
             starts += [start] if torch.is_grad_enabled() else []
         if torch.is_grad_enabled():
-            self._kept[chunk, number] = SavedMicrobatch(tuple(incoming), tuple(starts), tuple(outgoing))
+            self._saved[chunk, number] = SavedMicrobatch(tuple(incoming), tuple(starts), tuple(outgoing))
         return starts
 
     def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """The gradients of what the chunk gave: what came back over each edge, added up; None for the loss."""
-        kept = self._kept[chunk, number]
-        found: list[Tensor | None] = [None] * len(kept.starts)
-        for message, places in kept.outgoing:
-            came = self._inbox.pop(message) if message in self._inbox else self._here.pop(message, [])
-            for place, gradient in zip(places, came, strict=True):
-                before = found[place]
-                found[place] = gradient if before is None else before + gradient
+        """Returns the received gradient of each output of a chunk, summed over senders; None for the loss itself."""
+        saved = self._saved[chunk, number]
+        found: list[Tensor | None] = [None] * len(saved.starts)
+        for message, positions in saved.outgoing:
+            for position, gradient in zip(positions, self._arrived.pop(message, []), strict=True):
+                before = found[position]
+                found[position] = gradient if before is None else before + gradient
         return found
 
     def pass_back(self, chunk: int, number: int) -> None:
-        """Sends the gradients of what came in to where it came from."""
-        kept = self._kept.pop((chunk, number))
-        for incoming in kept.incoming:
+        """Sends the gradients of a chunk's inputs to the stages that sent those inputs."""
+        for incoming in self._saved.pop((chunk, number)).incoming:
             found = incoming.gradients or [None] * len(incoming.tensors)
             pairs = zip(found, incoming.tensors, strict=True)
             gradients = [torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in pairs]
-            incoming.tensors = incoming.gradients = ()  # autograd knows of them: a circle, that only gc would free
+            # The autograd node refers to `incoming`: emptying it breaks a cycle that only the collector would free.
+            incoming.tensors = incoming.gradients = ()
             back = incoming.message._replace(kind="B")
             if receiver(back, self.stage_of) == self.stage:
-                self._here[back] = gradients
+                self._arrived[back] = gradients
             else:
-                self.mail.send_gradients(gradients, receiver(back, self.stage_of))
+                self.p2p.send_gradients(gradients, receiver(back, self.stage_of))
 
     def chunks_with(self, parameter: str) -> frozenset[int]:
-        """This rank's chunks that use a parameter; the first where none does."""
+        """Returns this rank's chunks that use a parameter; its first chunk if none does."""
         mine = [chunk for chunk, at in enumerate(self.stage_of) if at == self.stage]
         chunked = self.stages.chunked
         return frozenset(chunk for chunk in mine if parameter in chunked.weights_of(chunk)) or frozenset(mine[:1])
 
-    # ---- inside
+    # ---- the model's code
 
     def _code_for(self, given: tuple[str, ...]) -> StageCode:
-        """The code that runs now: it may depend on the arguments, on training, and on values that modules keep."""
+        """Returns the code for these arguments, read again if the train/eval modes or modules' settings changed."""
         key = (given, tuple(module.training for module in self.model.modules()))
         code = self._codes.get(key)
-        if code is not None and (changed := self._changed(code)):
+        if code is not None and (changed := self._changed_attributes(code)):
             for path, name in changed:
                 value = getattr(self.model.get_submodule(path), name)
                 if not isinstance(value, PLAIN):
-                    raise _set_while_running(path, name)
+                    raise _attribute_changed(path, name)
                 setattr(self.stages.model.get_submodule(path), name, value)
             self._codes.clear()
             code = None
         if code is not None:
             code.has_run = True
-        if code is None:
-            for path, module in self.model.named_modules():
-                self.stages.model.get_submodule(path).training = module.training
-            code = self._codes[key] = self._read(given)
-            self._compare(code, given)
+            return code
+        for path, module in self.model.named_modules():
+            self.stages.model.get_submodule(path).training = module.training
+        code = self._codes[key] = self._read_code(given)
+        kind = (given, self.model.training)
+        if kind not in self._compared:  # all stages begin the same kinds of runs, so all of them compare here
+            self._compared.add(kind)
+            check_same_code(self.p2p.axis.for_strategy("core"), lines_of(code.chunked))
         return code
 
-    def _compare(self, code: StageCode, given: tuple[str, ...]) -> None:
-        """Asks the other stages whether they read the same, once for each kind of list: all begin the same ones."""
-        kind = (given, self.model.training)
-        if kind not in self._compared:
-            self._compared.add(kind)
-            check_same_code(self.mail.axis.for_strategy("core"), lines_of(code.chunked))
-
-    def _changed(self, code: StageCode) -> list[tuple[str, str]]:
-        """What the code was read with and is no longer so."""
+    def _changed_attributes(self, code: StageCode) -> list[tuple[str, str]]:
+        """Returns the module path and name of each attribute whose value differs from when the code was read."""
         found = []
         for (path, name), before in code.attributes.items():
             now = getattr(self.model.get_submodule(path), name, None)
@@ -262,74 +267,71 @@ class Stage:
                 found.append((path, name))
         return found
 
-    def _read(self, given: tuple[str, ...]) -> StageCode:
+    def _read_code(self, given: tuple[str, ...]) -> StageCode:
         chunked = self.stages.with_arguments(given)
-        mine = [chunk for chunk, at in enumerate(self.stage_of) if at == self.stage]
         attributes = {
             (path, name): getattr(self.model.get_submodule(path), name, None) for path, name in chunked.attributes
         }
+        mine = (chunk for chunk, at in enumerate(self.stage_of) if at == self.stage)
         ready = {chunk: prepare(self.model, chunked, chunk) for chunk in mine}
         return StageCode(chunked, ready, attributes, SharedBuffers(chunked, self.stage_of, self.stage))
 
     def _key(self, number: int, microbatch: Microbatch, count: int) -> object:
-        """All that the forms of a microbatch's values follow from, the same on every stage."""
+        """Returns all that determines the specs of a microbatch's values, equal on every stage."""
         leaves, spec = tree_flatten(microbatch.inputs)
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
         place = (number, count, microbatch.num_global, microbatch.num_tokens)
-        kind = self.mail.axis.device.type
+        kind = self.p2p.axis.device.type
         cast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
         return (str(spec), shapes, place, self.model.training, torch.is_grad_enabled(), cast)
 
     def _route_for(self, schedule: Schedule, code: StageCode) -> ChunkRoute:
-        """Found once for a schedule; evaluations make their own, so the last few are kept."""
+        """Returns the schedule's message route, from the cache if it is there; evaluations bring new schedules."""
         for place, route in enumerate(code.routes):
             if route.schedule is schedule:
                 code.routes.insert(0, code.routes.pop(place))
                 return route
         edges = code.chunked.edges
         each = (coming(action, edges) for action in schedule.actions[self.stage])
-        apart = (tuple(m for m in some if self.stage_of[m.source] != self.stage_of[m.target]) for some in each)
-        route = ChunkRoute(schedule, tuple(apart), arrivals(schedule, edges, self.stage))
+        remote = (tuple(m for m in some if self.stage_of[m.source] != self.stage_of[m.target]) for some in each)
+        route = ChunkRoute(schedule, tuple(remote), arrivals(schedule, edges, self.stage))
         code.routes[KEPT_ROUTES - 1 :] = []
         code.routes.insert(0, route)
         return route
 
-    def _take_in(self, message: StageMessage, incoming: list[Incoming]) -> Any:
-        """The values that came over an edge, in order; what needs gradients is noted in ``incoming``."""
-        tensors = self._inbox.pop(message) if message in self._inbox else self._here.pop(message)
-        form = self.mail.form(message)
-        learns = [i for i, leaf in enumerate(form.tensors) if leaf.needs_gradient]
-        if learns:
-            came = Incoming(message, tuple(tensors[i] for i in learns))
+    # ---- values on edges
+
+    def _received_values(self, message: StageMessage, incoming: list[Incoming]) -> Any:
+        """Returns the values of a message, in order; appends those that need gradients to ``incoming``."""
+        tensors = self._arrived.pop(message)
+        spec = self.p2p.spec(message)
+        differentiable = [i for i, leaf in enumerate(spec.tensors) if leaf.needs_gradient]
+        if differentiable:
+            came = Incoming(message, tuple(tensors[i] for i in differentiable))
             incoming.append(came)
             start = torch.empty(0, requires_grad=True)
-            for i, tensor in zip(learns, _Entry.apply(start, came), strict=True):  # type: ignore[no-untyped-call]
+            for i, tensor in zip(differentiable, _Entry.apply(start, came), strict=True):  # type: ignore[no-untyped-call]
                 tensors[i] = tensor
-        return fill(form, tensors)
+        return fill(spec, tensors)
 
-    def _to_send(self, values: Mapping[str, Any], name: str) -> Any:
-        """A value as others get it: without its past, where no gradient can come back."""
-        assert self._code is not None
-        return _past(self._code.chunked, name, values[name])
-
-    def _give(self, message: StageMessage, values: list[Any]) -> list[Tensor]:
-        """Hands values on; returns the tensors among them whose gradients come back."""
-        form, tensors = spec_of(values, f"chunk {message.source}")
+    def _send(self, message: StageMessage, values: list[Any]) -> list[Tensor]:
+        """Sends values to the stage that uses them; returns the tensors whose gradients will come back."""
+        spec, tensors = spec_of(values, f"chunk {message.source}")
         to = receiver(message, self.stage_of)
         if to == self.stage:
-            self.mail.remember(message, form)
-            self._here[message] = [tensor.detach() for tensor in tensors]
+            self.p2p.set_local_spec(message, spec)
+            self._arrived[message] = [tensor.detach() for tensor in tensors]
         else:
-            self.mail.send(message, form, tensors, to)
+            self.p2p.send(message, spec, tensors, to)
         return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def framed(frame: ForwardFrame | None, inputs: Any) -> AbstractContextManager[Any]:
-    """A forward on these inputs, which it gives as the modules inside take them."""
+    """Returns a ``with`` context for one forward, which yields the inputs as the frame's strategies change them."""
     return nullcontext(inputs) if frame is None else frame.within(inputs)
 
 
-def _set_while_running(path: str, name: str) -> PlanError:
+def _attribute_changed(path: str, name: str) -> PlanError:
     return PlanError(
         f"'{f'{path}.{name}'.lstrip('.')}' is set while the model runs, and read by code outside of the module",
         given="an attribute that is no longer what it was when the code was read",
@@ -339,17 +341,17 @@ def _set_while_running(path: str, name: str) -> PlanError:
     )
 
 
-def _past(chunked: Chunked, name: str, value: Any) -> Any:
-    """A value with its past where a gradient can come back, and without one where none can."""
+def _crossing_value(chunked: Chunked, name: str, value: Any) -> Any:
+    """Returns a value to be sent: detached, unless a gradient can come back for it."""
     return value if name in chunked.learning else tree_map_only(Tensor, Tensor.detach, value)
 
 
-def _places(tensors: Sequence[Tensor], starts: list[Tensor]) -> list[int]:
-    """Where each tensor is among the starts of the backward; new ones are added."""
-    places = []
+def _positions(tensors: Sequence[Tensor], starts: list[Tensor]) -> list[int]:
+    """Returns the position of each tensor among the backward's starts, to which new ones are appended."""
+    positions = []
     for tensor in tensors:
-        place = next((i for i, start in enumerate(starts) if start is tensor), len(starts))
-        if place == len(starts):
+        position = next((i for i, start in enumerate(starts) if start is tensor), len(starts))
+        if position == len(starts):
             starts.append(tensor)
-        places.append(place)
-    return places
+        positions.append(position)
+    return positions

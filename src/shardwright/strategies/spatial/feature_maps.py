@@ -1,8 +1,7 @@
-"""A model whose feature maps lie cut in space: what is placed, the forwards, and what they send.
+"""Forwards and collectives of a model whose feature maps are cut by rows over ranks.
 
-Every rank holds all weights and some rows (dim 2) of every map that
-:mod:`shardwright.strategies.spatial.maps` finds may be cut. The gradient of a
-weight that is used on cut maps is a term of a sum; from where maps are whole, every rank does the same.
+Every rank holds all weights, and some rows (dim 2) of every map that :mod:`shardwright.strategies.spatial.maps` lets be
+cut. The gradient of a weight used on cut maps is a term of a sum; where maps are whole, all ranks compute the same.
 """
 
 from __future__ import annotations
@@ -37,16 +36,13 @@ from shardwright.rng import DimSlice, drop_out_slice
 from shardwright.strategies.spatial.map_operators import compute
 from shardwright.strategies.spatial.maps import Maps, MapStep, Settled
 
-MODEL = ""
-"""The path under which the plan keeps the maps of the whole model."""
+MODEL = ""  # the path of the plan's note that holds the maps of the model
 
-
-SPATIAL = "spatial"
-"""The name of the strategy, under which its wrappers are known."""
+SPATIAL = "spatial"  # the name of the strategy, recorded for each forward that it wraps
 
 
 def maps_of(plan: Plan) -> Maps | None:
-    """What was found out about the model's maps; nothing on one rank."""
+    """Returns the plan's note of which feature maps are cut in rows (:class:`Maps`); None on one rank."""
     found: Maps | None = plan.notes.get(MODEL)
     return found
 
@@ -55,25 +51,25 @@ def maps_of(plan: Plan) -> Maps | None:
 
 
 def apply_maps(job: Job, axis: Axis, maps: Maps, staged: bool = False) -> ForwardFrame:
-    """Gives every module that meets a cut map a forward that knows of it; cuts the input, and gathers the output.
+    """Wraps modules that take or give feature maps cut in rows; cuts the model's input, all-gathers its output.
 
-    Where stages run the modules, not the model's own forward, they cut and gather by the frame that is returned.
+    Where pipeline stages run the modules in place of the model's forward, they cut and gather by the returned frame.
     """
-    running = _Running(job.model, axis, maps)
+    frame = _CutForward(job.model, axis, maps)
     share_statistics((norm for _, norm in batch_norms(job.model)), (), by=SPATIAL)
     settled = maps.settled()
     for path, numbers in maps.calls.items():
         if any(settled.touches(number) for number in numbers):
-            running.change(path, job.model.get_submodule(path), any(number in settled.work for number in numbers))
+            frame.change(path, job.model.get_submodule(path), any(number in settled.work for number in numbers))
     if not staged:
-        job.model.register_forward_pre_hook(running.before, with_kwargs=True)
-        job.model.register_forward_hook(running.after, always_call=True)
+        job.model.register_forward_pre_hook(frame.before, with_kwargs=True)
+        job.model.register_forward_hook(frame.after, always_call=True)
         record(job.model, Rung.FRAME, "cuts the picture, gathers the output", by=SPATIAL)
-    return running
+    return frame
 
 
-class _Running:
-    """The forward of one rank: what is cut of the picture in hand, and how often each module was called so far."""
+class _CutForward:
+    """The forward of one rank: what is cut of the current picture, and the calls of each module so far."""
 
     def __init__(self, model: nn.Module, axis: Axis, maps: Maps) -> None:
         self.axis, self.maps = axis, maps
@@ -82,7 +78,7 @@ class _Running:
         self.num_calls: Counter[str] = Counter()
 
     def sizes(self, number: int) -> tuple[int, ...]:
-        """How many rows of a value each rank has."""
+        """Returns how many rows of a value each rank has."""
         assert self.settled is not None, "a forward is under way"
         rows = self.settled.rows[number]
         assert rows is not None, "the rows of a cut value are known"
@@ -90,7 +86,7 @@ class _Running:
 
     @contextmanager
     def within(self, inputs: Any) -> Iterator[Mapping[str, Any]]:
-        """A forward in parts: see :class:`~shardwright.strategies.pipeline.ForwardFrame`."""
+        """Frames a forward that pipeline stages run in parts; yields the arguments with the picture cut."""
         args, named = given_to(inputs)
         try:
             yield self.begin(self.signature.bind(*args, **named)).arguments
@@ -98,37 +94,45 @@ class _Running:
             self.settled = None
 
     def repeat(self, path: str, times: int, total: int) -> None:
-        """Another part of the forward has called a module so often, of so many calls, and those inside it."""
+        """Counts ``times`` of ``total`` calls of a module, and of those inside it, that another stage makes."""
         for name, numbers in self.maps.calls.items():
             if f"{name}.".startswith(f"{path}."):
                 self.num_calls[name] = len(numbers) // total * times
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores what is cut and how often each module was called to what it is now."""
+        """Returns a function that restores the settled cut and the call counts to what they are now."""
         settled, num_calls = self.settled, Counter(self.num_calls)
 
-        def back() -> None:
+        def restore() -> None:
             self.settled, self.num_calls = settled, Counter(num_calls)
 
-        return back
+        return restore
 
     def before(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """A forward begins."""
+        """The model's forward pre-hook: cuts the input."""
         bound = self.begin(self.signature.bind(*args, **named))
         return bound.args, bound.kwargs
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """A forward has ended, or failed before or after it began."""
+        """The model's forward hook: gathers the output; after a failed forward it only resets."""
         try:
             return output if self.settled is None else self.give(output)
         finally:
             self.settled = None
 
     def begin(self, bound: inspect.BoundArguments) -> inspect.BoundArguments:
-        """Settles what is cut, and cuts the input."""
+        """Settles what is cut of this picture, and cuts the input."""
         x = bound.arguments.get(self.maps.inputs[0])
         if tuple(bound.arguments) != self.maps.inputs or not isinstance(x, Tensor) or x.dim() < 3:
-            raise _not_a_picture(self.maps, bound.arguments)
+            spelled = {
+                n: list(v.shape) if isinstance(v, Tensor) else type(v).__name__ for n, v in bound.arguments.items()
+            }
+            raise PlanError(
+                "the model was called with other arguments than its code was traced with",
+                given=", ".join(f"{name} {value}" for name, value in spelled.items()) or "nothing",
+                allowed=f"{', '.join(self.maps.inputs)}; the first of shape (samples, channels, rows, ...)",
+                fix="give these and no others: an argument with a default is left out",
+            )
         check_rows(self.maps, x)
         self.settled, self.num_calls = self.maps.settled(x.shape[2]), Counter()
         if 0 in self.settled.cut:
@@ -138,7 +142,7 @@ class _Running:
         return bound
 
     def give(self, output: Any) -> Any:
-        """Gathers what goes out."""
+        """Gathers the cut tensors of the output."""
         assert self.settled is not None, "a forward is under way"
         cut = {p: v for p, v in (self.maps.steps[-1].arguments or {}).items() if v in self.settled.cut}
         if cut:
@@ -149,7 +153,7 @@ class _Running:
         return output
 
     def change(self, path: str, module: Any, may_work: bool) -> None:
-        """Replaces the forward of a module; where it ``may_work`` on cut maps, its gradients are terms of a sum."""
+        """Wraps a module's forward; if it ``may_work`` on cut maps, its gradients are terms of a sum over the ranks."""
         kind = self.maps.steps[self.maps.calls[path][0]].kind
 
         def around(whole: Forward) -> Forward:
@@ -162,9 +166,9 @@ class _Running:
         self, path: str, module: Any, whole: Callable[..., Any], cut: Callable[..., Any], may_work: bool,
         *args: Any, **named: Any,
     ) -> Any:  # fmt: skip
-        """One call: on this rank's rows, or on whole maps, of which one rank alone contributes a gradient."""
+        """Runs one call on this rank's rows, or on whole maps, where rank 0 alone contributes a gradient."""
         if self.settled is None:
-            return whole(*args, **named)  # outside the model's own forward
+            return whole(*args, **named)  # called outside the model's forward
         numbers = self.maps.calls[path]
         number = numbers[self.num_calls[path] % len(numbers)]
         self.num_calls[path] += 1
@@ -183,7 +187,7 @@ class _Running:
     def taken(
         self, step: MapStep, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, whole."""
+        """Returns the arguments with cut maps gathered."""
         given: dict[int | str, Any] = dict([*enumerate(args), *named.items()])
         for place, value in (step.arguments or {}).items():
             if self.settled is not None and value in self.settled.cut:
@@ -191,7 +195,7 @@ class _Running:
         return tuple(given[place] for place in range(len(args))), {name: given[name] for name in named}
 
     def work(self, step: MapStep, number: int, module: Any, cut: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """What the module makes of this rank's rows."""
+        """Runs the module on this rank's rows."""
         (x,) = (*args, *named.values())
         sizes = self.sizes(step.takes[0])
         if step.kind == "dropout":
@@ -201,8 +205,8 @@ class _Running:
         return compute(module, step, x, self.axis, sizes, cut)
 
 
-class _Silent(Function):
-    """A parameter whose use here counts elsewhere."""
+class _NoGradient(Function):
+    """The identity with no gradient: another rank contributes it."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -216,12 +220,12 @@ class _Silent(Function):
 
 @contextmanager
 def _contributing_nothing(module: nn.Module, silent: bool) -> Iterator[None]:
-    """While it lasts, the module's parameters get no gradient, if ``silent``."""
+    """Inside, uses of the module's parameters contribute no gradient, if ``silent``."""
     kept: dict[str, Any] = dict(module._parameters)
     if silent:
         for name, parameter in kept.items():
             if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
-                module._parameters[name] = _Silent.apply(parameter)  # type: ignore[no-untyped-call]
+                module._parameters[name] = _NoGradient.apply(parameter)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -239,30 +243,18 @@ def check_rows(maps: Maps, x: Tensor) -> None:
         )
 
 
-def _not_a_picture(maps: Maps, given: Mapping[str, Any]) -> PlanError:
-    def spelled(value: Any) -> str:
-        return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-    return PlanError(
-        "the model was called in another way than its code was followed",
-        given=", ".join(f"{name} {spelled(value)}" for name, value in given.items()) or "nothing",
-        allowed=f"{', '.join(maps.inputs)}; the first of shape (samples, channels, rows, ...)",
-        fix="give these and no others: an argument with a default is left out",
-    )
-
-
-# ---- prices
+# ---- traffic
 
 
 def price_maps(plan: Plan, batch: StepCalls, coord: Coord, maps: Maps) -> Iterator[Traffic]:
-    """The calls of one step on the rank at ``coord``: each microbatch's, then the sums of gradients."""
+    """Computes the collectives of one step on the rank at ``coord``: each microbatch's, then those of gradient sync."""
     for module_calls in batch.everywhere:
-        yield from _Pricing(plan, module_calls, coord, maps).everything()
+        yield from _MapPricing(plan, module_calls, coord, maps).everything()
     yield from sync_traffic(plan, batch, coord, "tp")
 
 
-class _Pricing:
-    """What one microbatch sends: its calls on all stages have shapes, those on this one's rank are priced."""
+class _MapPricing:
+    """Computes the calls of one microbatch: shapes come from the calls on all stages, traffic from this stage's."""
 
     def __init__(
         self, plan: Plan, module_calls: Mapping[str, tuple[ModuleCall, ...]], coord: Coord, maps: Maps
@@ -286,7 +278,7 @@ class _Pricing:
                 self.shapes[number] = self._shape(step)
 
     def _times(self) -> dict[int, int]:
-        """How often this rank makes each call of a module, and gives the output."""
+        """How many times this rank makes each step: its calls of modules, and the output."""
         stages, schedule, steps = self.plan.stages, self.plan.schedule, self.maps.steps
         if stages is None or schedule is None:
             return dict.fromkeys(range(len(steps)), 1)
@@ -303,7 +295,7 @@ class _Pricing:
         return tuple(torch.broadcast_shapes(*shapes))
 
     def everything(self) -> Iterator[Traffic]:
-        """The calls of forward and backward."""
+        """Yields the calls of forward and backward."""
         for number, step in enumerate(self.maps.steps):
             for traffic in self._step(number, step) if self.times.get(number) else ():
                 yield traffic._replace(times=traffic.times * self.times[number])
@@ -317,11 +309,10 @@ class _Pricing:
             yield from self._work(number, step, self.module_calls[number])
         if number in self.settled.give:
             yield self._whole("all_gather", number, self._num_forwards(number))
-        if number in self.settled.share and (self.module_calls[number].needs_gradient or self._learns(step.path)):
-            yield self._whole("all_reduce", number)
-
-    def _learns(self, path: str) -> bool:
-        return any(use.module == path and use.parameter not in self.plan.frozen for use in self.plan.uses)
+        if number in self.settled.share:
+            learns = any(use.module == step.path and use.parameter not in self.plan.frozen for use in self.plan.uses)
+            if learns or self.module_calls[number].needs_gradient:
+                yield self._whole("all_reduce", number)
 
     def _num_forwards(self, number: int) -> int:
         return self.module_calls[number].num_forwards if number in self.module_calls else 1
@@ -336,7 +327,7 @@ class _Pricing:
             yield self._whole("all_reduce", number, visit.num_forwards)
         elif step.kind == "batch norm" and step.path in self.plan.statistics:
             plan = replace(self.plan, statistics=(step.path,))
-            yield from statistics_traffic(plan, StepCalls(({step.path: (visit,)},), 0), self.coord, "tp")
+            yield from statistics_traffic(plan, StepCalls(({step.path: (visit,)},)), self.coord, "tp")
         elif step.kind == "group norm":
             num_groups = visit.x_shape[0] * (step.num_groups or visit.x_shape[1])
             num_bytes = max(visit.element_bytes, 4)  # statistics are no narrower than float32

@@ -1,4 +1,4 @@
-"""torch's own layers on a picture whose rows lie cut: each with its own settings."""
+"""Runs torch's layers (convolutions, pools, norms) on feature maps whose rows are cut over ranks."""
 
 from __future__ import annotations
 
@@ -21,47 +21,39 @@ from shardwright.operators.halo import (
     halo_transposed_convolution,
     mean_of_rows,
 )
-from shardwright.operators.picture_rows import Enlarged, SlidingWindow, output_sizes, row_ranges
+from shardwright.operators.picture_rows import SlidingWindow, Upsampling, output_sizes, row_ranges
 from shardwright.strategies.spatial.maps import AVERAGE_POOLS, MAX_POOLS, TRANSPOSED, MapStep
 
 
 def compute(
     module: Any, step: MapStep, x: Tensor, axis: Axis, sizes: Sequence[int], forward: Callable[..., Any]
 ) -> Tensor:
-    """What a module makes of this rank's rows, of which each rank has as many as ``sizes`` says.
+    """Runs a module on this rank's rows of a feature map; ``sizes`` are the numbers of rows on every rank.
 
-    Traffic: as the operators of :mod:`shardwright.operators` say.
+    Traffic: that of the operator of :mod:`shardwright.operators` that it calls.
     """
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if isinstance(module, CONVOLUTIONS):
-        return _convolution(module, x, axis, sizes)
+        paddings = module._reversed_padding_repeated_twice  # of the last dim first, before and after
+        return halo_convolution(
+            x, weight, bias, axis, sizes, stride=module.stride, padding=paddings[-2::-2], groups=module.groups,
+            padding_after=paddings[::-1][::2], padding_mode=module.padding_mode, dilation=module.dilation,
+        )  # fmt: skip
     if isinstance(module, TRANSPOSED):
-        return _transposed(module, x, axis, sizes)
+        return halo_transposed_convolution(
+            x, weight, bias, axis, sizes, stride=module.stride, groups=module.groups,
+            output_padding=module.output_padding, dilation=module.dilation,
+            padding=module.padding,  # type: ignore[arg-type]
+        )  # fmt: skip
     if isinstance(module, MAX_POOLS):
         return _max_pool(module, step, x, axis, sizes)
     if isinstance(module, AVERAGE_POOLS):
         return _average_pool(module, step, x, axis, sizes)
-    if isinstance(step.resize, Enlarged):
+    if isinstance(step.resize, Upsampling):
         return halo_enlarge(x, forward, axis, sizes, factor=step.resize.factor, margin=step.resize.margin)
     if step.kind == "mean":
         return mean_of_rows(x, forward, axis, sum(sizes))
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
     return shared_group_norm(x, step.num_groups or x.shape[1], weight, bias, eps=module.eps, axes=[axis])
-
-
-def _convolution(module: Any, x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
-    paddings = module._reversed_padding_repeated_twice  # of the last dim first, before and after
-    return halo_convolution(
-        x, module._parameters["weight"], module._parameters["bias"], axis, sizes, stride=module.stride,
-        padding=paddings[-2::-2], padding_after=paddings[::-1][::2], padding_mode=module.padding_mode,
-        dilation=module.dilation, groups=module.groups,
-    )  # fmt: skip
-
-
-def _transposed(module: Any, x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
-    return halo_transposed_convolution(
-        x, module._parameters["weight"], module._parameters["bias"], axis, sizes, stride=module.stride,
-        padding=module.padding, output_padding=module.output_padding, dilation=module.dilation, groups=module.groups,
-    )  # fmt: skip
 
 
 def _settings(module: Any, num_dims: int, *names: str) -> list[list[int]]:
@@ -82,9 +74,7 @@ def _pooled(
 
 def _max_pool(module: Any, step: MapStep, x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
     num_dims = x.dim() - 2
-    kernels, strides, paddings, dilations = _settings(
-        module, num_dims, "kernel_size", "stride", "padding", "dilation"
-    )  # fmt: skip
+    kernels, strides, paddings, dilations = _settings(module, num_dims, "kernel_size", "stride", "padding", "dilation")
     pool = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}[num_dims]
     rest = (kernels, strides, [0, *paddings[1:]], dilations, module.ceil_mode)
     return _pooled(lambda rows: pool(rows, *rest), step, x, axis, sizes, -inf)
@@ -102,6 +92,7 @@ def _average_pool(module: Any, step: MapStep, x: Tensor, axis: Axis, sizes: Sequ
         return y
     assert isinstance(step.resize, SlidingWindow), "a pool has a window"
     outputs = row_ranges(output_sizes(sizes, step.resize))[axis.index]
+    # halo_pool divides by the whole kernel: at the edges, and past them, fewer rows count
     counts = [_num_rows(step.resize, row, sum(sizes), module.count_include_pad) for row in range(*outputs)]
     if all(count == kernels[0] for count in counts):
         return y
@@ -110,7 +101,7 @@ def _average_pool(module: Any, step: MapStep, x: Tensor, axis: Axis, sizes: Sequ
 
 
 def _num_rows(window: SlidingWindow, output: int, size: int, padding_counts: bool) -> int:
-    """How many rows an average counts: those of the picture, and of the padding where that counts."""
+    """Counts the rows that an average divides by: those of the picture, and the padding's if it counts."""
     first, stop = window.span((output, output + 1))
     low, high = (-window.padding, size + window.padding) if padding_counts else (0, size)
     return min(stop, high) - max(first, low)

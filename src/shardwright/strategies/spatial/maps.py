@@ -1,11 +1,11 @@
-"""Which feature maps may lie cut in space: a walk through the model's own code, call by call.
+"""Finds which feature maps may be cut in space, by tracing the model's code call by call.
 
 Each call of a module or a function is a *step*. A map is *cut* when each rank holds some of its rows (dim 2), balanced.
-Convolutions, pools, norms and elementwise work take and give cut maps; what is not known to do so takes whole ones: the
-map is then gathered before that module, or, where a function wants it, after the module that made it.
+Convolutions, pools, norms and elementwise operations take and give cut maps; anything else takes whole ones: the map is
+then gathered before that module or, for a function, after the module that computed the map.
 
-How large a picture is, no plan knows. So the plan says what is cut of a picture that is large enough, and every forward
-(and every price) settles it for the picture in hand: a map with fewer rows than ranks is whole as well.
+The plan is made without the size of the pictures. It holds what is cut of a picture that is large enough; each forward,
+and each computation of traffic, settles it for the actual picture: a map with fewer rows than ranks is whole as well.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from shardwright.analysis.structure import (
     module_of,
     trace,
 )
-from shardwright.operators.picture_rows import Enlarged, Resize, SlidingWindow, Spread
+from shardwright.operators.picture_rows import Resize, SlidingWindow, TransposedWindow, Upsampling
 
 Kind = Literal["input", "resize", "batch norm", "group norm", "dropout", "alone", "mean", "ends", "output"]
-"""What a step does: reads other rows, combines statistics, treats each row alone, takes the mean over rows, or anything
-else, for which it needs whole maps."""
+"""What a step does: reads other rows (resize), combines statistics (norms), treats each row alone, takes the mean over
+rows, or anything else, for which it needs whole maps (ends)."""
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -46,7 +46,7 @@ AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 MEANS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 MARGINS = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
-"""How many rows on either side an enlargement looks at."""
+"""How many rows on either side an upsampling mode reads."""
 ALONE_FUNCTIONS = frozenset(
     (*ELEMENTWISE_FUNCTIONS, *COMBINING, operator.truediv, operator.pow, torch.div, torch.maximum, torch.minimum)
 )
@@ -56,11 +56,11 @@ JOINS = (torch.cat, torch.concat, torch.concatenate)
 
 @dataclass(frozen=True)
 class MapStep:
-    """One call in the model's code: what it does, and the steps whose values it takes.
+    """One traced call of a module or function: what it does to a feature map, and which steps' values it takes.
 
-    ``path`` is the module called, or the name of a function, and ``call`` how often that module was called before; none
-    for a function. ``arguments`` are the places of the values among a module's arguments; none where some are inside a
-    list or a dict. ``num_groups`` are those of a norm; 0 for as many as there are channels.
+    ``path`` is the module called, or the name of a function; ``call`` counts the earlier calls of that module, None for
+    a function. ``arguments`` are the positions or names of the values among a module's arguments, None where some are
+    inside a list or a dict. ``num_groups`` are those of a norm; 0 for as many as there are channels.
     """
 
     kind: Kind
@@ -73,7 +73,7 @@ class MapStep:
     arguments: Mapping[int | str, int] | None = None
 
     def num_rows(self, size: int | None) -> int | None:
-        """How many rows come out of so many; None where nobody knows."""
+        """Returns the rows of the output for ``size`` rows of input; None where they are unknown."""
         if self.kind == "mean":
             return 1
         if self.kind == "ends" or size is None:
@@ -83,11 +83,11 @@ class MapStep:
 
 @dataclass(frozen=True)
 class Settled:
-    """What happens at each step, for a picture of some height.
+    """Which feature maps are cut in rows, or gathered, at each traced call (step), for pictures of one height.
 
-    ``rows`` of each value; which values are ``cut``, which steps ``work`` on cut maps, which modules gather what they
-    ``take``, which what they ``give``; and which whole values of one row, such as the weights of channels, each rank
-    ``shares`` with its own rows alone, so that their gradients are sums.
+    ``rows`` of each value; the values that are ``cut``; the steps that ``work`` on cut maps; the modules that gather
+    the maps they ``take``, or those they ``give``; and the modules whose whole values of one row, such as weights of
+    channels, each rank combines with its own rows alone (``share``), so that their gradients are sums over the ranks.
     """
 
     rows: tuple[int | None, ...]
@@ -97,16 +97,16 @@ class Settled:
     give: frozenset[int]
     share: frozenset[int]
     blame: Mapping[int, int]
-    """By value that is gathered where it is made: the step that wants it whole."""
+    """By value that is gathered after its module: the step that needs it whole."""
 
     def touches(self, number: int) -> bool:
-        """Whether anything is done at a step."""
+        """Whether a traced call (step) runs otherwise than on one device: on cut maps, or with a gather."""
         return number in self.work or number in self.take or number in self.give or number in self.share
 
 
 @dataclass(frozen=True)
 class Maps:
-    """The steps of one model, in order; the first is its first input, the last its output."""
+    """The traced calls (steps) of one model, in order; the first is its first input, the last its output."""
 
     steps: tuple[MapStep, ...]
     parts: int
@@ -115,7 +115,7 @@ class Maps:
 
     @cached_property
     def calls(self) -> Mapping[str, tuple[int, ...]]:
-        """By module, the steps that call it."""
+        """By module path, the numbers of the traced calls (steps) of that module."""
         found: dict[str, tuple[int, ...]] = {}
         for number, step in enumerate(self.steps):
             if step.call is not None:
@@ -124,22 +124,23 @@ class Maps:
 
     @cached_property
     def takers(self) -> tuple[tuple[int, ...], ...]:
-        """By value, the steps that take it."""
+        """For each traced call (step), the numbers of those that take its value."""
         return tuple(
             tuple(n for n, step in enumerate(self.steps) if value in step.takes) for value in range(len(self.steps))
         )
 
     def settled(self, height: int | None = None) -> Settled:
-        """What is cut of a picture of so many rows; of one that is large enough, when left out."""
+        """Decides which maps are cut in rows for pictures of ``height`` rows; without it, of enough rows for all."""
         if height not in self._known:
             self._known[height] = _settle(self, height)
         return self._known[height]
 
 
 def _settle(maps: Maps, height: int | None) -> Settled:
+    """Repeats passes over the steps until no further value is found that has to be whole."""
     wanted: dict[int, int] = {}
     while True:
-        found = _Pass(maps, height, dict(wanted))
+        found = _SettlingPass(maps, height, dict(wanted))
         for number in range(len(maps.steps)):
             found.visit(number)
         found.check_shared()
@@ -148,8 +149,8 @@ def _settle(maps: Maps, height: int | None) -> Settled:
         wanted = found.wanted
 
 
-class _Pass:
-    """One pass over the steps, in which some values are wanted whole; it finds out which others are."""
+class _SettlingPass:
+    """One pass over the steps, given the values known to be wanted whole; it adds to these."""
 
     def __init__(self, maps: Maps, height: int | None, wanted: dict[int, int]) -> None:
         self.maps, self.height, self.wanted = maps, height, wanted
@@ -194,7 +195,7 @@ class _Pass:
         large = rows is None or rows >= self.maps.parts or step.kind == "mean"
         if mine and step.kind not in ("ends", "output") and large:
             self.work.add(number)
-            if step.kind != "mean":
+            if step.kind != "mean":  # a mean over rows is one row, equal on every rank
                 (self.give if number in self.wanted else self.cut).add(number)
         elif mine:
             self.take.add(number)
@@ -212,7 +213,11 @@ class _Pass:
             self.mixed.add(number)
 
     def check_shared(self) -> None:
-        """A value whose gradient is a sum over the ranks is used in no other way, back to the module that made it."""
+        """Checks whole values that are combined with cut ones: each rank's gradient of them is a term of a sum.
+
+        Such a value, and all between it and the module that computed it, must have no other use, so that this module
+        can sum the gradient. Where it has one, the cut values are wanted whole.
+        """
         for number in sorted(self.mixed):
             takes = self.maps.steps[number].takes
             for value in takes:
@@ -244,9 +249,9 @@ class _Pass:
 
 
 def follow(model: nn.Module, parts: int, copied: Collection[str] = ()) -> Maps | None:
-    """The steps of a model; None where its code cannot be followed, or does something else when it trains.
+    """Traces a model's calls (steps); None where its code cannot be traced, or differs between training and evaluation.
 
-    The modules ``copied`` take whole maps. Where the code of a module inside cannot be followed, it is one step.
+    The modules ``copied`` take whole maps. A module whose code cannot be traced is one step.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     >>> maps = follow(model, 2)
@@ -255,7 +260,7 @@ def follow(model: nn.Module, parts: int, copied: Collection[str] = ()) -> Maps |
     >>> sorted(maps.settled().work), sorted(maps.settled().take), sorted(maps.settled(height=3).work)
     ([1, 2], [3], [])
     """
-    for deep in (True, False):
+    for deep in (True, False):  # inside the modules where all code can be traced, else at the top level alone
         graph, other = (_traced(model, deep, training) for training in (model.training, not model.training))
         if graph is not None and other is not None and _spelled(graph) == _spelled(other):
             return _maps_of(model, graph, parts, frozenset(copied))
@@ -309,7 +314,7 @@ def _module_step(
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether nothing but numbers stands beside the values, and nothing that is trained."""
+    """Whether all other arguments are numbers, none of them trained."""
     constants = [each for each in tree_flatten((node.args, node.kwargs))[0] if not isinstance(each, fx.Node)]
     return not any(isinstance(each, Tensor) and (each.dim() or each.requires_grad) for each in constants)
 
@@ -321,19 +326,19 @@ def _is_alone(node: fx.Node) -> bool:
 
 
 def _is_join(node: fx.Node) -> bool:
-    """Whether the channels of several maps are put together."""
+    """Whether the call concatenates the channels of several maps."""
     dims = [*node.args[1:], *node.kwargs.values()]
     return isinstance(node.args[0] if node.args else None, list | tuple) and dims == [1] and _is_plain(node)
 
 
-# ---- what is known of modules
+# ---- the kinds of modules
 
 
 def known(module: nn.Module) -> tuple[Kind, Resize | None]:
-    """What a module does to a map, and which rows it reads.
+    """Returns what kind of operation a module is on a feature map, and which input rows an output row reads.
 
     >>> known(nn.Conv2d(3, 4, 5, stride=2, padding=1))[1]
-    Window(kernel=5, stride=2, padding=1, dilation=1, after=1, border='constant', ceil=False)
+    SlidingWindow(kernel=5, stride=2, padding=1, dilation=1, after=1, border='constant', ceil=False)
     >>> known(nn.Flatten()), known(nn.Dropout())
     (('ends', None), ('dropout', None))
     """
@@ -345,7 +350,9 @@ def known(module: nn.Module) -> tuple[Kind, Resize | None]:
         border: Any = "constant" if one.padding_mode == "zeros" else one.padding_mode
         resize = SlidingWindow(_first(one.kernel_size), _first(one.stride), before, _first(one.dilation), after, border)
     elif kinds.intersection(TRANSPOSED) and "weight" in module._parameters:
-        resize = Spread(*map(_first, (one.kernel_size, one.stride, one.padding, one.dilation, one.output_padding)))
+        resize = TransposedWindow(
+            *map(_first, (one.kernel_size, one.stride, one.padding, one.dilation, one.output_padding))
+        )
     elif kinds.intersection(MAX_POOLS) and not one.return_indices:
         kernel, stride, padding, dilation = map(_first, (one.kernel_size, one.stride, one.padding, one.dilation))
         resize = SlidingWindow(kernel, stride, padding, dilation, ceil=one.ceil_mode)
@@ -355,7 +362,7 @@ def known(module: nn.Module) -> tuple[Kind, Resize | None]:
     elif kinds.intersection((nn.Upsample, nn.UpsamplingNearest2d)):
         factor = _first(one.scale_factor) if one.size is None else 0
         if factor and factor == int(factor) and one.mode in MARGINS and not one.align_corners:
-            resize = Enlarged(int(factor), MARGINS[one.mode])
+            resize = Upsampling(int(factor), MARGINS[one.mode])
     return ("resize" if resize is not None else _kind(module, kinds)), resize
 
 
@@ -375,5 +382,5 @@ def _kind(module: nn.Module, kinds: set[type[nn.Module]]) -> Kind:
 
 
 def _first(value: Any) -> Any:
-    """A setting along the first dim of pixels."""
+    """A layer's setting for the first spatial dim."""
     return value[0] if isinstance(value, tuple | list) else value

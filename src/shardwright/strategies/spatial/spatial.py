@@ -16,7 +16,7 @@ Shapes: pictures (B, C, H, W), or with one or three dims of pixels; a map is (B,
     whole on every rank.
 Traffic: forward, for each layer whose windows reach over a cut, its halo: (kernel - stride) rows for each cut; backward
     the same rows' gradients. One all-gather where maps become whole, or one all-reduce of a mean over rows. The
-    gradients of weights used on cut maps: one all-reduce of each unit. Statistics of norms as under dp.
+    gradients of weights used on cut maps: one all-reduce of each param group. Statistics of norms as under dp.
 Source: Dryden et al. 2019, arXiv:1903.06681.
 """
 
@@ -62,16 +62,18 @@ class Spatial:
     source: ClassVar[str] = "Dryden et al. 2019, arXiv:1903.06681"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Follows the picture through the model.
+        """Traces a picture through the model and records in the plan which feature maps are cut in rows.
 
         Raises LayoutError where no convolution can work on cut maps, or where an example of the pictures is known that
         has fewer rows than ranks.
         """
         parts = plan.mesh["tp"]
-        said = overrides_of(job)
+        overrides = overrides_of(job)
         if parts > 1:
-            maps = follow(job.model, parts, said.copied)
-            if maps is None or not _cuts_convolutions(job.model, maps):
+            maps = follow(job.model, parts, overrides.copied)
+            steps = [] if maps is None else [step for n, step in enumerate(maps.steps) if n in maps.settled().work]
+            called = [job.model.get_submodule(step.path) for step in steps if step.path and step.call is not None]
+            if maps is None or not any(isinstance(module, CONVOLUTIONS) for module in called):
                 raise _refused(job.model, maps, parts)
             plan = replace(plan, inputs={**plan.inputs, "tp": ROWS})
             plan = plan.note(MODEL, maps, by=self.name, rung=Rung.FRAME)
@@ -79,7 +81,7 @@ class Spatial:
         for path, module, _, _ in owners(job.model):
             if path not in plan.roles:
                 plan = plan.role(path, self.name, "copied", f"{type(module).__name__}: every rank computes it whole")
-        return said.explained(plan, self.name)
+        return overrides.explained(plan, self.name)
 
     def _placed(self, job: Job, plan: Plan, maps: Maps) -> Plan:
         settled, shown, cut = maps.settled(), maps.settled(_height(job, maps)), {"tp": Shard(ROWS)}
@@ -97,31 +99,22 @@ class Spatial:
         return plan
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied | None:
-        """Gives every module that meets a cut map a forward that knows of it."""
+        """Wraps every module that takes or gives a feature map cut in rows."""
         maps = maps_of(plan)
         staged = plan.stages is not None
         return Applied(frame=apply_maps(job, axes["tp"], maps, staged)) if maps is not None else None
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """Halos, statistics and gathered maps of each microbatch, then shared gradients."""
+        """Returns the halo exchanges, statistics and all-gathers of each microbatch, then gradient sync."""
         maps = maps_of(plan)
         return tuple(price_maps(plan, batch, coord, maps)) if maps is not None else ()
-
-
-def _cuts_convolutions(model: nn.Module, maps: Maps) -> bool:
-    work = maps.settled().work
-    return any(
-        isinstance(model.get_submodule(maps.steps[n].path), CONVOLUTIONS)
-        for n in work
-        if maps.steps[n].path and maps.steps[n].call is not None
-    )
 
 
 # ---- what `show` prints
 
 
 def _height(job: Job, maps: Maps) -> int | None:
-    """How many rows the pictures have, where an example of them is known. Raises LayoutError for too few."""
+    """The rows of the example picture, None without one. Raises LayoutError for too few."""
     args, named = given_to(job.example)
     x = args[0] if args else named.get(maps.inputs[0])
     if not isinstance(x, Tensor) or x.dim() <= ROWS:
@@ -159,7 +152,7 @@ def _why(maps: Maps, settled: Settled, number: int) -> str:
 
 
 def _rows(maps: Maps, resize: Resize, size: int | None) -> str:
-    """What of ``size`` rows each rank computes, and its halo; of rows that nobody knows yet, what can be said."""
+    """Describes the rows that each rank computes, and its halo; in general terms where ``size`` is unknown."""
     if size is not None:
         reading = reading_of(balanced_rows(size, maps.parts), resize)
         own = [sum(b - a for a, b in runs) for runs in reading.needed]

@@ -1,1 +1,1 @@
-"""What the tensor-parallel strategies share: roles for every layer, where everything lies, forwards, prices."""
+"""Tensor parallelism in one to three dimensions: roles for every layer, the plan, forwards and traffic."""

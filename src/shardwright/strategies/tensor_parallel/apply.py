@@ -1,4 +1,4 @@
-"""Gives each module of this rank's part the forward that its note in the plan asks for."""
+"""Gives each module of this rank its tensor-parallel forward, as its note in the plan describes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.callers import plain_containers
 from shardwright.comm.autograd import cut_to_whole
 from shardwright.comm.axis import Axis
@@ -19,11 +20,13 @@ from shardwright.models.attention import Attention
 from shardwright.models.gpt import Positions
 from shardwright.models.losses import CrossEntropy
 from shardwright.operators.attention import attend_gathered, attend_inside, attend_selected
-from shardwright.operators.linear import Ahead, GridProduct, Later, WeightFetch, weight_of
+from shardwright.operators.batch_norm import share_statistics
+from shardwright.operators.linear import GridProduct, PendingGradients, WeightFetch, WeightPrefetch, weight_of
+from shardwright.operators.multihead_attention import HeadShard, multihead
 from shardwright.operators.norms import Split, cut_layer_norm, cut_rms_norm
 from shardwright.operators.operand_moves import OperandMove, take
 from shardwright.operators.vocabulary import cut_cross_entropy, cut_embedding
-from shardwright.operators.weight_guard import Forwarding, Running, guard
+from shardwright.operators.weight_guard import CallGuard, ForwardFlag, guard
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.plan import LOSS, OUTPUT, Job, Plan
 from shardwright.runtime.applied import Applied
@@ -32,33 +35,33 @@ from shardwright.strategies.tensor_parallel.convolution import (
     ChannelsNote,
     ConvolutionNote,
     apply_convolution,
-    apply_statistics,
 )
 from shardwright.strategies.tensor_parallel.features import Features, width
 from shardwright.strategies.tensor_parallel.mode import (
+    AxisMove,
+    EmbeddingNote,
     EntryNote,
-    GateNote,
-    Gathering,
+    GatherNote,
     HeadsNote,
     LinearNote,
     LossNote,
     Mode,
     NormNote,
-    TableNote,
     TokensNote,
 )
-from shardwright.strategies.tensor_parallel.multihead_attention import MultiheadNote, apply_multihead, leave_fast_path
+from shardwright.strategies.tensor_parallel.multihead_attention import MultiheadNote
 from shardwright.strategies.tensor_parallel.plan_draft import own_names
 
 
-def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Later | None = None) -> Applied:
-    """Changes the model and the loss as :func:`~shardwright.strategies.tensor_parallel.place.place` has planned.
+def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: PendingGradients | None = None) -> Applied:
+    """Gives this rank's modules and loss the tensor-parallel forwards that their notes in the plan describe.
 
-    ``later`` collects the gradients of fetched weights; ``Later(ahead=0)`` puts each in place at once.
+    ``later`` collects the pending reduce-scatters of gathered weights' gradients; ``PendingGradients(limit=0)`` waits
+    for each at once.
     """
     assert job.batch_shard is not None, "a job on a rank has its batch shard"
-    ahead = Ahead(always=plan.stages is not None)
-    applying = _Applying(job, axes, plan, mode, job.batch_shard, ahead, later or Later())
+    ahead = WeightPrefetch(always=plan.stages is not None)
+    applying = _Applying(job, axes, plan, mode, job.batch_shard, ahead, later or PendingGradients())
     applying.everything()
     late = frozenset(
         own_names(job.model, path)[own]
@@ -76,7 +79,10 @@ def apply(job: Job, axes: Mapping[str, Axis], plan: Plan, mode: Mode, later: Lat
 
 
 def _fetched(note: object) -> Iterator[tuple[str, Sequence[str]]]:
-    """A module's own names for the weights whose gradients are summed behind autograd's back, and over what."""
+    """Yields a module's own names of fetched weights, and the axes of the fetch.
+
+    The gradients of these weights are reduce-scattered outside autograd, so gradient sync waits for them.
+    """
     if isinstance(note, LinearNote):
         yield "weight", note.fetches
     if isinstance(note, MultiheadNote):
@@ -90,25 +96,27 @@ class _Applying:
     plan: Plan
     mode: Mode
     shard: BatchShard
-    ahead: Ahead
-    later: Later
+    ahead: WeightPrefetch
+    later: PendingGradients
 
     @property
     def coord(self) -> dict[str, int]:
         return {axis.name: self.axes[axis.name].index for axis in self.mode.axes}
 
     def everything(self) -> None:
-        forwarding = Forwarding()
+        forwarding = ForwardFlag()
         forwarding.watch(self.job.model)
         self.ahead.watch(self.job.model)
         record(self.job.model, Rung.FRAME, "notes when a forward begins and ends", by=self.mode.name)
-        leave_fast_path(self.job.model)
-        apply_statistics(self.job.model, self.axes, self.mode)
+        _leave_fast_path(self.job.model)
+        over = [self.axes[axis.name] for axis in self.mode.row_axes]
+        share_statistics((norm for _, norm in batch_norms(self.job.model)), over, by=self.mode.name)
         for module in self.job.model.modules() if self.mode.dim == 1 else ():
             if isinstance(module, Positions):
                 self._positions(module)
         used = {use.module for use in self.plan.uses}
-        theirs = [(p, m) for p, m in self.job.model.named_modules() if not type(m).__module__.startswith("torch.nn.")]
+        # collected before forwards are replaced: modules with code of their own, which may call others
+        custom = [(p, m) for p, m in self.job.model.named_modules() if not type(m).__module__.startswith("torch.nn.")]
         for path, note in self.plan.notes.items():
             if path == LOSS:
                 self._loss(note)
@@ -118,7 +126,7 @@ class _Applying:
                 continue
             module = self.job.model.get_submodule(path)
             if path in used and not any(p is not None for p in module._parameters.values()):
-                continue  # another stage has it
+                continue  # its parameters belong to another pipeline stage
             if isinstance(note, LinearNote):
                 self._linear(path, module, note)
             elif isinstance(note, EntryNote):
@@ -129,65 +137,67 @@ class _Applying:
                 self._tokens(module, note)
             elif isinstance(note, NormNote):
                 self._norm(module, note)
-            elif isinstance(note, TableNote):
+            elif isinstance(note, EmbeddingNote):
                 self._table(path, module, note)
-            elif isinstance(note, GateNote):
+            elif isinstance(note, GatherNote):
                 self._gate(path, module, note)
             elif isinstance(note, MultiheadNote):
-                apply_multihead(self, module, note)
+                self._multihead(module, note)
             elif isinstance(note, ConvolutionNote | ChannelsNote):
                 apply_convolution(module, note, self.axes, self.mode.name)
-            if isinstance(note, LinearNote | NormNote | TableNote | ConvolutionNote | ChannelsNote | MultiheadNote):
+            if isinstance(note, LinearNote | NormNote | EmbeddingNote | ConvolutionNote | ChannelsNote | MultiheadNote):
                 guard(module, path, forwarding, readable=("in_proj_bias",))
                 record(module, Rung.GUARD, "its parameters refuse other readers", by=self.mode.name)
-        self._keep_home(theirs)
+        self._restrict_callers(custom)
 
-    def _keep_home(self, theirs: Sequence[tuple[str, nn.Module]]) -> None:
-        """Lets no code call what is cut but that which was followed; ``theirs`` are the modules that torch has not."""
+    def _restrict_callers(self, custom: Sequence[tuple[str, nn.Module]]) -> None:
+        """Makes cut modules refuse calls from code that was not traced; ``custom`` are the modules not of torch.nn."""
         model, allowed_callers, stages = self.job.model, self.plan.allowed_callers, self.plan.stages
         containers = plain_containers(model)
         apart = {"", *stages.opened, *containers} if stages is not None else ()
-        running = Running(containers, apart, self.mode.name)
+        running = CallGuard(containers, apart, self.mode.name)
         named = {path for home in allowed_callers.values() for path in (home.owner, *home.callers)}
-        for path, module in {**dict(theirs), **{path: model.get_submodule(path) for path in named}}.items():
+        for path, module in {**dict(custom), **{path: model.get_submodule(path) for path in named}}.items():
             running.follow(module, path)
         for path, home in allowed_callers.items():
-            running.keep(model.get_submodule(path), path, home)
+            running.restrict(model.get_submodule(path), path, home)
 
-    def moves(self, gatherings: Sequence[Gathering]) -> tuple[OperandMove, ...]:
-        """The messages with what their sizes are found by."""
+    def _moves(self, moves: Sequence[AxisMove]) -> tuple[OperandMove, ...]:
+        """Binds the plan's moves to this rank's axes and sizes."""
         found = []
-        for each in gatherings:
+        for each in moves:
             axis = self.axes[each.axis]
-            if each.lies == "rows":
+            if each.kind == "rows":
                 found.append(OperandMove(axis, "rows", partial(self.shard.sizes, each.rows, each.axis), self.mode.dim))
-            elif each.lies == "features":
+            elif each.kind == "features":
                 sizes = each.feature_sizes(self.coord)
                 found.append(OperandMove(axis, "features", partial(tuple[int, ...], sizes)))
             else:
                 found.append(OperandMove(axis, "whole"))
         return tuple(found)
 
-    def product(
+    def _product(
         self, take: tuple[OperandMove, ...], fetch: tuple[WeightFetch, ...], weight: Callable[[], Tensor]
     ) -> GridProduct:
-        """A product as the mode runs all of them, whose output is not summed."""
+        """Makes a grid product with the mode's settings, whose output is not summed."""
         return GridProduct(
             take=take,
             fetch=fetch,
             keep=self.mode.keep,
             overlap=self.mode.overlap,
-            later=self.later,
-            leaves=self.job.deferred,
-            ahead=self.ahead,
+            pending_gradients=self.later,
+            deferred=self.job.deferred,
+            prefetch=self.ahead,
             weight=weight,
         )
 
     def _linear(self, path: str, module: nn.Module, note: LinearNote) -> None:
+        fetch = self._fetch(own_names(self.job.model, path)["weight"], note.fetches) if note.fetches else ()
         terms = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "k"]
         product = replace(
-            self.product(self.moves(note.takes()), self._fetches(path, note.fetches), partial(weight_of, module)),
-            give=self.moves(note.gives()),
+            self._product(self._moves(note.input_moves()), fetch, partial(weight_of, module)),
+            give=self._moves(note.output_moves()),
+            # of the terms of a sum, one adds the bias
             bias_here=all(self.coord[name] == 0 for name in terms),
         )
         joined = [a.name for a, role in zip(note.axes, note.step.roles, strict=True) if role == "h"]
@@ -196,22 +206,21 @@ class _Applying:
         roles = " ".join(f"{axis.name}:{role}" for axis, role in zip(note.axes, note.step.roles, strict=True))
         self._operator(module, f"product, {roles}", forward)
 
-    def _fetches(self, path: str, names: Sequence[str]) -> tuple[WeightFetch, ...]:
-        if not names:
-            return ()
-        lies = self.plan.compute[own_names(self.job.model, path)["weight"]]
+    def _fetch(self, name: str, axes: Sequence[str]) -> tuple[WeightFetch, ...]:
+        """The all-gathers of a weight, with the rows that each member holds once the axes before have gathered."""
+        layout, here = self.plan.compute[name], self.shard.coord
         found = []
-        for number, name in enumerate(names):
-            inner, here = self.plan.mesh.coords(names[:number]), self.shard.coord
+        for number, axis in enumerate(axes):
+            inner = self.plan.mesh.coords(axes[:number])
             sizes = tuple(
-                sum(lies.local_shape({**here, name: index, **there})[0] for there in inner)
-                for index in range(self.plan.mesh[name])
+                sum(layout.local_shape({**here, axis: index, **there})[0] for there in inner)
+                for index in range(self.plan.mesh[axis])
             )
-            found.append(WeightFetch(self.axes[name], sizes))
+            found.append(WeightFetch(self.axes[axis], sizes))
         return tuple(found)
 
     def _entry(self, module: nn.Module, note: EntryNote) -> None:
-        moves = self.moves(note.takes())
+        moves = self._moves(note.input_moves())
 
         def around(forward: Forward) -> Forward:
             @wraps(forward)
@@ -223,7 +232,7 @@ class _Applying:
 
             return entered
 
-        wrap(module, Rung.ENTRY, "takes its input for all its layers at once", by=self.mode.name, around=around)
+        wrap(module, Rung.ENTRY, "gathers its input for all its layers at once", by=self.mode.name, around=around)
 
     def _operator(self, module: nn.Module, name: str, forward: Forward) -> None:
         set_forward(module, Rung.OPERATOR, name, by=self.mode.name, forward=forward)
@@ -245,19 +254,19 @@ class _Applying:
             attention.head_dim = (parts[1] - parts[0]) * (2 if attention.rotary is not None else 1)
             axis = self.axes[note.heads.names[0]].subset([i for i in range(joint) if note.held[i] == own])
             attention.attend = partial(attend_inside, attention, axis)  # type: ignore[method-assign]
-            self._attends(attention, "scores summed over the parts of a head")
+            record(attention, Rung.ATTEND, "scores summed over the parts of a head", by=self.mode.name)
         elif len(own) % len(kv) or kv_of_head != [i * len(kv) // len(own) for i in range(len(own))]:
             attention.attend = partial(attend_selected, attention, kv_of_head)  # type: ignore[method-assign]
-            self._attends(attention, "keys and values chosen for the heads held")
+            record(attention, Rung.ATTEND, "keys and values chosen for the heads held", by=self.mode.name)
         if note.tokens is not None:
             self._tokens(attention, note.tokens)
 
     def _tokens(self, attention: nn.Module, note: TokensNote) -> None:
-        """Queries, keys and values are those of some tokens; each query sees those of all, or of all before it."""
+        """Gathers other tokens' keys and values, and gives rotary embeddings the positions of this rank's tokens."""
         assert isinstance(attention, Attention)
         shard = self.shard
 
-        def places(num_tokens: int, device: torch.device) -> Tensor:
+        def positions(num_tokens: int, device: torch.device) -> Tensor:
             span = shard.span(note.rows)
             return torch.arange(span.start, span.stop, device=device)
 
@@ -265,23 +274,34 @@ class _Applying:
             return shard.span(note.rows).stop if note.causal else shard.num_tokens
 
         if attention.rotary is not None:
-            attention.rotary.positions = places  # type: ignore[method-assign]
+            attention.rotary.positions = positions  # type: ignore[method-assign]
         if note.gathers:
-            moves = self.moves(note.gathers)
+            moves = self._moves(note.gathers)
             attention.attend = partial(attend_gathered, attention.attend, moves, num_seen)  # type: ignore[method-assign]
-            self._attends(attention, "keys and values of other tokens gathered")
+            record(attention, Rung.ATTEND, "keys and values of other tokens gathered", by=self.mode.name)
 
-    def _attends(self, attention: nn.Module, name: str) -> None:
-        record(attention, Rung.ATTEND, name, by=self.mode.name)
+    def _multihead(self, module: nn.Module, note: MultiheadNote) -> None:
+        assert isinstance(module, nn.MultiheadAttention)
+        heads = tuple(h for a, b in note.heads.held(self.coord) for h in range(a, b))
+        fetch = {own: self._fetch(name, axes) for own, name, axes in note.projections}
+        take, together, shares = self._moves(note.input_moves()), None, None
+        if "in_proj_weight" in fetch:
+            weight = partial(weight_of, module, "in_proj_weight")
+            together = self._product(take, fetch["in_proj_weight"], weight)
+        if note.inside:
+            (axis,) = note.heads.names
+            shares = self.axes[axis].subset(note.sharing(self.coord))
+        part = HeadShard(heads, take, self._moves(note.output_moves()), fetch, together, shares)
+        self._operator(module, "attention over this rank's heads", partial(multihead, module, part))
 
     def _norm(self, module: nn.Module, note: NormNote) -> None:
         splits = tuple((self.axes[name], note.features.sizes(self.coord, name)) for name in note.features.names)
         self._operator(module, "norm of cut features", partial(_norm_forward, module, note.features.size, splits))
 
-    def _table(self, path: str, module: nn.Module, note: TableNote) -> None:
+    def _table(self, path: str, module: nn.Module, note: EmbeddingNote) -> None:
         assert isinstance(module, nn.Embedding)
         start = note.vocabulary.held(self.coord)[0][0]
-        take_moves, give_moves = self.moves(note.gathers), self.moves(note.sums)
+        take_moves, give_moves = self._moves(note.gathers), self._moves(note.sums)
 
         def forward(input: Tensor) -> Tensor:
             size, padding = note.vocabulary.size, module.padding_idx
@@ -293,7 +313,7 @@ class _Applying:
         loss = self.job.loss
         assert isinstance(loss, CrossEntropy)
         start = note.vocabulary.held(self.coord)[0][0]
-        gathers = self.moves(note.gathers)
+        gathers = self._moves(note.gathers)
         over = tuple(self.axes[name] for name in reversed(note.vocabulary.names))
 
         def forward(logits_V: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,15 +325,12 @@ class _Applying:
         self._operator(loss, "cross entropy of cut classes", forward)
 
     def _whole(self, x: Tensor, features: Features | None) -> Tensor:
-        """A cut value joined over every axis that cuts features between layers."""
-        joined: tuple[str, ...] = ()
-        for name in reversed(features.names) if features is not None else ():
-            assert features is not None
-            x = cut_to_whole(x, self.axes[name], -1, features.sizes(self.coord, name, joined))
-            joined += (name,)
+        """Gathers the features of a value over every axis that cuts them."""
+        for name, sizes in features.joins(self.coord) if features is not None else ():
+            x = cut_to_whole(x, self.axes[name], -1, sizes)
         return x
 
-    def _gate(self, path: str, module: nn.Module, note: GateNote) -> None:
+    def _gate(self, path: str, module: nn.Module, note: GatherNote) -> None:
         gathered: list[tuple[Any, int]] = []
 
         def version(x: Any) -> int:
@@ -329,14 +346,19 @@ class _Applying:
             overwritten = any(version(arg) != before for arg, before in gathered)
             gathered.clear()
             if overwritten:
-                raise _overwritten(path)
+                raise PlanError(
+                    f"'{path}' writes into its input, which is a gathered copy: the features are cut over tp",
+                    given="an input changed in place",
+                    allowed="modules that do not change inputs, or a layout that does not cut features between layers",
+                    fix="write x = x * 2 for x.mul_(2), or lay tp out without rows and columns: tp4",
+                )
 
-        module.register_forward_pre_hook(enter, prepend=True)  # before those of others, who see whole features
+        module.register_forward_pre_hook(enter, prepend=True)  # before other hooks, which then see whole features
         module.register_forward_hook(leave)
         record(module, Rung.GATHER, "gathers the features of its inputs", by=self.mode.name)
 
     def _positions(self, module: Positions) -> None:
-        """A sequence's tokens begin at their place in it."""
+        """Positions of this rank's tokens begin where its slice of the sequence begins."""
 
         def forward(tokens_BT: Tensor) -> Tensor:
             module.check(self.shard.num_tokens)
@@ -345,37 +367,33 @@ class _Applying:
 
         self._operator(module, "positions of this rank's tokens", forward)
 
-    def _gate_end(self, note: GateNote) -> None:
+    def _gate_end(self, note: GatherNote) -> None:
         (features,) = note.arguments
         hook = lambda _, args, output: self._whole(output, features)  # noqa: E731
         self.job.model.register_forward_hook(hook, prepend=True)
         record(self.job.model, Rung.GATHER, "gathers the features of the output", by=self.mode.name)
 
 
-def _overwritten(path: str) -> PlanError:
-    return PlanError(
-        f"'{path}' writes into its input, of which it has a copy: the features lie cut, and were gathered for it",
-        given="an input changed in place",
-        allowed="modules that leave their inputs alone, or a layout that does not cut features between layers",
-        fix="write x = x * 2 for x.mul_(2), or lay tp out without rows and columns: tp4",
-    )
+def _leave_fast_path(model: nn.Module) -> None:
+    """Keeps torch's transformer layers off their inference fast path, which reads all weights at once."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # only the choice of that path reads it
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _linear_forward(
     path: str, module: nn.Module, product: GridProduct, sizes: tuple[int, int], input: Tensor
 ) -> Tensor:
     if input.shape[-1] != sizes[0]:
-        raise _not_its_part(path, input.shape[-1], *sizes)
+        raise PlanError(
+            f"'{path}' is called with other features than this rank's part",
+            given=f"{input.shape[-1]} features, where this rank multiplies {sizes[0]} of {sizes[1]}",
+            allowed="a column-parallel layer, elementwise operations, then its row-parallel layer",
+            fix=f'let what is called first be the column-parallel one, or keep both: roles={{"{path}": "copied"}}',
+        )
     return product(input, weight_of(module), module._parameters["bias"])
-
-
-def _not_its_part(path: str, given: int, part: int, whole: int) -> PlanError:
-    return PlanError(
-        f"'{path}' is called with other features than the part that it multiplies",
-        given=f"{given} features, where this rank multiplies {part} of {whole}",
-        allowed="a column called before its row, with what treats each element alone between them",
-        fix=f'let the layer that is called first be the column, or keep both whole: roles={{"{path}": "copied"}}',
-    )
 
 
 def _norm_forward(module: nn.Module, size: int, splits: Sequence[Split], input: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ from shardwright.errors import LayoutError
 from shardwright.grid_shapes import NUM_SIDES, default_shape
 
 PINS = {"2d": ("summa",), "2.5d": ("summa",), "3d": ("classic",)}
-"""The values of a mode that pin the algorithm it is known by."""
+"""By mode, the value that pins the roles of its classic algorithm."""
 
 
 def _settle(sizes: Sizes, options: Options) -> tuple[Sizes, Options]:
-    """The explicit grid of the factor, and its options; one without a mode is left as it is."""
+    """Returns the factor's explicit grid and its options; a factor without a mode is returned unchanged."""
     modes = [option for option in options if option[0] in NUM_SIDES]
     if not modes and len(sizes) == 1:
         return sizes, options
@@ -56,7 +56,7 @@ def _values(mode: str) -> str:
 
 
 def _written(entry: Mapping[str, Any]) -> Sequence[str]:
-    """The options of the dictionary form's entry: ``{"size": 8, "mode": "2.5d", "depth": 2}``."""
+    """Returns the options of the dictionary form's entry: ``{"size": 8, "mode": "2.5d", "depth": 2}``."""
     mode, depth = entry.get("mode", "1d"), entry.get("depth")
     if depth is not None and mode != "2.5d":
         raise LayoutError(
@@ -77,4 +77,4 @@ AXIS = LayoutAxis(
     keys={"mode": (str,), "depth": (int,)},
     written=_written,
 )
-"""Parts of the same operators along one axis, or on a grid of two or three."""
+"""Tensor parallelism: one axis, or a grid of two or three."""

@@ -4,9 +4,9 @@
 
     x, whole --> | conv: some out-channels | --> norm, pool --> | conv: the same in-channels | --> sum --> y, whole
 
-Every axis over which features are cut or copied between layers cuts the channels of a chain; over an axis that cuts
-samples, weights are copied and BatchNorms share their statistics. Channels are dim 1 of an activation; where a use says
-``Shard(-1)`` it means the features', of which they are the kind that pictures have.
+Every axis that does not cut rows between layers cuts the channels of a chain; over an axis that cuts samples, weights
+are copied and BatchNorms share their statistics. Channels are dim 1 of an activation, but the plan's uses write
+``Shard(-1)`` for them as for features.
 """
 
 from __future__ import annotations
@@ -33,17 +33,14 @@ from shardwright.plan.plan import ActivationCut, Job, Plan, Replicate, Shard
 from shardwright.plan.traffic import Traffic
 from shardwright.strategies.tensor_parallel.features import Features, width
 from shardwright.strategies.tensor_parallel.mode import LinearNote, Mode
-from shardwright.strategies.tensor_parallel.roles import Layer, RoleName, RoleStep, State, sent_elements
-
-WHOLE: tuple[tuple[str, int], ...] = ()
-_CUT_TO_WHOLE: tuple[State, RoleName, State] = ("F", "k", "C")
+from shardwright.strategies.tensor_parallel.roles import Layer, RoleStep, sent_elements
 
 
 @dataclass(frozen=True)
 class ConvolutionNote:
-    """How one convolution runs: its in- and out-channels, both cut where it has groups, else one of them.
+    """How one convolution is cut: by in-channels or out-channels, and where it has groups, by both.
 
-    ``enters``: its input comes whole; ``leaves``: its output goes whole.
+    ``enters``: its input is whole (all channels); ``leaves``: so is its output.
     """
 
     x: Features
@@ -53,41 +50,34 @@ class ConvolutionNote:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes that cut."""
+        """The mesh axes over which the channels are cut."""
         return self.x.names or self.y.names
-
-    def joins(self, coord: Coord) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The axes over which the output's channels are joined, the fastest first, with what each member holds."""
-        joined: tuple[str, ...] = ()
-        for name in reversed(self.y.names) if self.leaves else ():
-            yield name, self.y.sizes(coord, name, joined)
-            joined += (name,)
 
 
 @dataclass(frozen=True)
 class ChannelsNote:
-    """A BatchNorm of some channels, or a GroupNorm of some groups: whoever holds one keeps its statistics."""
+    """A BatchNorm cut by channels, or a GroupNorm cut by groups: each rank computes its statistics alone."""
 
     features: Features
 
 
-# ---- where everything lies
+# ---- what is cut
 
 
 def place_convolutions(job: Job, mode: Mode, plan: Plan, shared: Collection[str], head: str | None) -> Plan:
-    """Cuts every chain of convolutions that has enough channels; ``shared`` parameters and the ``head`` stay out."""
+    """Cuts chains of convolutions by channels if there are enough; ``shared`` parameters and the head stay whole."""
     over = [axis.name for axis in mode.axes if axis.stream == "T"]
     busy = {*plan.roles, *plan.notes}
     for path in plan.statistics if over else ():
         plan = plan.role(path, mode.name, "statistics", f"of all samples, combined over {' '.join(over)}")
     taken = {path for path, _, _, name in owners(job.model) if name in shared} | busy
-    if any(axis.stream != "C" for axis in mode.axes):  # there the features of every Linear lie as the mode wants
+    if any(axis.stream != "C" for axis in mode.axes):  # there place_* cuts every Linear by the mode's stream
         taken |= {path for path, module in job.model.named_modules() if isinstance(module, nn.Linear)}
     axes = tuple((axis.name, axis.size) for axis in mode.axes if axis.stream != "T")
     if axes:
         parts, heads = prod(size for _, size in axes), {head} if head is not None else set()
         for chain in find_convolution_chains(job.model, taken | heads, parts):
-            plan = _Chain(job, mode, plan, chain, axes).placed()
+            plan = _ChainCut(job, mode, plan, chain, axes).placed()
         sizes = " ".join(f"{name}={size}" for name, size in axes)
         for path, norm in job.model.named_modules():
             if isinstance(norm, nn.GroupNorm) and path not in plan.roles and norm.num_groups < parts:
@@ -97,7 +87,9 @@ def place_convolutions(job: Job, mode: Mode, plan: Plan, shared: Collection[str]
 
 
 @dataclass
-class _Chain:
+class _ChainCut:
+    """Cuts one chain; ``plan`` is replaced by a finer one."""
+
     job: Job
     mode: Mode
     plan: Plan
@@ -122,17 +114,17 @@ class _Chain:
             self._linear(chain.last)
         else:
             self._convolution(chain.last, leaves=True)
-        return self.plan.at_home(chain.allowed_callers)
+        return self.plan.allow_callers(chain.allowed_callers)
 
     def _module(self, path: str) -> Any:
         return self.job.model.get_submodule(path)
 
     def _dealt(self, size: int) -> Features:
-        """So many channels dealt in the chain's units."""
+        """``size`` channels (or pixels of channels), in balanced runs of the chain's units."""
         dealt, block = Features.balanced(self.chain.units, self.axes), size // self.chain.units
         return Features(size, self.axes, tuple(tuple((a * block, b * block) for a, b in part) for part in dealt.parts))
 
-    def cut(self, path: str, own: str, dim: int, features: Features) -> None:
+    def _cut(self, path: str, own: str, dim: int, features: Features) -> None:
         name = f"{path}.{own}".lstrip(".")
         for axis in features.names:
             if name in self.plan.compute:
@@ -144,11 +136,11 @@ class _Chain:
         layer = self._module(path)
         grouped = layer.groups > 1
         whole_x, whole_y = enters and not grouped, leaves and not grouped
-        x = Features.balanced(layer.in_channels, WHOLE) if whole_x else self._dealt(layer.in_channels)
-        y = Features.balanced(layer.out_channels, WHOLE) if whole_y else self._dealt(layer.out_channels)
-        self.cut(path, "weight", 1 if whole_y else 0, x if whole_y else y)
+        x = Features.balanced(layer.in_channels, ()) if whole_x else self._dealt(layer.in_channels)
+        y = Features.balanced(layer.out_channels, ()) if whole_y else self._dealt(layer.out_channels)
+        self._cut(path, "weight", 1 if whole_y else 0, x if whole_y else y)
         if layer.bias is not None and not whole_y:
-            self.cut(path, "bias", 0, y)
+            self._cut(path, "bias", 0, y)
         cut = {name: Shard(-1) for name, _ in self.axes}
         whole = {name: Replicate() for name, _ in self.axes}
         self.plan = self.plan.use(path, x=whole if whole_x else cut, dy=whole if whole_y else cut)
@@ -169,27 +161,25 @@ class _Chain:
             return
         for own in ("weight", "bias", "running_mean", "running_var"):
             if getattr(module, own, None) is not None:
-                self.cut(path, own, 0, features)
+                self._cut(path, own, 0, features)
         spec = {axis: Shard(-1) for axis in features.names}
         rung = Rung.OPERATOR if isinstance(module, nn.GroupNorm) else Rung.STATISTICS
         note = ChannelsNote(features)
         self.plan = self.plan.use(path, x=spec, dy=spec).note(path, note, by=self.mode.name, rung=rung)
-        why = f"{features.size} channels, each normalised by who holds it"
+        why = f"{features.size} channels, each normalised on its rank"
         before = self.plan.roles.get(path)
         self.plan = self.plan.role(path, self.mode.name, "channels", f"{why}; {before.why}" if before else why)
 
     def _linear(self, path: str) -> None:
-        """A ``Linear`` whose in-features are the pixels of the channels, one channel after the other."""
+        """Cuts a ``Linear`` whose in-features are the pixels of the channels, one channel after the other."""
         layer, axes = self._module(path), self.mode.axes
-        x, y = self._dealt(layer.in_features), Features.balanced(layer.out_features, WHOLE)
-        before, role, after = _CUT_TO_WHOLE
-        step = RoleStep((before,) * len(axes), (role,) * len(axes), (after,) * len(axes))
+        x, y = self._dealt(layer.in_features), Features.balanced(layer.out_features, ())
+        step = RoleStep(("F",), ("k",), ("C",))  # on the one axis of 1D: elsewhere the mode cuts every Linear itself
         elements = sent_elements(Layer(x.size, y.size), step, axes, self.job.num_tokens)
-        self.cut(path, "weight", 1, x)
+        self._cut(path, "weight", 1, x)
         spec = {axis: Shard(-1) for axis in x.names}
         self.plan = self.plan.use(path, x=spec, dy={axis: Replicate() for axis in x.names})
-        note = LinearNote(step, x, y, axes, elements=elements)
-        self.plan = self.plan.note(path, note, by=self.mode.name)
+        self.plan = self.plan.note(path, LinearNote(step, x, y, axes, elements=elements), by=self.mode.name)
         roles = " ".join(f"{name}:k" for name, _ in self.axes)
         self.plan = self.plan.role(path, self.mode.name, roles, f"pixels of the channels to {y.size} features")
 
@@ -197,14 +187,8 @@ class _Chain:
 # ---- forwards
 
 
-def apply_statistics(model: nn.Module, axes: Mapping[str, Axis], mode: Mode) -> None:
-    """Lets every BatchNorm ask those who hold other samples."""
-    over = [axes[axis.name] for axis in mode.axes if axis.stream == "T"]
-    share_statistics((norm for _, norm in batch_norms(model)), over, by=mode.name)
-
-
 def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: Mapping[str, Axis], by: str) -> None:
-    """Gives a convolution or a norm of channels the forward of its note."""
+    """Gives a convolution or norm the forward that computes this rank's channels, as its note describes."""
     if isinstance(note, ChannelsNote) and isinstance(module, nn.GroupNorm):
         held = note.features.held({name: axes[name].index for name in note.features.names})
         module.num_groups, module.num_channels = width(held) * module.num_groups // note.features.size, width(held)
@@ -221,7 +205,7 @@ def apply_convolution(module: Any, note: ConvolutionNote | ChannelsNote, axes: M
         shares=over if note.enters else (),
         held=note.x.held(coord)[0] if note.enters and grouped else None,
         sums=over if note.leaves and not grouped else (),
-        joins=tuple((axes[name], sizes) for name, sizes in note.joins(coord)),
+        joins=tuple((axes[name], sizes) for name, sizes in note.y.joins(coord) if note.leaves),
     )
     if grouped:
         module.groups = width(note.x.held(coord)) * module.groups // note.x.size
@@ -237,11 +221,11 @@ def _group_norm(module: nn.GroupNorm, input: Tensor) -> Tensor:
     return functional.group_norm(input, module.num_groups, own["weight"], own["bias"], module.eps)
 
 
-# ---- prices
+# ---- traffic
 
 
-def price_convolution(note: ConvolutionNote, plan: Plan, coord: Coord, visit: ModuleCall) -> Iterator[Traffic]:
-    """What one visit of a convolution sends: sums of what is whole, and joins of what is in groups."""
+def convolution_traffic(note: ConvolutionNote, plan: Plan, coord: Coord, visit: ModuleCall) -> Iterator[Traffic]:
+    """Yields the all-reduces of one convolution call (output, input gradient), all-gathers of grouped outputs."""
     for axis in note.names:
         if note.enters and visit.needs_gradient:
             yield Traffic("all_reduce", axis, prod(visit.x_shape) * visit.element_bytes, plan.mesh[axis])
@@ -249,6 +233,6 @@ def price_convolution(note: ConvolutionNote, plan: Plan, coord: Coord, visit: Mo
             num_bytes = prod(visit.y_shape) * visit.element_bytes
             yield Traffic("all_reduce", axis, num_bytes, plan.mesh[axis], visit.num_forwards)
     pixels = prod(visit.y_shape) // note.y.size
-    for axis, sizes in note.joins(coord):
+    for axis, sizes in note.y.joins(coord) if note.leaves else ():
         num_bytes = pixels * sum(sizes) * visit.element_bytes
         yield Traffic("all_gather", axis, num_bytes, plan.mesh[axis], visit.num_forwards)

@@ -1,8 +1,8 @@
-"""Where features may stay cut between layers: a walk through the model's own code, module by module.
+"""Finds where features may stay cut between layers, by tracing the model's code module by module.
 
-A value is *cut* when its last dim holds a part of the features. Layers, norms, tables and elementwise work take cut
-values; where a module's code does anything else with one, or somebody has hooks on it, that module takes in whole
-values and gives out whole ones, and is walked again inside.
+A value is *cut* when its last dim holds a part of the features. Layers, norms, tables and elementwise operations take
+cut values. A module whose code does anything else with one, or that has hooks, takes and gives whole features (a gate),
+and is traced again inside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 class Value(NamedTuple):
-    """What is known of a value in the model's code."""
+    """A traced activation: whether its features are cut, how many it has, in which layer chain, from which module."""
 
     cut: bool = False
     size: int = 0
@@ -41,8 +41,8 @@ class Value(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
-    """What is done at one module: how its input comes and its output goes."""
+class FeatureUse:
+    """How one module is called: its kind, and whether its input and output features are cut."""
 
     kind: Literal["linear", "chain", "attention", "norm", "table", "elementwise", "gate", "inside"]
     takes_cut: bool = False
@@ -50,29 +50,31 @@ class Place:
     size: int = 0
     from_input: bool = False
     sizes: tuple[int, ...] = ()
-    """Of a gate, for each argument: its features where they come cut, else 0."""
+    """For a gate: the number of features of each argument that is cut, else 0."""
 
 
 @dataclass
 class Flow:
-    """The places found, and the features of the model's output where they are cut (its producer could not help it)."""
+    """How each module of a model is called; ``output_size``: how many output features the model leaves cut."""
 
-    places: dict[str, Place] = field(default_factory=dict)
+    uses: dict[str, FeatureUse] = field(default_factory=dict)
     output_size: int = 0
     callers: dict[str, set[str]] = field(default_factory=dict)
-    """By module, those whose code calls it."""
+    """By module, the modules whose code calls it."""
 
 
 class _UnknownError(Exception):
-    """The code does something with a cut value that is not known to be right."""
+    """The traced code does something with a cut value that parts of features may not allow."""
 
 
 class _ConflictError(Exception):
-    """One module is called in two ways."""
+    """One module is called in two ways; the argument is its path."""
 
 
 @dataclass
-class _Walk:
+class _FeatureFlow:
+    """One trace of a model: ``kept_whole`` modules take and give whole features, ``never_cut`` refuse cut ones."""
+
     model: nn.Module
     parts: int
     chains: Mapping[str, LayerChain]
@@ -81,22 +83,22 @@ class _Walk:
     head: str | None
     never_cut: frozenset[str]
     names: Mapping[nn.Module, str]
-    places: dict[str, Place] = field(default_factory=dict)
+    uses: dict[str, FeatureUse] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
     callers: dict[str, set[str]] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
 
-    def note(self, path: str, place: Place) -> None:
-        known = self.places.get(path, place)
-        if known.kind != "table" and known.from_input != place.from_input:  # a gradient flows back for one of them
-            known, place = replace(known, from_input=False), replace(place, from_input=False)
-        self.places[path] = known
-        if known != place:
+    def note(self, path: str, use: FeatureUse) -> None:
+        before = self.uses.get(path, use)
+        if before.kind != "table" and before.from_input != use.from_input:  # one of the calls needs an input gradient
+            before, use = replace(before, from_input=False), replace(use, from_input=False)
+        self.uses[path] = before
+        if before != use:
             raise _ConflictError(path)
 
-    def new(self, **known: object) -> Value:
-        value = Value(**known)  # type: ignore[arg-type]
-        self.values.append(value)  # kept alive: values are told apart by identity
+    def new(self, **fields: object) -> Value:
+        value = Value(**fields)  # type: ignore[arg-type]
+        self.values.append(value)  # kept alive: values are compared by identity
         return value
 
     def visit(self, path: str, module: nn.Module, args: Sequence[Value], may_cut: bool) -> Value:
@@ -106,19 +108,19 @@ class _Walk:
         if path in self.kept_whole and path:
             return self._gate(path, args)
         if isinstance(module, nn.MultiheadAttention) and any(value.cut for value in args):
-            raise _UnknownError  # who calls it takes in whole features
+            raise _UnknownError  # so its caller becomes a gate and gives it whole features
         leaf = self._leaf(path, module, x, args, may_cut)
         if leaf is not None:
             return leaf
         graph = None if has_choices(module) or not _has_children(module) else trace(module)
         if graph is not None and not (path and has_hooks(module)):
-            before = dict(self.places)
+            before = dict(self.uses)  # restored if the code inside cannot take cut features
             try:
                 result = self._run(path, module, graph, args, may_cut)
-                self.note(path, Place("inside", takes_cut=any(value.cut for value in args)))
+                self.note(path, FeatureUse("inside", takes_cut=any(value.cut for value in args)))
                 return result
             except _UnknownError:
-                self.places = before
+                self.uses = before
         self._gate(path, args)
         if graph is not None:
             self._run(path, module, graph, [value._replace(cut=False) for value in args], may_cut=False)
@@ -128,17 +130,19 @@ class _Walk:
         if x.chain and path != x.chain:
             return x
         if path in self.columns:
-            self._open_chain(self.columns[path], x, may_cut)
-            return self.new(chain=self.columns[path])
+            row = self.columns[path]
+            size = int(self.model.get_submodule(row).out_features)  # type: ignore[arg-type]
+            self.note(row, FeatureUse("chain", x.cut, may_cut and size >= self.parts, size, x.is_input))
+            return self.new(chain=row)
         if path in self.chains:
-            place = self.places.get(path)
-            if place is None:
-                raise _ConflictError(path)  # before its columns
-            return self.new(cut=place.gives_cut, size=place.size, producer=path)
+            use = self.uses.get(path)
+            if use is None:
+                raise _ConflictError(path)  # the row layer is called before its columns
+            return self.new(cut=use.gives_cut, size=use.size, producer=path)
         if path == self.head:
-            self.note(path, Place("linear", x.cut, False, x.size, x.is_input))
+            self.note(path, FeatureUse("linear", x.cut, False, x.size, x.is_input))
             return self.new()
-        if isinstance(module, Attention) and is_exactly(module, Attention):  # another than those kept whole
+        if isinstance(module, Attention) and is_exactly(module, Attention):  # those kept whole returned in visit()
             return self._layer(path, "attention", x, module.o.out_features, may_cut)
         if is_exactly(module, nn.Linear):
             width: int = min(module.in_features, module.out_features)  # type: ignore[type-var, assignment]
@@ -148,22 +152,18 @@ class _Walk:
         if is_exactly(module, nn.Embedding):
             return self._table(path, module, x, may_cut)  # type: ignore[arg-type]
         if any(is_exactly(module, kind) for kind in NORMS) and len(module.normalized_shape) == 1:  # type: ignore
-            self.note(path, Place("norm", x.cut, x.cut, x.size * x.cut))
+            self.note(path, FeatureUse("norm", x.cut, x.cut, x.size * x.cut))
             return self.new(cut=x.cut, size=x.size)
         if is_elementwise_module(module):
-            self.note(path, Place("elementwise", x.cut, x.cut, x.size * x.cut))
+            self.note(path, FeatureUse("elementwise", x.cut, x.cut, x.size * x.cut))
             return self.new(cut=x.cut, size=x.size)
         cut = any(value.cut for value in args)
         return self._gate(path, args) if cut and not _has_children(module) else None
 
-    def _open_chain(self, row: str, x: Value, may_cut: bool) -> None:
-        size = int(self.model.get_submodule(row).out_features)  # type: ignore[arg-type]
-        self.note(row, Place("chain", x.cut, may_cut and size >= self.parts, size, x.is_input))
-
     def _layer(self, path: str, kind: Literal["linear", "attention"], x: Value, size: int, may_cut: bool) -> Value:
         if size < self.parts:
             return self._gate(path, [x])
-        self.note(path, Place(kind, x.cut, may_cut, size, x.is_input))
+        self.note(path, FeatureUse(kind, x.cut, may_cut, size, x.is_input))
         if not (may_cut or x.cut):
             return self.new()
         return self.new(cut=may_cut, size=size, producer=path)
@@ -172,12 +172,14 @@ class _Walk:
         if not_to_cut(table):
             return self.new()
         cut = may_cut and table.embedding_dim >= self.parts
-        self.note(path, Place("table", False, cut, table.embedding_dim, x.is_input))
+        self.note(path, FeatureUse("table", False, cut, table.embedding_dim, x.is_input))
         return self.new(cut=cut, size=table.embedding_dim)
 
     def _gate(self, path: str, args: Sequence[Value]) -> Value:
         cut = any(value.cut for value in args)
-        self.note(path, Place("gate", sizes=tuple(value.size if value.cut else 0 for value in args) if cut else ()))
+        self.note(
+            path, FeatureUse("gate", sizes=tuple(value.size if value.cut else 0 for value in args) if cut else ())
+        )
         return self.new()
 
     def _run(self, path: str, module: nn.Module, graph: fx.Graph, args: Sequence[Value], may_cut: bool) -> Value:
@@ -213,18 +215,20 @@ class _Walk:
         if not any(value.cut for value in given):
             return self.new()
         constants = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
-        plain = not any(isinstance(c, Tensor) and c.dim() for c in constants) and not node.kwargs.get("out")
+        plain = not any(
+            isinstance(c, Tensor) and (c.dim() or c.requires_grad) for c in constants
+        ) and not node.kwargs.get("out")
         sizes = {value.size if value.cut else None for value in given}
         alike = len(sizes) == 1 and plain
         combines = node.target in COMBINING or node.target in COMBINING_METHODS
         simple = node.target in ELEMENTWISE_FUNCTIONS or node.target in ELEMENTWISE_METHODS
-        if alike and (combines or (simple and len(given) == 1)) and not _trained_constant(constants):
+        if alike and (combines or (simple and len(given) == 1)):
             return self.new(cut=True, size=given[0].size)
         raise _UnknownError
 
 
 def not_to_cut(table: nn.Embedding) -> str:
-    """What a table does to rows or gradients that a part of it could not; nothing where it may be cut.
+    """Returns why an embedding table needs all rows or all tokens at once; an empty text where it may be cut.
 
     >>> not_to_cut(nn.Embedding(9, 3, padding_idx=2)), not_to_cut(nn.Embedding(9, 3, max_norm=1.0))
     ('', 'max_norm changes whole rows')
@@ -236,14 +240,10 @@ def not_to_cut(table: nn.Embedding) -> str:
     return "its gradients are sparse" if table.sparse else ""
 
 
-def _does_something(place: Place) -> bool:
-    """Whether a module is not just called as it stands, on whole values."""
-    does = place.kind not in ("linear", "gate", "inside") or place.gives_cut or any(place.sizes)
-    return does or (place.kind == "linear" and place.takes_cut)
-
-
-def _trained_constant(constants: Sequence[object]) -> bool:
-    return any(isinstance(c, Tensor) and c.requires_grad for c in constants)
+def _does_something(use: FeatureUse) -> bool:
+    """Whether a call differs from the plain one, on whole values."""
+    changed = use.kind not in ("linear", "gate", "inside") or use.gives_cut or any(use.sizes)
+    return changed or (use.kind == "linear" and use.takes_cut)
 
 
 def _has_children(module: nn.Module) -> bool:
@@ -253,12 +253,12 @@ def _has_children(module: nn.Module) -> bool:
 def follow(
     model: nn.Module, parts: int, chains: Sequence[LayerChain], kept_whole: frozenset[str], head: str | None
 ) -> Flow:
-    """What is done at each module when features are cut in ``parts`` between layers; 1 keeps them whole.
+    """Finds which modules take and give cut features when these are cut in ``parts`` between layers; 1: whole.
 
     >>> from shardwright.analysis.structure import find_chains
     >>> model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4))
-    >>> for path, place in follow(model, 2, find_chains(model), frozenset(), None).places.items():
-    ...     print(path, place.kind, place.takes_cut, place.gives_cut)
+    >>> for path, use in follow(model, 2, find_chains(model), frozenset(), None).uses.items():
+    ...     print(path, use.kind, use.takes_cut, use.gives_cut)
     0 norm False False
     3 chain False True
     4 norm True True
@@ -268,23 +268,24 @@ def follow(
     while True:
         by_row = {chain.row: chain for chain in chains if not whole.intersection((*chain.columns, chain.row))}
         columns = {column: chain.row for chain in by_row.values() for column in chain.columns}
-        walk = _Walk(model, parts, by_row, columns, whole, head, never_cut, names)
+        walk = _FeatureFlow(model, parts, by_row, columns, whole, head, never_cut, names)
         try:
             result = walk.visit("", model, [Value(is_input=True)] * 8, may_cut=parts > 1)
         except _ConflictError as conflict:
-            path = str(conflict)  # called in two ways: then in the plain one, and if that is two, never on a part
+            # called in two ways: it is kept whole; if that is a conflict too, it never gets cut features
+            path = str(conflict)
             never_cut |= whole & {path}
             whole |= {path}
             continue
         break
-    flow = Flow({path: place for path, place in walk.places.items() if _does_something(place)}, callers=walk.callers)
+    flow = Flow({path: use for path, use in walk.uses.items() if _does_something(use)}, callers=walk.callers)
     if result.cut:
-        place = walk.places.get(result.producer)
+        use = walk.uses.get(result.producer)
         once = sum(value.producer == result.producer for value in walk.values) == 1
-        if place is not None and once and walk.used.get(id(result), 0) == 0:
-            flow.places[result.producer] = replace(place, gives_cut=False)
-            if place.kind == "linear" and not place.takes_cut:
-                del flow.places[result.producer]  # whole in and whole out: nothing cuts it
+        if use is not None and once and walk.used.get(id(result), 0) == 0:
+            flow.uses[result.producer] = replace(use, gives_cut=False)
+            if use.kind == "linear" and not use.takes_cut:
+                del flow.uses[result.producer]  # whole input and whole output: nothing is cut
         else:
             flow.output_size = result.size
     return flow

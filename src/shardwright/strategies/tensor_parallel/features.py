@@ -1,8 +1,8 @@
-"""How features lie along several axes at once: one part for each joint index."""
+"""How features are cut over several mesh axes at once: one part for each joint index on these axes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
@@ -12,11 +12,7 @@ from shardwright.sharding.box import Range, Ranges, balanced_ranges
 
 
 def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """The same elements as ascending ranges that do not touch.
-
-    >>> merged([(4, 6), (0, 2), (2, 4), (5, 7)])
-    ((0, 7),)
-    """
+    """Returns the union of ranges, as ascending ranges that neither overlap nor touch."""
     found: list[Range] = []
     for a, b in sorted(ranges):
         if found and a <= found[-1][1]:
@@ -27,22 +23,18 @@ def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
 
 
 def common(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
-    """The elements that both have.
-
-    >>> common([(0, 4)], [(1, 2), (3, 6)])
-    [(1, 2), (3, 4)]
-    """
+    """Returns the intersection of two sets of ranges, as ranges."""
     return [(max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d)]
 
 
 def width(ranges: Sequence[Range]) -> int:
-    """How many elements ranges hold."""
+    """Counts the elements of ranges that do not overlap."""
     return sum(b - a for a, b in ranges)
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features cut over ``axes``, (name, size) slowest first: ``parts`` by joint index, row-major. No axes: whole.
+    """Features cut over ``axes``, (name, size) slowest first: ``parts`` are ranges by joint index; whole without axes.
 
     >>> cut = Features.balanced(7, (("row", 2), ("col", 2)))
     >>> cut.held({"row": 0, "col": 1}), cut.held({"row": 0, "col": 1}, over=["col"])
@@ -57,22 +49,22 @@ class Features:
 
     @staticmethod
     def balanced(size: int, axes: Sequence[tuple[str, int]]) -> Features:
-        """As even as can be; the first parts hold one more."""
+        """Returns ``size`` features cut as evenly as possible; the first parts hold one more."""
         return Features(size, tuple(axes), balanced_ranges(size, prod(n for _, n in axes)))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes that cut."""
+        """The names of the axes over which the features are cut."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def fewest(self) -> int:
-        """How many elements the smallest part has."""
+        """The number of elements in the smallest part."""
         return min(map(width, self.parts))
 
     @property
     def overlaps(self) -> bool:
-        """Whether some element lies in two parts."""
+        """Whether two parts have an element in common."""
         return sum(width(part) for part in self.parts) > width(merged([r for part in self.parts for r in part]))
 
     def _parts_at(self, fixed: Mapping[str, int]) -> list[Range]:
@@ -86,15 +78,15 @@ class Features:
         return number
 
     def number(self, coord: Coord) -> int:
-        """The joint index of ``coord``."""
+        """The number of the part at mesh coordinate ``coord``: its joint index on the axes, row-major."""
         return self._number([coord[name] for name in self.names])
 
     def held(self, coord: Coord, over: Collection[str] = ()) -> tuple[Range, ...]:
-        """What ``coord`` holds, with all that the members along ``over`` hold."""
+        """Returns the feature ranges that the rank at ``coord`` holds once they are gathered over the axes ``over``."""
         return merged(self._parts_at({name: coord[name] for name in self.names if name not in over}))
 
     def kept(self, coord: Coord) -> tuple[Range, ...]:
-        """What ``coord`` holds once each axis has cut by itself: more than its part, where parts overlap.
+        """Returns the ranges left at ``coord`` if each axis cuts by itself: more than its part where parts overlap.
 
         >>> overlapping = Features(2, (("row", 2), ("col", 2)), (((0, 1),), ((0, 2),), ((1, 2),), ((1, 2),)))
         >>> overlapping.held({"row": 0, "col": 0}), overlapping.kept({"row": 0, "col": 0})
@@ -106,21 +98,22 @@ class Features:
         return kept
 
     def along(self, axis: str) -> Ranges:
-        """What any member at each index of one axis holds: the cut that this axis makes."""
+        """Returns, by index on ``axis``, the ranges that all ranks at that index hold together."""
         return tuple(merged(self._parts_at({axis: i})) for i in range(dict(self.axes)[axis]))
 
     def sizes(self, coord: Coord, axis: str, over: Collection[str] = ()) -> tuple[int, ...]:
-        """How many features each member of ``axis`` holds, with what lies along ``over`` joined."""
+        """Returns how many features each rank along ``axis`` holds once they are gathered over the axes ``over``."""
         members = range(dict(self.axes)[axis])
         return tuple(width(self.held({**coord, axis: i}, over)) for i in members)
 
+    def joins(self, coord: Coord) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields the axes to all-gather over, fastest first, each with how many features its ranks put in."""
+        for number, axis in reversed(list(enumerate(self.names))):
+            yield axis, self.sizes(coord, axis, self.names[number + 1 :])
+
 
 def nested(held: Mapping[tuple[int, ...], Sequence[Range]], parts: int) -> Ranges:
-    """A further cut of what each joint index holds, in balanced slices: the ranges of each slice, over all.
-
-    >>> nested({(0,): [(0, 3)], (1,): [(3, 6)]}, 2)
-    (((0, 2), (3, 5)), ((2, 3), (5, 6)))
-    """
+    """Cuts the ranges at each joint index into ``parts`` balanced slices; returns, by slice, all indices' ranges."""
     slices: list[list[Range]] = [[] for _ in range(parts)]
     for ranges in held.values():
         for number, (start, stop) in enumerate(pairwise(balanced(width(ranges), parts))):

@@ -1,4 +1,4 @@
-"""Where everything lies under a tensor-parallel mode, and what each layer does: refines the plan, purely."""
+"""Refines the plan under a tensor-parallel mode: how each tensor is sharded, and what each module does. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardwright.plan.plan import INPUT, OUTPUT, Job, Plan, Shard
 from shardwright.strategies.tensor_parallel.attention import place_attentions
 from shardwright.strategies.tensor_parallel.convolution import place_convolutions
 from shardwright.strategies.tensor_parallel.embedding import place_head_and_tables
-from shardwright.strategies.tensor_parallel.feature_flow import Place
+from shardwright.strategies.tensor_parallel.feature_flow import FeatureUse
 from shardwright.strategies.tensor_parallel.features import Features
 from shardwright.strategies.tensor_parallel.mode import (
     EntryNote,
-    GateNote,
+    GatherNote,
     HeadsNote,
     LinearNote,
     Mode,
@@ -34,21 +34,20 @@ from shardwright.strategies.tensor_parallel.roles import Boundary, Layer, States
 from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked, with_rows
 from shardwright.strategy import check_samples_apart
 
-NAMED = 8
-"""How many layers an error names one by one."""
+NAMED = 8  # the most layers that an error lists
 
 
 def sent(plan: Plan) -> float:
-    """The elements that one rank sends in a step for all linear layers, as far as roles decide it."""
+    """Computes the elements that one rank sends in a step for all linear layers and gathered tokens."""
     notes = [note.tokens if isinstance(note, HeadsNote) else note for note in plan.notes.values()]
     return sum(note.elements for note in notes if isinstance(note, LinearNote | MultiheadNote | TokensNote))
 
 
 def place(job: Job, plan: Plan, mode: Mode) -> Plan:
-    """Finds what the mode can cut and cuts it. Raises LayoutError when nothing can be, naming the sizes found."""
+    """Cuts every layer that the mode can cut. Raises LayoutError, with the sizes found, when there is none."""
     found = with_rows(job, plan, mode)
     if found.dim == 1 and not is_asked(plan):
-        with suppress(LayoutError):  # what nobody asked for refuses nothing
+        with suppress(LayoutError):  # /seq was not written: where it fails, samples are cut
             return _placed(job, plan, found)
         found = mode
     return _placed(job, plan, found)
@@ -62,7 +61,7 @@ def _placed(job: Job, plan: Plan, mode: Mode) -> Plan:
         names = " ".join(axis.name for axis in mode.row_axes)
         plan = plan.role(INPUT, mode.name, "tokens", f"each sample's tokens cut over {names}, not the samples")
     if mode.axes:
-        plan = _place_but_for_the_narrow(job, mode, plan)
+        plan = _place_all_but_narrow(job, mode, plan)
         if all(isinstance(note, TokensNote) for note in plan.notes.values()):
             raise _nothing_to_cut(job.model, mode, plan)
     for path, module, _, _ in owners(job.model):
@@ -71,158 +70,145 @@ def _placed(job: Job, plan: Plan, mode: Mode) -> Plan:
     return plan
 
 
-def _place_but_for_the_narrow(job: Job, mode: Mode, plan: Plan) -> Plan:
-    """Where everything lies; layers that are smaller than the grid stay whole, and ``show`` says why."""
+def _place_all_but_narrow(job: Job, mode: Mode, plan: Plan) -> Plan:
+    """Cuts every layer but those that are smaller than the grid, for which ``show`` prints why they stay whole."""
     narrow: dict[str, str] = {}
     while True:
         try:
-            return _place_everything(PlanDraft(job, mode, plan, narrow))
+            return _place_layers(PlanDraft(job, mode, plan, narrow))
         except GridError as error:
             if error.path is None or error.path in narrow:
                 raise
+            # what stays whole changes how features flow between layers: all is placed anew
             narrow[error.path] = f"too small: {error.given}; every rank computes it whole"
 
 
 def place_alone(job: Job, plan: Plan, mode: Mode) -> Plan:
-    """One ``nn.Linear`` as the whole model: input and output lie as between layers, but what was copied comes cut."""
+    """Plans a model that is one ``nn.Linear``; an output that would be copied between layers is cut by features."""
     layer = job.model
     assert isinstance(layer, nn.Linear)
     plan = cut_rows(plan, mode)
     stop: States = tuple("F" if state == "C" else state for state in mode.stream)
-    placing = PlanDraft(job, mode, plan)
-    choice = mode.choose(
-        (Layer(layer.in_features, layer.out_features),),
-        (Boundary(0, mode.stream), Boundary(layer.out_features, stop)),
-        job.num_tokens,
-    )
-    if choice is None:
-        raise placing.too_small("", f"{layer.in_features} features to {layer.out_features}")
-    (step,) = choice.steps
-    placing.cut_weight(
-        "", step, placing.features_in(mode.stream, layer.in_features), placing.features_in(stop, layer.out_features)
-    )
-    return placing.plan
+    draft = PlanDraft(job, mode, plan)
+    _place_single(draft, "", mode.stream, stop)
+    return draft.plan
 
 
-def _place_everything(placing: PlanDraft) -> Plan:
-    """The plan with every layer that the mode can cut."""
-    place_attentions(placing)
-    place_multiheads(placing, placing.overrides)
-    for row, chain in placing.chains.items():
-        _place_chain(placing, chain, placing.flow.places.get(row, Place("chain")))
-    for path, place in placing.flow.places.items():
-        if path in placing.plan.roles:
+def _place_layers(draft: PlanDraft) -> Plan:
+    """Returns the plan with every layer cut that the mode can cut."""
+    place_attentions(draft)
+    place_multiheads(draft, draft.overrides)
+    for row, chain in draft.chains.items():
+        _place_chain(draft, chain, draft.flow.uses.get(row, FeatureUse("chain")))
+    for path, use in draft.flow.uses.items():
+        if path in draft.plan.roles:
             continue
-        if place.kind == "linear" and path != placing.head:
-            _place_single(placing, path, place)
-        elif place.kind == "norm" and place.takes_cut:
-            _place_norm(placing, path, place)
-        elif place.kind == "elementwise" and place.takes_cut:
-            placing.cut_activation(path, Features.balanced(place.size, placing.mode.feature_axes))
-        elif place.kind == "gate":
-            gate = GateNote(tuple(placing.stream_of(size) for size in place.sizes))
-            placing.plan = placing.plan.note(path, gate, by=placing.mode.name, rung=Rung.GATHER)
-    placing.plan = place_convolutions(placing.job, placing.mode, placing.plan, placing.shared, placing.head)
-    place_head_and_tables(placing)
-    if placing.flow.output_size:
-        gate = GateNote((placing.stream_of(placing.flow.output_size),))
-        placing.plan = placing.plan.note(OUTPUT, gate, by=placing.mode.name, rung=Rung.GATHER)
-    for path, why in placing.narrow.items():
-        if path in placing.names:
-            placing.plan = placing.plan.role(path, placing.mode.name, "copied", why)
-    placing.plan = placing.plan.at_home(dict(_homes(placing)))
-    return placing.overrides.explained(placing.plan, placing.mode.name)
+        if use.kind == "linear" and path != draft.head:
+            start, stop = draft.mode.states(use.takes_cut), draft.mode.states(use.gives_cut)
+            _place_single(draft, path, start, stop, flows=not use.from_input)
+        elif use.kind == "norm" and use.takes_cut:
+            _place_norm(draft, path, use)
+        elif use.kind == "elementwise" and use.takes_cut:
+            draft.cut_activation(path, Features.balanced(use.size, draft.mode.feature_axes))
+        elif use.kind == "gate":
+            draft.note(path, GatherNote(tuple(map(draft.stream_of, use.sizes))), rung=Rung.GATHER)
+    draft.plan = place_convolutions(draft.job, draft.mode, draft.plan, draft.shared, draft.head)
+    place_head_and_tables(draft)
+    if draft.flow.output_size:
+        draft.note(OUTPUT, GatherNote((draft.stream_of(draft.flow.output_size),)), rung=Rung.GATHER)
+    for path, why in draft.narrow.items():
+        if path in draft.names:
+            draft.role(path, "copied", why)
+    draft.plan = draft.plan.allow_callers(dict(_allowed_callers(draft)))
+    return draft.overrides.explained(draft.plan, draft.mode.name)
 
 
-def _homes(placing: PlanDraft) -> Iterator[tuple[str, AllowedCallers]]:
-    """Where the calls come from of all that takes or gives a part."""
-    for path, place in placing.flow.places.items():
-        if place.takes_cut or place.gives_cut or place.kind == "gate":
-            yield path, AllowedCallers("", frozenset(placing.flow.callers.get(path, ())))
-    for path, note in placing.plan.notes.items():
+def _allowed_callers(draft: PlanDraft) -> Iterator[tuple[str, AllowedCallers]]:
+    """Yields, for each module with a cut input or output, the modules whose traced code calls it."""
+    for path, use in draft.flow.uses.items():
+        if use.takes_cut or use.gives_cut or use.kind == "gate":
+            yield path, AllowedCallers("", frozenset(draft.flow.callers.get(path, ())))
+    for path, note in draft.plan.notes.items():
         layers = {HeadsNote: ("qkv", "q", "k", "v", "o", "attention_dropout"), MultiheadNote: ("out_proj",)}
         for own in layers.get(type(note), ()):
-            if own in dict(placing.model.get_submodule(path).named_children()):
+            if own in dict(draft.model.get_submodule(path).named_children()):
                 yield f"{path}.{own}".lstrip("."), AllowedCallers.of(path)
-    for chain in placing.chains.values():
-        if chain.row in placing.plan.notes:
-            yield from chain_callers(placing.model, chain).items()
-    if placing.head is not None:
-        yield placing.head, AllowedCallers.of("")
+    for chain in draft.chains.values():
+        if chain.row in draft.plan.notes:
+            yield from chain_callers(draft.model, chain).items()
+    if draft.head is not None:
+        yield draft.head, AllowedCallers.of("")
 
 
-def _place_chain(placing: PlanDraft, chain: LayerChain, place: Place) -> None:
+def _place_chain(draft: PlanDraft, chain: LayerChain, use: FeatureUse) -> None:
     layers = (*chain.columns, chain.row)
-    if any(layer in placing.plan.roles for layer in layers):
+    if any(layer in draft.plan.roles for layer in layers):
         return
-    row = placing.model.get_submodule(chain.row)
-    first = placing.model.get_submodule(chain.columns[0])
+    row = draft.model.get_submodule(chain.row)
+    first = draft.model.get_submodule(chain.columns[0])
     assert isinstance(row, nn.Linear)
     assert isinstance(first, nn.Linear)
-    middle, start, stop = row.in_features, placing.mode.states(place.takes_cut), placing.mode.states(place.gives_cut)
-    flows = not place.from_input
-    inner = placing.mode.still if chain.row in placing.overrides.still else None
-    choice = placing.mode.choose(
+    middle, start, stop = row.in_features, draft.mode.states(use.takes_cut), draft.mode.states(use.gives_cut)
+    flows = not use.from_input
+    inner: States | None = None
+    if chain.row in draft.overrides.still:  # no rows may be gathered or cut inside this block
+        inner = tuple("T" if axis.stream == "T" else "F" for axis in draft.mode.axes)
+    choice = draft.mode.choose(
         (Layer(first.in_features, middle * len(chain.columns), flows), Layer(middle, row.out_features)),
         (Boundary(0, start), Boundary(middle, inner), Boundary(row.out_features, stop)),
-        placing.job.num_tokens,
+        draft.job.num_tokens,
     )
     if choice is None:
         for layer in layers:
-            placing.plan = placing.plan.role(
-                layer, "", "copied", f"{middle} features cannot be cut over {placing.sizes()}"
-            )
-        if place.takes_cut or place.gives_cut:
-            raise placing.too_small(chain.row, f"{middle} features between '{chain.columns[0]}' and it")
+            why = f"{middle} features cannot be cut over {draft.sizes()}"
+            draft.plan = draft.plan.role(layer, "", "copied", why)
+        if use.takes_cut or use.gives_cut:
+            raise draft.too_small(chain.row, f"{middle} features between '{chain.columns[0]}' and it")
         return
     before, after = choice.steps
-    x, mid, y = (
-        placing.features_in(start, first.in_features),
-        placing.features_in(before.after, middle),
-        placing.features_in(stop, row.out_features),
-    )
+    x, mid = draft.features_in(start, first.in_features), draft.features_in(before.after, middle)
     if chain.entry is not None:
-        entry = EntryNote(before, x, placing.mode.axes)
-        placing.plan = placing.plan.note(chain.entry, entry, by=placing.mode.name, rung=Rung.ENTRY)
-        placing.plan = placing.plan.role(chain.entry, placing.mode.name, "entry", "its layers share one input")
+        draft.note(chain.entry, EntryNote(before, x, draft.mode.axes), rung=Rung.ENTRY)
+        draft.role(chain.entry, "entry", "its layers share one input")
     for column in chain.columns:
         enters = chain.entry is None
         pays = enters or column == chain.columns[0]
-        placing.cut_weight(column, before, x, mid, enters=enters, first=pays, flows=flows)
-        placing.note_role(column, f"{middle} features before '{chain.row}'", before)
-    placing.cut_weight(chain.row, after, mid, y)
-    placing.note_role(chain.row, f"{middle} features to {row.out_features}", after)
+        draft.cut_weight(column, before, x, mid, enters=enters, first=pays, flows=flows)
+        draft.linear_role(column, f"{middle} features before '{chain.row}'", before)
+    draft.cut_weight(chain.row, after, mid, draft.features_in(stop, row.out_features))
+    draft.linear_role(chain.row, f"{middle} features to {row.out_features}", after)
     for between in chain.between:
-        placing.cut_activation(between, mid, step=before)
+        draft.cut_activation(between, mid, step=before)
 
 
-def _place_single(placing: PlanDraft, path: str, place: Place) -> None:
-    layer = placing.model.get_submodule(path)
+def _place_single(draft: PlanDraft, path: str, start: States, stop: States, *, flows: bool = True) -> None:
+    """Cuts one Linear between these states; ``flows``: a gradient flows back into its input."""
+    layer = draft.model.get_submodule(path)
     assert isinstance(layer, nn.Linear)
-    start, stop = placing.mode.states(place.takes_cut), placing.mode.states(place.gives_cut)
-    choice = placing.mode.choose(
-        (Layer(layer.in_features, layer.out_features, not place.from_input),),
+    choice = draft.mode.choose(
+        (Layer(layer.in_features, layer.out_features, flows),),
         (Boundary(0, start), Boundary(layer.out_features, stop)),
-        placing.job.num_tokens,
+        draft.job.num_tokens,
     )
+    what = f"{layer.in_features} features to {layer.out_features}"
     if choice is None:
-        raise placing.too_small(path, f"{layer.in_features} features to {layer.out_features}")
+        raise draft.too_small(path, what)
     (step,) = choice.steps
-    x, y = placing.features_in(start, layer.in_features), placing.features_in(stop, layer.out_features)
-    placing.cut_weight(path, step, x, y, flows=not place.from_input)
-    placing.note_role(path, f"{layer.in_features} features to {layer.out_features}", step)
+    x, y = draft.features_in(start, layer.in_features), draft.features_in(stop, layer.out_features)
+    draft.cut_weight(path, step, x, y, flows=flows)
+    draft.linear_role(path, what, step)
 
 
-def _place_norm(placing: PlanDraft, path: str, place: Place) -> None:
-    features = Features.balanced(place.size, placing.mode.feature_axes)
-    for name in placing.names.get(path, {}).values():
+def _place_norm(draft: PlanDraft, path: str, use: FeatureUse) -> None:
+    features = Features.balanced(use.size, draft.mode.feature_axes)
+    for name in draft.names.get(path, {}).values():
         for axis in features.names:
-            placing.cut(name, axis, 0, features.along(axis))
+            draft.cut(name, axis, 0, features.along(axis))
     spec = {axis: Shard(-1) for axis in features.names}
-    centred = is_exactly(placing.model.get_submodule(path), nn.LayerNorm)
-    note = NormNote(features, centred)
-    placing.plan = placing.plan.use(path, x=spec, dy=spec).note(path, note, by=placing.mode.name)
-    placing.plan = placing.plan.role(path, placing.mode.name, "norm", f"{place.size} features, statistics combined")
+    centred = is_exactly(draft.model.get_submodule(path), nn.LayerNorm)
+    draft.plan = draft.plan.use(path, x=spec, dy=spec)
+    draft.note(path, NormNote(features, centred))
+    draft.role(path, "norm", f"{use.size} features, statistics combined")
 
 
 def _nothing_to_cut(model: nn.Module, mode: Mode, plan: Plan) -> GridError:

@@ -1,4 +1,4 @@
-"""The plan in the making: what a mode has found out about a model, and how a layer's weights are cut."""
+"""The plan while a tensor-parallel mode refines it: facts about the model, and how a layer's weights are cut."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from shardwright.analysis.known_modules import attention_layers, is_plain_attent
 from shardwright.analysis.structure import LayerChain, find_head, is_exactly, owners, registered_twice
 from shardwright.errors import GridError
 from shardwright.formatting import format_bytes, format_count
+from shardwright.forward_stack import Rung
 from shardwright.models import CrossEntropy
 from shardwright.models.attention import Attention
 from shardwright.plan.layer_overrides import overrides_of
@@ -26,7 +27,7 @@ from shardwright.strategies.tensor_parallel.roles import Layer, RoleStep, States
 
 
 def shared_parameters(model: nn.Module) -> set[str]:
-    """The parameters with more than one use, and those of modules that two parents hold."""
+    """Returns the parameters with more than one use, and those of modules that are registered twice."""
     uses = Counter(name for _, _, _, name in owners(model))
     twice = registered_twice(model)
     shared = {name for _, module, _, name in owners(model) if id(module) in twice}
@@ -34,23 +35,24 @@ def shared_parameters(model: nn.Module) -> set[str]:
 
 
 def own_names(model: nn.Module, path: str) -> dict[str, str]:
-    """The parameters of one module: its own name for each, and the global one."""
+    """Maps the parameters' names inside the module at ``path`` to their names in the model."""
     return {own: name for at, _, own, name in owners(model) if at == path}
 
 
 @dataclass
 class PlanDraft:
-    """A model on its way onto a grid: ``plan`` is replaced by a finer one, step by step.
+    """The plan of one model under one tensor-parallel mode, which each ``place_*`` function refines in turn.
 
-    ``chains`` are the pairs of layers found, by their last layer; ``head`` the layer whose classes the loss takes cut;
-    ``flow`` says where features stay cut between layers.
+    ``names`` are the parameters by module path and own name; ``shared`` those with several users, which stay whole.
+    ``chains`` are the column-parallel / row-parallel (h, k) pairs, by their row layer; ``head`` is the layer whose
+    classes the loss takes cut; ``flow`` says where features stay cut between layers; ``parts`` into how many.
     """
 
     job: Job
     mode: Mode
     plan: Plan
     narrow: Mapping[str, str] = field(default_factory=dict)
-    """Layers that turned out to be smaller than the grid, and why: they stay whole."""
+    """Layers that are smaller than the grid, and why: they stay whole."""
 
     def __post_init__(self) -> None:
         self.model = self.job.model
@@ -61,51 +63,49 @@ class PlanDraft:
             self.names.setdefault(path, {})[own] = name
         self.chains = {chain.row: chain for chain in self.overrides.all_chains(self.model) if self._is_free(chain)}
         self.attentions = frozenset(self._attentions())
-        self.stream = prod(size for _, size in self.mode.feature_axes)
+        self.parts = prod(size for _, size in self.mode.feature_axes)
         self.head = self._find_head()
         self.flow = self._follow()
-        if self.head is not None and not self._tokens_known(self.head):
+        if self.head is not None and not self._can_gather_tokens(self.head):
             self.head = None
             self.flow = self._follow()
 
-    def _tokens_known(self, head: str) -> bool:
-        """Whether the tables tied to the head look up the model's own input: their tokens can be gathered."""
+    def role(self, path: str, name: str, why: str) -> None:
+        """Records a layer's role (such as column-parallel, copied) and the reason, which ``show`` prints."""
+        self.plan = self.plan.role(path, self.mode.name, name, why)
+
+    def note(self, path: str, note: object, rung: Rung = Rung.OPERATOR) -> None:
+        """Records a module's note, from which ``apply`` makes its forward and ``traffic`` its collectives."""
+        self.plan = self.plan.note(path, note, by=self.mode.name, rung=rung)
+
+    def _can_gather_tokens(self, head: str) -> bool:
+        """Whether the tables tied to the head look up the model's own input, whose tokens every rank can gather."""
         rows_cut = any(axis.stream == "T" and axis.stored for axis in self.mode.axes)
-        places = [self.flow.places.get(path) for path in self.users(head) - {head}]
-        return not rows_cut or all(found is not None and found.from_input for found in places)
+        uses = [self.flow.uses.get(path) for path in self.users(head) - {head}]
+        return not rows_cut or all(use is not None and use.from_input for use in uses)
 
     def _attentions(self) -> Iterator[str]:
-        """The attentions of ours that may be cut: as they were built, their layers their own."""
+        """The ``Attention`` modules that may be cut: unchanged since built, and sharing no parameter."""
         for path, module in self.model.named_modules():
             if isinstance(module, Attention) and is_plain_attention(module) and path not in self.narrow:
                 layers = [f"{path}.{own}".lstrip(".") for own in attention_layers(module)]
-                if not any(name in self.shared for layer in layers for name in self.names[layer].values()):
+                if not any(map(self.is_tied, layers)):
                     yield path
 
     def _is_free(self, chain: LayerChain) -> bool:
-        layers = (*chain.columns, chain.row)
-        if chain.row in self.narrow:
-            return False
-        return not any(name in self.shared for layer in layers for name in self.names[layer].values())
+        return chain.row not in self.narrow and not any(map(self.is_tied, (*chain.columns, chain.row)))
 
     def _follow(self) -> Flow:
-        kept = frozenset(
-            path
-            for path, module in self.model.named_modules()
-            if is_exactly(module, nn.Linear) and path != self.head
-            if any(name in self.shared for name in self.names.get(path, {}).values())
-        )
-        tables = {
-            path
-            for path, module in self.model.named_modules()
-            if is_exactly(module, nn.Embedding) and not self.may_cut_table(path)
-        }
-        kept |= {path for path, module in self.model.named_modules() if isinstance(module, Attention)} - self.attentions
-        kept |= set(self.narrow) | tables | set(self.overrides.copied)
-        return follow(self.model, self.stream, list(self.chains.values()), kept, self.head)
+        kept = {*self.narrow, *self.overrides.copied}
+        for path, module in self.model.named_modules():
+            tied = is_exactly(module, nn.Linear) and path != self.head and self.is_tied(path)
+            whole_table = is_exactly(module, nn.Embedding) and not self.may_cut_table(path)
+            if tied or whole_table or (isinstance(module, Attention) and path not in self.attentions):
+                kept.add(path)
+        return follow(self.model, self.parts, list(self.chains.values()), frozenset(kept), self.head)
 
     def stream_of(self, size: int) -> Features | None:
-        """Features as they lie between layers; none where they are whole."""
+        """Returns how ``size`` features are cut between layers; None for 0, which stands for whole features."""
         return Features.balanced(size, self.mode.feature_axes) if size else None
 
     def cut_weight(
@@ -119,10 +119,11 @@ class PlanDraft:
         first: bool = True,
         flows: bool = True,
     ) -> None:
-        """Cuts a Linear's parameters as its roles want, and says so of its uses.
+        """Cuts a Linear's parameters by its role on each axis: h column-parallel, k row-parallel, t sharded rows.
 
-        ``enters``: it brings its input itself; ``first``: of those that share an input, it is the one that pays;
-        ``flows``: a gradient flows back into its input.
+        Also records the layouts of its input and output gradient. ``enters``: it gathers its input itself; ``first``:
+        the input's traffic is counted here, not at another layer that shares it; ``flows``: a gradient flows back
+        into its input.
         """
         names, axes = self.names[path], self.mode.axes
         roles = dict(zip((axis.name for axis in axes), step.roles, strict=True))
@@ -134,31 +135,25 @@ class PlanDraft:
             if roles[axis.name] == "k":
                 self.cut(names["weight"], axis.name, 1, x.along(axis.name))
         fetches = [] if y.overlaps else self._store_apart(names["weight"], y, roles)
-        x_spec: dict[str, Any] = {}
-        dy_spec: dict[str, Any] = {}
-        for axis in axes:
-            role = roles[axis.name]
-            x_spec[axis.name] = {"t": Shard(0), "h": Replicate(), "k": Shard(-1)}[role]
-            dy_spec[axis.name] = {"t": Shard(0), "h": Shard(-1), "k": Replicate()}[role]
-            if role == "h" and y.overlaps:
-                dy_spec[axis.name] = Partial()
+        # key and value heads that several ranks hold: each rank's gradient is one term of a sum
+        column = Partial() if y.overlaps else Shard(-1)
+        x_spec: dict[str, Any] = {
+            axis: {"t": Shard(0), "h": Replicate(), "k": Shard(-1)}[role] for axis, role in roles.items()
+        }
+        dy_spec: dict[str, Any] = {
+            axis: {"t": Shard(0), "h": column, "k": Replicate()}[role] for axis, role in roles.items()
+        }
         self.plan = self.plan.use(path, x=x_spec, dy=dy_spec)
-        elements = sent_elements(
-            Layer(x.size, y.size, flows),
-            step,
-            axes,
-            self.job.num_tokens,
-            regather=not self.mode.keep,
-            with_input=first,
-        )
-        note = LinearNote(step, x, y, axes, enters, tuple(reversed(fetches)), elements)
-        self.plan = self.plan.note(path, note, by=self.mode.name)
+        layer, again = Layer(x.size, y.size, flows), not self.mode.keep
+        elements = sent_elements(layer, step, axes, self.job.num_tokens, regather=again, with_input=first)
+        self.note(path, LinearNote(step, x, y, axes, enters, tuple(reversed(fetches)), elements))
 
     def _store_apart(self, name: str, y: Features, roles: Mapping[str, str]) -> list[str]:
-        """Cuts a weight's rows over the axes that only store it so; those are what it is fetched over, in order."""
+        """Shards a weight's rows over the axes of role t, which fetch it for the product; returns these axes."""
         fetches: list[str] = []
         coords = self.plan.mesh.coords([axis for axis, role in roles.items() if role == "h"])
         others = [n for n in y.names if roles[n] != "h"]
+        # the rows that the product needs on each joint index of the h axes: each is sharded further in turn
         held: dict[tuple[int, ...], Sequence[Range]] = {
             tuple(at.values()): y.held({**dict.fromkeys(y.names, 0), **at}, over=others) for at in coords
         }
@@ -173,12 +168,12 @@ class PlanDraft:
         return fetches
 
     def cut(self, name: str, axis: str, dim: int, ranges: Ranges) -> None:
-        """Cuts a parameter over an axis; one that shares it may have done so already."""
+        """Shards dim ``dim`` of a parameter over an axis, unless another layer that shares it has done so."""
         if axis not in self.plan.compute[name].axes:
             self.plan = self.plan.cut(name, axis, dim, ranges)
 
     def cut_activation(self, path: str, features: Features, dim: int = -1, step: RoleStep | None = None) -> None:
-        """Notes which features, and after ``step`` whose samples, a module sees: random layers ask."""
+        """Records which part of an activation a module sees: dropout draws its random numbers by global element."""
         for axis in features.names:
             activation = ActivationCut(axis, dim, features.size, features.along(axis))
             self.plan = self.plan.cut_activation(path, activation)
@@ -186,17 +181,17 @@ class PlanDraft:
             self.plan = self.plan.move_rows(path, step.rows_after)
 
     def features_in(self, states: States, size: int) -> Features:
-        """So many features as they lie in these states: balanced over the axes that cut features."""
+        """Returns ``size`` features cut evenly over the axes on which ``states`` has F (features cut)."""
         return Features.balanced(size, self.mode.axes_in(states, "F"))
 
-    def note_role(self, path: str, what: str, step: RoleStep) -> None:
-        """Tells ``show`` what a layer does on each axis, why, and what it sends."""
+    def linear_role(self, path: str, what: str, step: RoleStep) -> None:
+        """Records a Linear's role on each axis, why, and what it sends, for ``show``."""
         names = " ".join(f"{a.name}:{role}" for a, role in zip(self.mode.axes, step.roles, strict=True))
         note = self.plan.notes[path]
         assert isinstance(note, LinearNote)
         num_bytes = note.elements * self.plan.compute_dtypes[self.names[path]["weight"]].itemsize
         sends = f"sends {format_bytes(num_bytes)} for {format_count(self.job.num_tokens)} tokens"
-        self.plan = self.plan.role(path, self.mode.name, names, f"{what}; {sends}")
+        self.role(path, names, f"{what}; {sends}{step.misfit}")
 
     def _find_head(self) -> str | None:
         head = find_head(self.model) if is_exactly(self.job.loss, CrossEntropy) else None
@@ -208,7 +203,7 @@ class PlanDraft:
         parts = prod(axis.size for axis in self.mode.axes if axis.stored)
         if any(head in (*chain.columns, row) for row, chain in self.chains.items()) and not self.mode.feature_axes:
             return None
-        if layer.out_features < max(parts, 1 if tied or self.stream > 1 else layer.in_features):
+        if layer.out_features < max(parts, 1 if tied or self.parts > 1 else layer.in_features):
             return None
         if self.users(head) - {head} - self.tables():
             return None
@@ -216,16 +211,16 @@ class PlanDraft:
         return head
 
     def is_tied(self, path: str) -> bool:
-        """Whether another module uses a parameter of this one."""
+        """Whether a parameter of this module is shared, or stays whole by an override."""
         return any(name in self.shared for name in self.names.get(path, {}).values())
 
     def users(self, path: str) -> set[str]:
-        """The modules that use a parameter of this one, itself among them."""
+        """The modules that use a parameter of the module at ``path``, that one included."""
         mine = set(self.names.get(path, {}).values())
         return {other for other, names in self.names.items() if mine & set(names.values())}
 
     def tables(self) -> set[str]:
-        """The embeddings of the model, but for those that do what a part of them could not."""
+        """The model's embeddings, without those whose options need the whole table."""
         return {
             path
             for path, module in self.model.named_modules()
@@ -233,7 +228,7 @@ class PlanDraft:
         }
 
     def may_cut_table(self, path: str) -> bool:
-        """Whether all who use the table's rows can live with a part of them."""
+        """Whether every module that uses an embedding table can compute with a part of its rows."""
         if self.overrides.speak_of(self.users(path)):
             return False
         others = self.users(path) - {path}
@@ -241,11 +236,11 @@ class PlanDraft:
         return not twice and others <= {self.head} if self.head is not None else not others and not twice
 
     def sizes(self) -> str:
-        """The grid in words."""
+        """The sizes of the grid's axes as text: ``row=2 col=2``."""
         return " ".join(f"{axis.name}={axis.size}" for axis in self.mode.axes)
 
     def too_small(self, path: str, what: str) -> GridError:
-        """What to raise for a layer that is smaller than the grid."""
+        """Makes the error for a layer that is smaller than the grid."""
         total = prod(axis.size for axis in self.mode.axes)
         return GridError(
             f"'{path or 'the model'}' cannot be cut in this mode",

@@ -1,4 +1,4 @@
-"""The cheapest roles for a path of layers: pure numbers, a shortest path over how the activations lie.
+"""Chooses the roles of consecutive layers that send least: a shortest path over the states of activations.
 
 Each axis of a grid leaves an activation in one of three *states*, and a layer moves it from one to another by the role
 it plays there::
@@ -7,8 +7,9 @@ it plays there::
     F  features are cut                F -h-> F     F -k-> T, F or C
     C  copied: every member has it     C -h-> F
 
-A path begins and ends in the states that the mode promises; in between the roles are free. What a layer sends is
-rings send: an operand gathered by g members costs (g - 1) / g of the gathered whole, forward and backward.
+Role h is column-parallel (output features cut), k row-parallel (input features cut), t cuts the samples and fetches the
+weight. A path begins and ends in states that the mode fixes; in between the roles are free. Costs are those of ring
+collectives: a gather over g members sends (g - 1) / g of the gathered operand on each rank.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ROLE: Mapping[tuple[State, State], tuple[RoleName, ...]] = {
 
 
 class GridAxis(NamedTuple):
-    """An axis of the grid: how activations lie along it between layers, and whether weights are cut over it."""
+    """One grid axis: between layers it cuts rows (T), features (F) or nothing (C); it cuts weights if ``stored``."""
 
     name: str
     size: int
@@ -47,7 +48,7 @@ class GridAxis(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One product of a path: its sizes, and whether a gradient flows back into its input."""
+    """One linear layer: its in- and out-features, and whether a gradient flows back into its input."""
 
     in_features: int
     out_features: int
@@ -55,12 +56,12 @@ class Layer(NamedTuple):
 
 
 class Boundary(NamedTuple):
-    """What may lie between two layers: the most parts that the features make, and the states if they are given.
+    """How an activation between two layers may be cut: the most parts of its features, its states if fixed.
 
-    ``sums``: whether a sum of the features can be cut; parts that are not runs of features cannot. ``rows``: whether
-    axes that do not cut the model's input may cut rows. ``most_alone``: the most parts that one axis makes alone.
-    ``joined``: where rows are the tokens of a sequence, the features of each token that all its others need here:
-    gathered over the axes that cut rows, whose rows must follow each other.
+    ``sums``: whether a sum of the features may be cut (reduce-scattered); parts that are not contiguous cannot.
+    ``rows``: whether axes that do not cut the model's input may cut rows. ``most_alone``: the most parts that one axis
+    alone may make. ``joined``: where sequences are cut, the features of a token (keys, values) that all other tokens
+    need; they are gathered over the axes that cut rows, so each rank's rows must be contiguous.
     """
 
     most_parts: int
@@ -72,7 +73,11 @@ class Boundary(NamedTuple):
 
 
 class RoleStep(NamedTuple):
-    """One layer's roles: the states before and after, and the axes that gather and cut rows, in that order."""
+    """One layer's role on each axis (h column-parallel, k row-parallel, t rows cut), and the states around it.
+
+    ``gathers`` and ``cuts``: the axes that gather the input's rows and cut the output's, in that order. ``misfit``:
+    for ``show``, why the roles that the layout pins do not fit here; empty where they do.
+    """
 
     before: States
     roles: tuple[RoleName, ...]
@@ -80,25 +85,26 @@ class RoleStep(NamedTuple):
     gathers: tuple[str, ...] = ()
     cuts: tuple[str, ...] = ()
     rows_before: RowMoves = ()
+    misfit: str = ""
 
     def num_fetched(self, axes: Sequence[GridAxis]) -> int:
-        """How many parts of the weight's rows are stored apart and gathered for the product."""
+        """Into how many parts the weight's rows are sharded over the axes of role t, which all-gather it."""
         return prod(a.size for a, role in zip(axes, self.roles, strict=True) if role == "t" and a.stored)
 
     @property
     def rows_gathered(self) -> RowMoves:
-        """How the rows lie in the product."""
+        """How rows (samples or tokens) are cut while the matrix product runs."""
         return rows_after(self.rows_before, "gather", self.gathers)
 
     @property
     def rows_after(self) -> RowMoves:
-        """How the rows of the output lie."""
+        """How the output's rows (samples or tokens) are cut."""
         return rows_after(self.rows_gathered, "cut", self.cuts)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Roles for every layer of a path, and the elements that one rank sends for them in a step."""
+    """Roles for consecutive layers, and the number of elements that one rank sends for them in a step."""
 
     steps: tuple[RoleStep, ...]
     elements: float
@@ -113,9 +119,9 @@ def sent_elements(
     regather: bool = False,
     with_input: bool = True,
 ) -> float:
-    """What one rank sends for one layer, forward and backward, ranks forming rings.
+    """Computes the elements that one rank sends for one layer, forward and backward, by ring collectives.
 
-    ``with_input=False`` leaves out the input: another layer that shares it is counted with it.
+    ``with_input=False`` leaves out the input, where it is counted at another layer that shares it.
 
     >>> tp = [GridAxis("tp", 4, "C")]
     >>> column = RoleStep(("C",), ("h",), ("F",))
@@ -138,7 +144,8 @@ def sent_elements(
         elif role == "t":
             w *= axis.size if axis.stored else 1
             elements += (2 + (regather and axis.stored and layer.needs_gradient)) * share * w
-    y = _output_elements(layer, step, axes, num_tokens)
+    # this rank's part of the output before it is summed over the axes of role k
+    y = num_tokens * layer.out_features / prod(a.size for a, r in zip(axes, step.roles, strict=True) if r != "k")
     outputs = list(zip(axes, step.after, step.roles, strict=True))
     for axis, state, role in sorted(outputs, key=lambda each: each[1] == "C"):  # parts are summed before copies
         if role == "k":
@@ -147,14 +154,8 @@ def sent_elements(
     return elements
 
 
-def _output_elements(layer: Layer, step: RoleStep, axes: Sequence[GridAxis], num_tokens: int) -> float:
-    """One rank's part of the output before it is summed over the axes that cut the contraction."""
-    kept = prod(axis.size for axis, role in zip(axes, step.roles, strict=True) if role in ("t", "h"))
-    return num_tokens * layer.out_features / kept
-
-
 def joined_elements(boundary: Boundary, states: States, axes: Sequence[GridAxis], num_tokens: int) -> float:
-    """What one rank sends so that each token sees all of its sequence, forward and backward.
+    """Computes the elements that one rank sends to all-gather keys and values of all tokens, forward and backward.
 
     >>> axes = [GridAxis("row", 2, "T"), GridAxis("col", 2, "F")]
     >>> joined_elements(Boundary(4, joined=16), ("T", "F"), axes, 100)
@@ -165,7 +166,7 @@ def joined_elements(boundary: Boundary, states: States, axes: Sequence[GridAxis]
 
 
 def follow_each_other(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
-    """Whether every rank's rows are a run, in their order: gathered over the fastest axes first, and cut after that.
+    """Whether every rank's rows are contiguous and in order: gathered over the fastest axes first, cut after that.
 
     >>> axes = [GridAxis("depth", 2, "T"), GridAxis("row", 2, "T")]
     >>> follow_each_other((("gather", "row"),), axes), follow_each_other((("gather", "depth"),), axes)
@@ -177,7 +178,7 @@ def follow_each_other(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
 
 
 def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
-    """Whether every rank holds a part of the features, and the rows are cut as they may be."""
+    """Whether ``states`` give every rank a part of the features, and cut rows only where the boundary allows it."""
     sizes = [a.size for a, state in zip(axes, states, strict=True) if state == "F"]
     new_rows = any(state == "T" and a.stream != "T" for a, state in zip(axes, states, strict=True))
     enough = prod(sizes) <= boundary.most_parts or (len(sizes) == 1 and sizes[0] <= boundary.most_alone)
@@ -187,9 +188,9 @@ def fits(boundary: Boundary, states: States, axes: Sequence[GridAxis]) -> bool:
 def steps_from(
     layer: Layer, before: States, rows: RowMoves, boundary: Boundary, axes: Sequence[GridAxis]
 ) -> Iterator[RoleStep]:
-    """Every way to run one layer from ``before`` to a state that the boundary allows.
+    """Yields every choice of roles by which one layer leads from states ``before`` to states that are allowed.
 
-    Where the boundary leaves it open nothing comes out copied, even if that sent less: every rank would keep the whole.
+    Where the boundary fixes no states, copied outputs are not tried: every rank would keep the full activation.
     """
     either: tuple[State, State] = "T", "F"
     targets = [boundary.states] if boundary.states is not None else product(either, repeat=len(axes))
@@ -199,12 +200,12 @@ def steps_from(
         choices = [ROLE.get((s, e), ()) for s, e in zip(before, after, strict=True)]
         for roles in product(*choices):
             if any(role != "t" for axis, role in zip(axes, roles, strict=True) if not axis.stored):
-                continue  # a copied weight is not cut
+                continue  # a weight copied over this axis (2.5D depth) allows role t only
             if not boundary.sums and ("k", "F") in zip(roles, after, strict=True):
                 continue
             kept = prod(a.size for a, role in zip(axes, roles, strict=True) if role == "h")
             if layer.out_features // kept < RoleStep(before, roles, after).num_fetched(axes):
-                continue  # some rank would store nothing of the weight
+                continue  # some rank would store no row of the weight
             for orders in _moved(rows, axes, before, roles, after):
                 step = RoleStep(before, roles, after, *orders, rows)
                 if not boundary.joined or follow_each_other(step.rows_after, axes):
@@ -214,7 +215,7 @@ def steps_from(
 def _moved(
     rows: RowMoves, axes: Sequence[GridAxis], before: States, roles: Sequence[RoleName], after: States
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The orders in which dim 0 can be gathered for the product and then cut again so that all can be taken back."""
+    """Yields the orders in which rows can be gathered for the product and cut after it, and a later layer can undo."""
     gathers = [a for a, s, r in zip(axes, before, roles, strict=True) if r == "h" and s == "T"]
     cuts = [a for a, e, r in zip(axes, after, roles, strict=True) if r == "k" and e == "T"]
     for first in permutations(reversed(gathers)):
@@ -226,7 +227,7 @@ def _moved(
 
 
 def _in_place(rows: RowMoves, axes: Sequence[GridAxis]) -> bool:
-    """Whether an axis that cuts the model's input is only gathered and another only cut: all can be taken back."""
+    """Whether axes that cut the model's input are only gathered, and the others only cut: then both can be undone."""
     from_input = {axis.name: axis.stream == "T" for axis in axes}
     return all(from_input[axis] is (what == "gather") for what, axis in rows)
 
@@ -240,10 +241,10 @@ def cheapest(
     regather: bool = False,
     rows_end: RowMoves | None = (),
 ) -> Choice | None:
-    """The roles that send least, from the first boundary to the last; None where nothing fits.
+    """Returns the roles of consecutive layers by which a rank sends least; None where no roles fit.
 
-    ``boundaries[0].states`` is where the path begins; ``rows_end`` how the rows lie at its end, anything if None.
-    Equal costs are settled by the order of the states, so every rank finds the same.
+    ``boundaries[0].states`` are the states at the start; ``rows_end`` is how rows are cut at the end, None for any cut.
+    Ties are broken by the order of the search, so every rank chooses the same.
 
     >>> axes = [GridAxis("row", 2, "T"), GridAxis("col", 2, "F")]
     >>> stream = Boundary(1024, ("T", "F"))
@@ -252,7 +253,8 @@ def cheapest(
     ([('h', 'h'), ('k', 'k')], 12.6)
     """
     start = boundaries[0].states
-    assert start is not None, "a path begins somewhere"
+    assert start is not None, "the states at the start of a path are fixed"
+    # Dynamic programming: per layer, the cheapest choice that ends in each (states, cut of the rows).
     best: dict[tuple[States, RowMoves], Choice] = {(start, ()): Choice((), 0.0)}
     for layer, boundary in zip(layers, boundaries[1:], strict=True):
         found: dict[tuple[States, RowMoves], Choice] = {}

@@ -1,4 +1,4 @@
-"""When a mode cuts sequences instead of samples, and which models it can do that to.
+"""Decides when tensor parallelism cuts tokens instead of samples, and checks that the model allows it.
 
 ::
 
@@ -6,9 +6,8 @@
     row 0 | s0 s0 s0 |     row 0 | s0 s0 . |      one sample on two rows: its first tokens, its last ones
     row 1 | s1 s1 s1 |     row 1 | . . s0 |
 
-Most of a model treats each token alone and works on those it has. Attention gathers keys and values, learned positions
-begin at the slice's place. Code that may mix tokens in other ways is refused by name: a walk through the model's own
-code has to know every operation that tokens meet.
+Most layers treat each token alone and work on any slice. Attention gathers keys and values, learned positions begin
+where the slice begins. A trace of the model's code must know every operation on tokens; any other is refused by name.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from shardwright.plan.batch_shard import RowMoves, rows_after
 from shardwright.plan.plan import Job, Plan
 from shardwright.strategies.tensor_parallel.feature_flow import NORMS
 from shardwright.strategies.tensor_parallel.features import Features
-from shardwright.strategies.tensor_parallel.mode import SEQ, Gathering, Mode, TokensNote
+from shardwright.strategies.tensor_parallel.mode import SEQ, AxisMove, Mode, TokensNote
 from shardwright.strategies.tensor_parallel.roles import Boundary, States, joined_elements
 
 KNOWN = "Linear, Embedding, LayerNorm, RMSNorm, elementwise layers, shardwright's Attention and Positions"
@@ -49,21 +48,23 @@ LOSSES = (CrossEntropy, MeanSquaredError)
 
 
 def with_rows(job: Job, plan: Plan, mode: Mode) -> Mode:
-    """The mode with what its axes cut: tokens where that is asked for, or where samples are known to be too few.
+    """Returns the mode with ``dim`` 1 (tokens cut) if the layout has ``/seq``, or if samples are too few for the ranks.
 
-    Raises: LayoutError: asked for, and some layer may mix tokens in ways that are not known here.
+    Raises: LayoutError: the layout has ``/seq``, and some layer may mix tokens in an unknown way.
     """
     parts = prod(axis.size for axis in mode.row_axes)
     if parts == 1:
         return mode
     asked = is_asked(plan)
-    if not asked and not _too_few(job, parts):
+    # some ranks would have no sample, and sequences are long enough for every rank to have a token
+    samples = job.num_samples
+    if not asked and (samples is None or not samples < parts <= job.num_tokens // max(samples, 1)):
         return mode
     found = mixes(job)
     if found is None:
         return replace(mode, dim=1)
     if not asked:
-        return mode  # then some ranks idle
+        return mode  # samples stay cut, and some ranks have none
     raise LayoutError(
         f"'{found.path or 'the model'}' is not known to treat each token alone, and '{SEQ}' cuts sequences",
         given=f"{found.what} under {plan.layout}",
@@ -73,18 +74,13 @@ def with_rows(job: Job, plan: Plan, mode: Mode) -> Mode:
 
 
 def is_asked(plan: Plan) -> bool:
-    """Whether the layout says that sequences are cut."""
+    """Whether the layout has the option ``/seq``: tokens are cut instead of samples."""
     factor = plan.layout.factor("tp")
     return factor is not None and factor.option(SEQ) is not None
 
 
-def _too_few(job: Job, parts: int) -> bool:
-    """Whether some ranks would have no sample, and sequences are long enough for all to have a token."""
-    return job.num_samples is not None and job.num_samples < parts <= job.num_tokens // max(job.num_samples, 1)
-
-
 def cut_rows(plan: Plan, mode: Mode) -> Plan:
-    """The plan with the inputs cut over every axis that cuts rows."""
+    """Returns the plan with the model's inputs cut, by samples or tokens, over every axis that cuts rows."""
     for axis in mode.row_axes:
         plan = plan.cut_inputs(axis.name, dim=mode.dim)
     return plan
@@ -96,12 +92,15 @@ def cut_rows(plan: Plan, mode: Mode) -> Plan:
 def tokens_note(
     attention: Attention, path: str, kv: Features, rows: RowMoves, states: States, job: Job, mode: Mode
 ) -> TokensNote:
-    """How an attention whose tokens lie like this, after its projections, comes to the keys and values of all."""
+    """Makes the note by which an attention all-gathers keys and values of all tokens.
+
+    ``rows`` and ``states`` are the cut of its tokens after the projections.
+    """
     order = [axis for what, axis in reversed(rows) if what == "cut"]
     order += [axis.name for axis in reversed(mode.row_axes) if ("gather", axis.name) not in rows]
     gathers, held = [], rows
     for name in order:
-        gathers.append(Gathering(name, "rows", held))
+        gathers.append(AxisMove(name, "rows", held))
         held = rows_after(held, "gather", [name])
     makers = tuple(f"{path}.{own}".lstrip(".") for own in (("qkv",) if attention.fused else ("k", "v")))
     elements = joined_elements(Boundary(0, joined=2 * kv.size), states, mode.axes, job.num_tokens)
@@ -112,31 +111,31 @@ def tokens_note(
 
 
 class Mixing(NamedTuple):
-    """A module that may mix tokens, and what it does."""
+    """A module or loss that may mix the tokens of a sequence: its path and, for the error, the unknown operation."""
 
     path: str
     what: str
 
 
-class _Value(NamedTuple):
-    """What is known of a value: it has a place for each token in dim 1, or in dim 0 (a table's rows); or nothing is.
+class _TokenValue(NamedTuple):
+    """A value in the traced code, by where its tokens are: dim 1 (tokens), dim 0 (positions), or unknown.
 
-    ``features``: whether its last dim is features; None of the model's input, where nobody knows yet.
+    ``features``: whether its last dim is features; None for the model's input, which may be token numbers.
     """
 
-    lies: Literal["tokens", "places", "unknown"] = "unknown"
+    layout: Literal["tokens", "positions", "unknown"] = "unknown"
     features: bool | None = False
 
 
-_INPUT = _Value("tokens", None)
+_INPUT = _TokenValue("tokens", None)
 
 
 class _MixesError(Exception):
-    """Its arguments: the path of a module, and what it does."""
+    """A module may mix tokens; the arguments are those of :class:`Mixing`."""
 
 
 def mixes(job: Job) -> Mixing | None:
-    """The first layer, or the loss, that may do more to a sequence than treat each token alone.
+    """Returns the first layer, or the loss, that may do more than treat each token alone; None if there is none.
 
     >>> mixes(Job(nn.Sequential(nn.Linear(4, 8), nn.GELU()), CrossEntropy())) is None
     True
@@ -146,20 +145,22 @@ def mixes(job: Job) -> Mixing | None:
     if not any(is_exactly(job.loss, kind) for kind in LOSSES):
         return Mixing("(loss)", type(job.loss).__name__)
     try:
-        result = _Walk(job.model).visit("", job.model, None)
+        result = _TokenFlow(job.model).visit("", job.model, None)
     except _MixesError as found:
         return Mixing(*found.args)
-    return None if result.lies == "tokens" else Mixing("", "its output is not known to be one tensor of tokens")
+    return None if result.layout == "tokens" else Mixing("", "its output is not known to be one tensor of tokens")
 
 
 @dataclass(frozen=True)
-class _Walk:
+class _TokenFlow:
+    """One trace of a model, which raises :class:`_MixesError` at the first unknown operation."""
+
     root: nn.Module
 
-    def visit(self, path: str, module: nn.Module, args: Sequence[_Value] | None) -> _Value:
-        """What a module makes of values; the whole model's own are its inputs, whatever their number."""
+    def visit(self, path: str, module: nn.Module, args: Sequence[_TokenValue] | None) -> _TokenValue:
+        """Returns the value that a module gives; ``args`` is None for the model itself."""
         kind = type(module).__name__
-        leaf = self._leaf(path, module, _INPUT if args is None else args[0] if args else _Value())
+        leaf = self._leaf(path, module, _INPUT if args is None else args[0] if args else _TokenValue())
         if leaf is not None:
             return leaf
         if next(module.children(), None) is None and type(module).__module__.startswith("torch.nn."):
@@ -169,60 +170,60 @@ class _Walk:
             raise _MixesError(path, f"{kind}, whose code cannot be followed")
         return self._run(path, module, graph, args)
 
-    def _leaf(self, path: str, module: nn.Module, x: _Value) -> _Value | None:
-        """The value a known layer gives; None where there is code to be followed."""
+    def _leaf(self, path: str, module: nn.Module, x: _TokenValue) -> _TokenValue | None:
+        """Returns the value that a known layer gives; None for a module whose code has to be traced."""
         if isinstance(module, nn.Embedding) and is_exactly(module, nn.Embedding):
             plain = module.max_norm is None and not module.scale_grad_by_freq
-            known = plain and not x.features and x.lies != "unknown"
-            return self._given(path, module, _Value(x.lies, True), known=known)
+            known = plain and not x.features and x.layout != "unknown"
+            return self._given(path, module, _TokenValue(x.layout, True), known=known)
         if is_exactly(module, Positions):
-            return self._given(path, module, _Value("places"), known=x.lies == "tokens")
+            return self._given(path, module, _TokenValue("positions"), known=x.layout == "tokens")
         if is_exactly(module, nn.Linear) or is_exactly(module, Attention):
-            return self._given(path, module, _Value("tokens", True), known=x.lies == "tokens")
+            return self._given(path, module, _TokenValue("tokens", True), known=x.layout == "tokens")
         if any(is_exactly(module, norm) for norm in NORMS):
-            known = x.lies != "unknown" and len(module.normalized_shape) == 1  # type: ignore[arg-type]
+            known = x.layout != "unknown" and len(module.normalized_shape) == 1  # type: ignore[arg-type]
             return self._given(path, module, x._replace(features=True), known=known)
         if is_elementwise_module(module):
-            drops = isinstance(module, nn.Dropout) and x.lies == "places"  # it looks for samples in dim 0
-            return self._given(path, module, x, known=x.lies != "unknown" and not drops)
+            drops = isinstance(module, nn.Dropout) and x.layout == "positions"  # dropout takes dim 0 for samples
+            return self._given(path, module, x, known=x.layout != "unknown" and not drops)
         return None
 
-    def _given(self, path: str, module: nn.Module, value: _Value, *, known: bool) -> _Value:
+    def _given(self, path: str, module: nn.Module, value: _TokenValue, *, known: bool) -> _TokenValue:
         if not known:
-            raise _MixesError(path, f"{type(module).__name__} of a value that is not known to lie by tokens")
+            raise _MixesError(path, f"{type(module).__name__} of a value that is not known to have tokens in dim 1")
         return value
 
-    def _run(self, path: str, module: nn.Module, graph: fx.Graph, args: Sequence[_Value] | None) -> _Value:
-        env: dict[fx.Node, _Value] = {}
+    def _run(self, path: str, module: nn.Module, graph: fx.Graph, args: Sequence[_TokenValue] | None) -> _TokenValue:
+        env: dict[fx.Node, _TokenValue] = {}
         inputs = iter(args) if args is not None else None
         for node in graph.nodes:
             given = [env[arg] for arg in node.all_input_nodes]
             if node.op == "placeholder":
-                env[node] = _INPUT if inputs is None else next(inputs, _Value())
+                env[node] = _INPUT if inputs is None else next(inputs, _TokenValue())
             elif node.op == "call_module":
                 child = f"{path}.{node.target}".lstrip(".")
                 if list(node.args) != list(node.all_input_nodes) or node.kwargs:
-                    raise _MixesError(path, f"a call of '{child}' with other things than values in order")
+                    raise _MixesError(path, f"a call of '{child}' with other arguments than values in order")
                 env[node] = self.visit(child, module.get_submodule(str(node.target)), given)
             elif node.op == "output":
                 alone = len(given) == 1 and node.args[0] is node.all_input_nodes[0]
-                return given[0] if alone else _Value()
+                return given[0] if alone else _TokenValue()
             else:
                 env[node] = self._function(path, node, given)
         raise AssertionError("a trace ends in its output")
 
-    def _function(self, path: str, node: fx.Node, given: Sequence[_Value]) -> _Value:
+    def _function(self, path: str, node: fx.Node, given: Sequence[_TokenValue]) -> _TokenValue:
         name = getattr(node.target, "__name__", str(node.target))
         combines = node.target in COMBINING or node.target in COMBINING_METHODS
         simple = node.target in ELEMENTWISE_FUNCTIONS or node.target in ELEMENTWISE_METHODS
         constants = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
         features = {value.features for value in given} - {None}
         alike = bool(given) and len(features) < 2
-        known = alike and all(value.lies != "unknown" for value in given) and not node.kwargs.get("out")
+        known = alike and all(value.layout != "unknown" for value in given) and not node.kwargs.get("out")
         if not (known and (combines or (simple and len(given) == 1))):
             raise _MixesError(path, f"a call of {name}" if node.target is not getattr else "a look at a value's shape")
         for constant in constants:
             if isinstance(constant, Tensor) and constant.dim() > int(True in features):
                 raise _MixesError(path, f"a call of {name} with a tensor of shape {list(constant.shape)}")
-        lies: Literal["tokens", "places"] = "tokens" if any(v.lies == "tokens" for v in given) else "places"
-        return _Value(lies, features.pop() if features else None)
+        layout: Literal["tokens", "positions"] = "tokens" if any(v.layout == "tokens" for v in given) else "positions"
+        return _TokenValue(layout, features.pop() if features else None)

@@ -1,9 +1,9 @@
-"""What every note of the plan sends in a step, by formula: payload bytes of each call."""
+"""The traffic of a tensor-parallel step: the collectives of every note in the plan, by formula."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -12,32 +12,32 @@ from shardwright.mesh import Coord
 from shardwright.plan.batch_shard import BatchShard, RowMoves
 from shardwright.plan.plan import LOSS, OUTPUT, Plan
 from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
-from shardwright.strategies.tensor_parallel.convolution import ConvolutionNote, price_convolution
+from shardwright.strategies.tensor_parallel.convolution import ConvolutionNote, convolution_traffic
 from shardwright.strategies.tensor_parallel.features import Features, width
 from shardwright.strategies.tensor_parallel.mode import (
+    AxisMove,
+    EmbeddingNote,
     EntryNote,
-    GateNote,
-    Gathering,
+    GatherNote,
     HeadsNote,
     LinearNote,
     LossNote,
     Mode,
     NormNote,
-    TableNote,
     TokensNote,
 )
-from shardwright.strategies.tensor_parallel.multihead_attention import MultiheadNote, price_multihead
+from shardwright.strategies.tensor_parallel.multihead_attention import MultiheadNote
 
 INDEX_BYTES = 8
 
 
 def traffic(plan: Plan, batch: StepCalls, coord: Coord, mode: Mode) -> tuple[Traffic, ...]:
-    """The calls of one step on the rank at ``coord``: each microbatch's, then the gradients shared over the grid."""
+    """Computes the collectives of one step on the rank at ``coord``: each microbatch's, then those of gradient sync."""
     found: list[Traffic] = []
     trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
     weights = {use.module: use.parameter for use in plan.uses if use.parameter.endswith("weight")}
     for module_calls, shard in zip(batch.module_calls, batch.shards, strict=True):
-        pricing = _Pricing(plan, shard, coord, mode, trained, weights)
+        pricing = _GridPricing(plan, shard, coord, mode, trained, weights)
         for path, note in plan.notes.items():
             where = {LOSS: note.head if isinstance(note, LossNote) else "", OUTPUT: ""}.get(path, path)
             for visit in module_calls.get(where, ()):
@@ -49,7 +49,7 @@ def traffic(plan: Plan, batch: StepCalls, coord: Coord, mode: Mode) -> tuple[Tra
 
 
 @dataclass
-class _Pricing:
+class _GridPricing:
     plan: Plan
     shard: BatchShard
     coord: Coord
@@ -61,15 +61,18 @@ class _Pricing:
         """The calls of one visit of a module."""
         trained = path in self.trained
         if isinstance(note, LinearNote):
-            again = not self.mode.keep and self._trains_weight(path)
-            yield from self._taken(note.takes(), note.step.rows_before, note.x, visit, again=again)
-            yield from self._given(note, visit, visit.needs_gradient or trained)
-            yield from self._fetched(path, note, visit)
+            again = not self.mode.keep and self.weights[path] not in self.plan.frozen
+            yield from self._taken(note.input_moves(), note.step.rows_before, note.x, visit, again=again)
+            moves, num_rows = note.output_moves(), self._num_rows(note.step.rows_gathered, self._each(visit.y_shape))
+            shape = (num_rows, width(note.y.held(self.coord, over=[m.axis for m in moves if m.kind == "features"])))
+            yield from self._summed(moves, shape, visit, visit.needs_gradient or trained)
+            again = not self.mode.keep and visit.needs_gradient
+            yield from self._fetched(self.weights[path], note.fetches, visit.num_forwards + again)
         elif isinstance(note, EntryNote):
-            yield from self._taken(note.takes(), note.step.rows_before, note.x, visit)
+            yield from self._taken(note.input_moves(), note.step.rows_before, note.x, visit)
         elif isinstance(note, HeadsNote):
             if note.entry is not None:
-                yield from self._taken(note.entry.takes(), note.entry.step.rows_before, note.entry.x, visit)
+                yield from self._taken(note.entry.input_moves(), note.entry.step.rows_before, note.entry.x, visit)
             yield from self._scores(note, visit)
             if note.tokens is not None:
                 yield from self._joined(note.tokens, visit)
@@ -77,22 +80,19 @@ class _Pricing:
             yield from self._joined(note, visit)
         elif isinstance(note, NormNote):
             yield from self._norm(path, note, visit, visit.needs_gradient or trained)
-        elif isinstance(note, TableNote):
+        elif isinstance(note, EmbeddingNote):
             yield from self._table(note, visit, trained)
         elif isinstance(note, LossNote):
             yield from self._loss(note, visit)
-        elif isinstance(note, GateNote):
+        elif isinstance(note, GatherNote):
             yield from self._gate(path, note, visit)
         elif isinstance(note, MultiheadNote):
-            yield from price_multihead(self, note, visit)
+            yield from self._multihead(note, visit)
         elif isinstance(note, ConvolutionNote):
-            yield from price_convolution(note, self.plan, self.coord, visit)
-
-    def _trains_weight(self, path: str) -> bool:
-        return self.weights[path] not in self.plan.frozen
+            yield from convolution_traffic(note, self.plan, self.coord, visit)
 
     def _each(self, shape: Sequence[int]) -> int:
-        """The rows of one sample in a tensor (samples, ..., features); of one token, where sequences are cut."""
+        """Rows of one sample in a tensor (samples, ..., features), or of one token where sequences are cut."""
         return prod(shape[1:-1]) if self.mode.dim == 0 else prod(shape[:1]) * prod(shape[2:-1])
 
     def _num_rows(self, rows: RowMoves, each: int) -> int:
@@ -100,77 +100,65 @@ class _Pricing:
         return len(held) * each
 
     def _taken(
-        self, gatherings: Sequence[Gathering], rows: RowMoves, x: Features, visit: ModuleCall, *, again: bool = False
+        self, moves: Sequence[AxisMove], rows: RowMoves, x: Features, visit: ModuleCall, *, again: bool = False
     ) -> Iterator[Traffic]:
-        """All-gathers of an input, and the sums of its gradient."""
+        """All-gathers of an input, and the reduce-scatters or all-reduces of its gradient."""
         of_each = self._each(visit.x_shape)
         shape = (self._num_rows(rows, of_each), width(x.held(self.coord)))
-        for each in gatherings:
-            if each.lies == "rows":
+        for each in moves:
+            if each.kind == "rows":
                 shape = (sum(self.shard.sizes(each.rows, each.axis)) * of_each, shape[1])
-            elif each.lies == "features":
+            elif each.kind == "features":
                 shape = (shape[0], sum(each.feature_sizes(self.coord)))
             num_bytes, size = prod(shape) * visit.element_bytes, self.plan.mesh[each.axis]
-            if each.lies != "whole":
+            if each.kind != "whole":
                 yield Traffic("all_gather", each.axis, num_bytes, size, visit.num_forwards + again)
             if visit.needs_gradient:
-                kind = "all_reduce" if each.lies == "whole" else "reduce_scatter"
+                kind = "all_reduce" if each.kind == "whole" else "reduce_scatter"
                 yield Traffic(kind, each.axis, num_bytes, size)
 
-    def _given(self, note: LinearNote, visit: ModuleCall, learns: bool) -> Iterator[Traffic]:
-        gatherings = note.gives()
-        joined = [each.axis for each in gatherings if each.lies == "features"]
-        shape = (
-            self._num_rows(note.step.rows_gathered, self._each(visit.y_shape)),
-            width(note.y.held(self.coord, over=joined)),
-        )
-        yield from self._summed(gatherings, shape, visit, learns)
-
     def _summed(
-        self, gatherings: Sequence[Gathering], shape: tuple[int, int], visit: ModuleCall, learns: bool
+        self, moves: Sequence[AxisMove], shape: tuple[int, int], visit: ModuleCall, learns: bool
     ) -> Iterator[Traffic]:
-        """The sums of an output's terms, and all-gathers of its gradient."""
+        """Reduce-scatters or all-reduces of an output's terms, and all-gathers of its gradient."""
         of_each = self._each(visit.y_shape)
-        for each in gatherings:
+        for each in moves:
             num_bytes, size = prod(shape) * visit.element_bytes, self.plan.mesh[each.axis]
-            if each.lies == "whole":
+            if each.kind == "whole":
                 yield Traffic("all_reduce", each.axis, num_bytes, size, visit.num_forwards)
                 continue
             yield Traffic("reduce_scatter", each.axis, num_bytes, size, visit.num_forwards)
             if learns:
                 yield Traffic("all_gather", each.axis, num_bytes, size)
             index = self.coord[each.axis]
-            if each.lies == "rows":
+            if each.kind == "rows":
                 shape = (self.shard.sizes(each.rows, each.axis)[index] * of_each, shape[1])
             else:
                 shape = (shape[0], each.feature_sizes(self.coord)[index])
 
-    def _fetched(self, path: str, note: LinearNote, visit: ModuleCall) -> Iterator[Traffic]:
-        """All-gathers of a weight, and the sums of its gradient."""
-        name = self.weights[path]
-        lies = self.plan.compute[name]
-        for number, axis in enumerate(note.fetches):
-            there = self.plan.mesh.coords(note.fetches[: number + 1])
-            num_elements = sum(lies.num_elements({**self.coord, **at}) for at in there)
+    def _fetched(self, name: str, axes: Sequence[str], times: int) -> Iterator[Traffic]:
+        """All-gathers of a weight, and the reduce-scatters of its gradient."""
+        layout = self.plan.compute[name]
+        for number, axis in enumerate(axes):
+            there = self.plan.mesh.coords(axes[: number + 1])
+            num_elements = sum(layout.num_elements({**self.coord, **at}) for at in there)
             num_bytes, size = num_elements * self.plan.compute_dtypes[name].itemsize, self.plan.mesh[axis]
-            again = not self.mode.keep and visit.needs_gradient
-            yield Traffic("all_gather", axis, num_bytes, size, visit.num_forwards + again)
+            yield Traffic("all_gather", axis, num_bytes, size, times)
             if name not in self.plan.frozen:
                 yield Traffic("reduce_scatter", axis, num_bytes, size)
 
     def _scores(self, note: HeadsNote, visit: ModuleCall) -> Iterator[Traffic]:
         if note.inside:
             members = sum(held == note.held[note.heads.number(self.coord)] for held in note.held)
-            seen = visit.x_shape[1] if note.tokens is None else self._num_seen(note.tokens)
+            seen = visit.x_shape[1]
+            if note.tokens is not None:  # of gathered tokens, a causal query needs those before it alone
+                seen = self.shard.span(note.tokens.rows).stop if note.tokens.causal else self.shard.num_tokens
             queries = visit.x_shape[1] if note.tokens is None else len(self.shard.tokens(note.rows))
             num_bytes = len(self.shard.samples(note.rows)) * queries * seen * visit.element_bytes
             yield Traffic("all_reduce", note.heads.names[0], num_bytes, members, visit.num_forwards + 1)
 
-    def _num_seen(self, note: TokensNote) -> int:
-        return self.shard.span(note.rows).stop if note.causal else self.shard.num_tokens
-
     def _joined(self, note: TokensNote, visit: ModuleCall) -> Iterator[Traffic]:
-        """All-gathers of keys and values, and the sums of their gradients."""
+        """All-gathers of other tokens' keys and values, and the reduce-scatters of their gradients."""
         elements = visit.x_shape[0] * 2 * width(note.kv.kept(self.coord))
         learns = visit.needs_gradient or any(maker in self.trained for maker in note.makers)
         for each in note.gathers:
@@ -179,6 +167,38 @@ class _Pricing:
             yield Traffic("all_gather", each.axis, num_bytes, size, visit.num_forwards)
             if learns:
                 yield Traffic("reduce_scatter", each.axis, num_bytes, size)
+
+    def _multihead(self, note: MultiheadNote, visit: ModuleCall) -> Iterator[Traffic]:
+        """The calls of an ``nn.MultiheadAttention``; its out-projection, a Linear, has a note of its own."""
+        call, frozen = visit.call, self.plan.frozen
+        assert call is not None, "an attention was called"
+        moved, before = note.input_moves(), note.before.rows_before
+        rows = tuple(each for each in moved if each.kind == "rows")
+        # self-attention with one packed weight is one product, which gathers its input again if it did not keep it
+        again = len(call.inputs) == len(note.projections) == 1 and not self.mode.keep
+        operands = [(moved, *each, again and note.projections[0].name not in frozen) for each in call.inputs]
+        operands += [(rows, 1, call.mask, call.mask_learns, False)] if call.mask else []
+        operands += [(rows, 1, call.padding, call.padding_learns, False)] if call.padding else []
+        for moves, tokens, num_features, learns, twice in operands:
+            shape = (call.num_samples, tokens, num_features)
+            operand = ModuleCall(shape, shape, visit.element_bytes, learns, num_forwards=visit.num_forwards)
+            yield from self._taken(moves, before, Features.balanced(num_features, ()), operand, again=twice)
+        of_each = [call.mask] * call.mask_learns + [call.padding] * call.padding_learns
+        learnt = [call.shared_mask, *(self._num_rows(before, 1) * size for size in of_each)]
+        for axis in (each.axis for each in moved if each.kind == "whole"):
+            for size in learnt:
+                yield Traffic("all_reduce", axis, size * visit.element_bytes, self.plan.mesh[axis])
+        for _, name, axes in note.projections:
+            yield from self._fetched(name, axes, visit.num_forwards + (again and call.inputs[0][2]))
+        if note.inside:
+            made = (note.bias, *(each.name for each in note.projections[:2]))  # queries and keys
+            learns = call.scores_learn or any(name is not None and name not in frozen for name in made)
+            num_bytes = self._num_rows(note.before.rows_after, 1) * call.scores * visit.element_bytes
+            members = len(note.sharing(self.coord))
+            yield Traffic("all_reduce", note.heads.names[0], num_bytes, members, visit.num_forwards + learns)
+        if call.weights:
+            given = (self._num_rows(note.after.rows_gathered, 1), call.weights)
+            yield from self._summed(note.output_moves(), given, replace(visit, y_shape=given), call.weights_learn)
 
     def _norm(self, path: str, note: NormNote, visit: ModuleCall, learns: bool) -> Iterator[Traffic]:
         num_rows = prod(visit.x_shape[:-1])
@@ -193,7 +213,7 @@ class _Pricing:
             if learns:
                 yield Traffic("all_reduce", axis, two * num_rows * element_bytes, size)
 
-    def _table(self, note: TableNote, visit: ModuleCall, trained: bool) -> Iterator[Traffic]:
+    def _table(self, note: EmbeddingNote, visit: ModuleCall, trained: bool) -> Iterator[Traffic]:
         numbers, rows = self._each((*visit.x_shape, 1)), note.rows
         for each in note.gathers:
             num_bytes = sum(self.shard.sizes(each.rows, each.axis)) * numbers * INDEX_BYTES
@@ -214,15 +234,11 @@ class _Pricing:
             size = self.plan.mesh[axis]
             yield Traffic("all_gather", axis, num_rows * note.num_numbers * size * element_bytes, size)
 
-    def _gate(self, path: str, note: GateNote, visit: ModuleCall) -> Iterator[Traffic]:
+    def _gate(self, path: str, note: GatherNote, visit: ModuleCall) -> Iterator[Traffic]:
         shape = visit.y_shape if path == OUTPUT else visit.x_shape
-        times = (
-            1 if path == OUTPUT or path in self.plan.recomputed else visit.num_forwards
-        )  # hooks are outside of a block
+        # hooks are outside of a recomputed module: its second forward gathers nothing
+        times = 1 if path == OUTPUT or path in self.plan.recomputed else visit.num_forwards
         for features in note.arguments:
-            joined: tuple[str, ...] = ()
-            for axis in reversed(features.names) if features is not None else ():
-                assert features is not None
-                num_bytes = prod(shape[:-1]) * sum(features.sizes(self.coord, axis, joined)) * visit.element_bytes
-                joined += (axis,)
+            for axis, sizes in features.joins(self.coord) if features is not None else ():
+                num_bytes = prod(shape[:-1]) * sum(sizes) * visit.element_bytes
                 yield Traffic("all_gather", axis, num_bytes, self.plan.mesh[axis], times)

@@ -1,15 +1,14 @@
-"""Which parameters form one flat sequence: those of a unit that have the same layout, so that one cut serves all.
+"""Which parameters form one flat parameter: those of a block (param group) with the same layout and dtype.
 
 ::
 
-    unit 'blocks.0', dp4      | qkv.weight    | proj.weight | up.weight    | down.weight | norm ... |
+    'blocks.0', dp4           | qkv.weight    | proj.weight | up.weight    | down.weight | norm ... |
                               +---------------------------------------------------------------------+
                               | rank 0          | rank 1          | rank 2          | rank 3        |
 
-Shards are balanced over the whole sequence, so their lengths differ by one element at most, and one all-gather puts
-them where the parameters are. Parameters that other axes (``tp``, ``pp``) split differently have sequences of their
-own: in a common one, ranks that hold the same parameter would hold shards of different elements of it, and could not
-sum them.
+Shards are balanced over the full sequence: their lengths differ by one element at most, and one all-gather unshards
+all of its parameters. Parameters that other axes (``tp``, ``pp``) shard differently have sequences of their own: in a
+common one, ranks with the same parameter would store different elements of it, and could not sum their gradients.
 """
 
 from __future__ import annotations
@@ -21,56 +20,41 @@ from typing import NamedTuple
 from shardwright.mesh import Coord
 from shardwright.plan.plan import Plan, StateLayout
 from shardwright.plan.traffic import partial_axes
-from shardwright.sharding.tensor_layout import TensorLayout
 
 
 class FlatGroup(NamedTuple):
-    """The parameters of one flat sequence, in order; ``trained`` is false where all of them are frozen."""
+    """The parameters concatenated into one flat parameter, in order; ``trained`` is false if all are frozen."""
 
-    unit: str
+    param_group: str
     parameters: tuple[str, ...]
     trained: bool
 
     def num_elements(self, plan: Plan, coord: Coord) -> int:
-        """The length of the unsharded sequence on the rank at ``coord``."""
+        """Returns how many elements the unsharded flat parameter has on the rank at ``coord``."""
         return sum(plan.compute[name].num_elements(coord) for name in self.parameters)
 
 
 def flat_groups(plan: Plan, *, frozen: bool) -> tuple[FlatGroup, ...]:
-    """The flat sequences of every unit; those of frozen parameters only with ``frozen``.
-
-    >>> from torch import nn
-    >>> from shardwright.layout import Layout
-    >>> from shardwright.plan.plan import Job
-    >>> model = nn.Linear(2, 2)
-    >>> _ = model.bias.requires_grad_(False)
-    >>> for group in flat_groups(Plan.of(Job(model, nn.Identity()), Layout.parse("dp2")), frozen=True):
-    ...     print(group)
-    FlatGroup(unit='', parameters=('weight',), trained=True)
-    FlatGroup(unit='', parameters=('bias',), trained=False)
-    """
+    """Returns which parameters are concatenated into each flat parameter; frozen ones only with ``frozen``."""
     found: dict[tuple[object, ...], list[str]] = {}
-    for unit in plan.param_groups:
-        for name in unit.parameters:
-            lies, trained = plan.compute[name], name not in plan.frozen
+    for group in plan.param_groups:
+        for name in group.parameters:
+            layout, trained = plan.compute[name], name not in plan.frozen
             if trained or frozen:
-                # One key, one sequence: its parameters are on the same stages, split and summed over the same axes,
+                # One key, one sequence: its parameters are on the same stages, sharded and summed over the same axes,
                 # and one collective has one dtype.
-                stages = tuple(stage for stage in range(plan.mesh["pp"]) if lies.pieces(_first(lies, stage)))
+                coords = ({"pp": stage} if "pp" in layout.axes else {} for stage in range(plan.mesh["pp"]))
+                stages = tuple(stage for stage, coord in enumerate(coords) if layout.pieces(coord))
                 sums, dtypes = partial_axes(plan, name), (plan.compute_dtypes[name], plan.stored_dtypes[name])
-                found.setdefault((unit.name, trained, lies.axes, stages, sums, dtypes), []).append(name)
+                found.setdefault((group.name, trained, layout.axes, stages, sums, dtypes), []).append(name)
     return tuple(FlatGroup(str(key[0]), tuple(names), bool(key[1])) for key, names in found.items())
 
 
-def _first(lies: TensorLayout, stage: int) -> Coord:
-    return {"pp": stage} if "pp" in lies.axes else {}
-
-
-def chunks_using(plan: Plan, unit: str, coord: Coord) -> tuple[int, ...]:
-    """The chunks at ``coord`` that use parameters of a unit; without a pipeline the model is one chunk, 0."""
+def chunks_using(plan: Plan, param_group: str, coord: Coord) -> tuple[int, ...]:
+    """Returns the pipeline chunks at ``coord`` that use a param group; without a pipeline the model is one chunk, 0."""
     if plan.stages is None or plan.schedule is None:
         return (0,)
-    names = {name for each in plan.param_groups if each.name == unit for name in each.parameters}
+    names = {name for each in plan.param_groups if each.name == param_group for name in each.parameters}
     mine = plan.schedule.chunks_of(coord["pp"])
     return tuple(chunk for chunk in mine if names.intersection(plan.stages.chunked.weights_of(chunk)))
 
@@ -78,18 +62,18 @@ def chunks_using(plan: Plan, unit: str, coord: Coord) -> tuple[int, ...]:
 def shard_state(
     plan: Plan, axis: str, groups: Sequence[FlatGroup], *, reshards: bool, offload: str | None = None
 ) -> Plan:
-    """The plan with the groups' parameters, gradients and optimizer state sharded over ``axis``.
+    """Returns the plan with the groups' parameters, gradients and optimizer state sharded over ``axis``.
 
-    ``reshards`` says that parameters are unsharded only while they are used (stage 3). ``offload`` is where shards and
-    optimizer state are kept, if not on the rank's device.
+    With ``reshards`` parameters are unsharded only while they are used (stage 3). ``offload`` is where shards and
+    optimizer state are stored, if not on the rank's device.
     """
-    rest = dict(plan.state)
+    state = dict(plan.state)
     for group in groups:
-        beside = tuple(plan.compute[name] for name in group.parameters)
+        layouts = tuple(plan.compute[name] for name in group.parameters)
         for index, name in enumerate(group.parameters):
-            flat = plan.compute[name].flat(axis, plan.mesh[axis], beside, index)
-            rest[name] = StateLayout(flat, flat, flat)
+            flat = plan.compute[name].flat(axis, plan.mesh[axis], layouts, index)
+            state[name] = StateLayout(flat, flat, flat)
     names = [name for group in groups for name in group.parameters]
-    dropped = plan.unsharded_on_use.union(names if reshards else ())
+    on_use = plan.unsharded_on_use.union(names if reshards else ())
     offloaded = {**plan.offloaded, **(dict.fromkeys(names, offload) if offload is not None else {})}
-    return replace(plan, state=rest, unsharded_on_use=dropped, offloaded=offloaded)
+    return replace(plan, state=state, unsharded_on_use=on_use, offloaded=offloaded)

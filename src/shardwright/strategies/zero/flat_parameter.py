@@ -1,13 +1,13 @@
-"""A flat parameter: this rank's shard of several parameters, and the unsharded buffer while they are computed with.
+"""A flat parameter: this rank's shard of several parameters, and the unsharded buffer while these are in use.
 
 ::
 
     unsharded    | qkv.weight             | proj.weight    | norm |       one buffer; the parameters are views of it
-    shards       | rank 0     | rank 1     | rank 2     | rank 3  |       one all-gather lands in the buffer, in place
+    shards       | rank 0     | rank 1     | rank 2     | rank 3  |       one all-gather fills the buffer, in place
 
 Nothing is copied to join shards or to take parameters apart. While the buffer is freed or out of date, a parameter
-keeps its shape, with one NaN for all its elements: code that computes with it by mistake shows in the loss. Integers,
-which are never trained, have no NaN; there it is a zero.
+keeps its shape, with one NaN for all its elements, so that computing with it by mistake shows in the loss. Integers,
+which are never trained, have no NaN and get a zero.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from torch import Tensor, nn
 
 from shardwright.comm.axis import Axis, Pending
 from shardwright.mesh import balanced
+from shardwright.runtime.gradient_sync import UNREACHED, is_reached, mark_reached
 from shardwright.runtime.offload_storage import OffloadStorage
-from shardwright.runtime.unused_parameters import UNREACHED, is_reached, mark_reached
 
 
 class UpdateState(Enum):
-    """How far an update that runs beside the backward has reached a flat parameter."""
+    """Whether an optimizer update that overlaps the backward has changed the shard, or also the unsharded values."""
 
     NOT_UPDATED = auto()
-    SHARD_UPDATED = auto()  # the shard has the next step's values; what was unsharded before still has this step's
-    UNSHARDED_UPDATED = auto()  # it was unsharded again since: this step's values are gone
+    SHARD_UPDATED = auto()  # the shard has the next step's values; a buffer unsharded before still has this step's
+    UNSHARDED_UPDATED = auto()  # it was unsharded after the update: this step's values are gone
 
 
 class FlatParameter:
-    """Several parameters as one flat sequence, of which this rank keeps a shard.
+    """Several parameters as one flat sequence, of which this rank stores a shard.
 
     :meth:`unshard` and :meth:`wait_for_unshard` gather the sequence into ``unsharded``, :meth:`reshard` frees it. With
     ``keeps_buffer`` (stages 1 and 2) the buffer's memory stays. ``sharded_parameters`` are what the optimizer steps,
-    by name: views of ``shard``, and ``ranges`` says of which part.
+    by name: views of ``ranges`` of ``shard``.
 
-    The unsharded buffer has the ``dtype`` that the parameters compute in. A wider shard is the master weights, and the
-    buffer is gathered from what they are rounded to. With ``fp32_sums`` gradients are summed in the shard's dtype. With
-    ``storage`` the shard is offloaded there.
+    The unsharded buffer has the compute ``dtype``. A wider shard is the master weights, which are rounded before they
+    are gathered. With ``fp32_sums`` gradients are summed in the shard's dtype. With ``storage`` the shard is offloaded.
     """
 
     def __init__(
@@ -62,18 +61,23 @@ class FlatParameter:
         cuts = balanced(sum(self.sizes), axis.size)
         self.shard_sizes = [b - a for a, b in pairwise(cuts)]
         self.shard_range = cuts[axis.index], cuts[axis.index + 1]
-        # Of each parameter the first element in every rank's shard: each rank looks for the mark in its own part.
+        # For each parameter its first element in every rank's shard: there each rank finds the mark of `mark_reached`.
         self._marked = [
             sorted({max(a, cut) - a for cut in cuts if cut < b}) if a < b else [] for a, b in self._bounds()
         ]
         masters = torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
         unsharded = masters.to(dtype)
         self._storage = storage
-        # The shard can lie inside the buffer only if the buffer stays, has its dtype and is in the same memory.
+        # The shard can be a view of the buffer only if the buffer stays, has its dtype and is in the same memory.
         self._shard_in_buffer = keeps_buffer and unsharded is masters and storage is None
         has_nan = unsharded.dtype.is_floating_point or unsharded.dtype.is_complex
         self._placeholder = unsharded.new_full((), float("nan")) if has_nan else unsharded.new_zeros(())
-        self.shard = self._make_shard(masters[slice(*self.shard_range)])
+        own = masters[slice(*self.shard_range)]
+        if storage is not None:
+            self.shard = storage.empty(own.numel(), own.dtype).copy_(own)
+            storage.put_away([self.shard])
+        else:
+            self.shard = own if self._shard_in_buffer else own.clone()
         self.ranges = self._ranges()
         self.sharded_parameters = {
             name: nn.Parameter(self.shard[a:b], requires_grad=self.parameters[name].requires_grad)
@@ -87,19 +91,12 @@ class FlatParameter:
         self._accumulated: dict[str, Tensor] = {}
         self.reshard()
 
-    def _make_shard(self, values: Tensor) -> Tensor:
-        if self._storage is None:
-            return values if self._shard_in_buffer else values.clone()
-        shard = self._storage.empty(values.numel(), values.dtype).copy_(values)
-        self._storage.put_away([shard])
-        return shard
-
     def _bounds(self) -> Iterable[tuple[int, int]]:
-        """Of each parameter, where it begins and ends in the sequence."""
+        """Returns where each parameter begins and ends in the sequence."""
         return pairwise(accumulate(self.sizes, initial=0))
 
     def _ranges(self) -> dict[str, tuple[int, int]]:
-        """Of each parameter, the range of the shard that holds its elements; empty where other ranks hold them."""
+        """Returns each parameter's range of this rank's shard; empty if other ranks store all its elements."""
         low, high = self.shard_range
         return {
             name: (min(max(a, low), high) - low, min(max(b, low), high) - low)
@@ -109,7 +106,7 @@ class FlatParameter:
     # ---- parameters
 
     def unshard(self) -> None:
-        """Starts the all-gather; the parameters show its result once :meth:`wait_for_unshard` has returned."""
+        """Starts the all-gather of the shards; :meth:`wait_for_unshard` makes its result the parameters' values."""
         if self.update_state is UpdateState.SHARD_UPDATED:
             self.update_state = UpdateState.UNSHARDED_UPDATED
         if self.unsharded is None:
@@ -121,7 +118,7 @@ class FlatParameter:
         self._pending = self.axis.all_gather_into_async(self.unsharded, self.shard_sizes)
 
     def wait_for_unshard(self) -> None:
-        """Waits for the all-gather and makes the parameters views of the buffer."""
+        """Waits for the all-gather and makes the parameters views of the unsharded buffer."""
         assert self._pending is not None, "unshard() comes first"
         assert self.unsharded is not None, "unshard() comes first"
         self._pending.wait()
@@ -131,9 +128,9 @@ class FlatParameter:
             parameter.data = part.view(shape)
 
     def reshard(self) -> None:
-        """Makes the parameters NaN and lets go of the buffer; ``keeps_buffer`` keeps its memory, out of date.
+        """Frees the unsharded buffer and makes the parameters NaN; with ``keeps_buffer`` it stays allocated.
 
-        The memory is free as soon as no other view of it is alive; see :meth:`Prefetcher.pack` for autograd.
+        The memory is freed with its last view: for autograd :meth:`Prefetcher.pack` saves none.
         """
         for parameter, shape in zip(self.parameters.values(), self.shapes, strict=True):
             parameter.data = self._placeholder.expand(shape)
@@ -143,7 +140,7 @@ class FlatParameter:
     # ---- gradients
 
     def accumulate_wide(self) -> None:
-        """With ``fp32_sums``, adds a microbatch's gradients to those before it, in the shard's dtype."""
+        """With ``fp32_sums``, accumulates a microbatch's gradients in the shard's dtype."""
         for name, parameter in self.parameters.items() if self.fp32_sums else ():
             if parameter.grad is not None:
                 gradient = parameter.grad.to(self.shard.dtype)
@@ -152,7 +149,7 @@ class FlatParameter:
                 parameter.grad = None
 
     def reduce_scatter(self) -> Pending[Tensor]:
-        """Starts the reduce-scatter of the parameters' gradients and frees these; gives the shard's sum.
+        """Starts the reduce-scatter of the parameters' gradients and frees them; its result is the shard's sum.
 
         A parameter that this rank's backward did not reach takes part with negative zeros, see :func:`is_reached`.
         """
@@ -177,14 +174,14 @@ class FlatParameter:
         self.shard_gradient = gradient if self.shard_gradient is None else self.shard_gradient.add_(gradient)
 
     def discard_gradients(self) -> None:
-        """Drops the gradients of a step that failed."""
+        """Drops the gradients of a failed step."""
         self.shard_gradient, self.unreached = None, set(self.parameters)
         self._accumulated.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def publish_gradients(self) -> None:
-        """Sets ``.grad`` of the sharded parameters; the next step starts from none."""
+        """Sets ``.grad`` of the sharded parameters and clears the shard's gradient for the next step."""
         gradient = None if self.shard_gradient is None else self.shard_gradient.to(self.shard.device)
         for name, (a, b) in self.ranges.items():
             part = None if gradient is None else gradient[a:b]

@@ -1,18 +1,18 @@
-"""Updates of offloaded state, one unit at a time, so that one unit's state is in memory at once.
+"""Updates of offloaded state, one param group at a time, so that one group's state is in memory at once.
 
 ::
 
-    backward     | unit 2 | unit 1 | unit 0 |
-    optimizer                               | unit 0: read, update, write | unit 1 ... | unit 2 ... |
+    backward     | group 2 | group 1 | group 0 |
+    optimizer                                  | group 0: read, update, write | group 1 ... | group 2 ... |
 
     update=optimizer, in the backward:
 
-    backward     | unit 2 | unit 1             | unit 0 |
-    optimizer             | unit 2: read, update, write | unit 1 ... | unit 0 ... |
+    backward     | group 2 | group 1             | group 0 |
+    optimizer              | group 2: read, update, write | group 1 ... | group 0 ... |
 
-The user's own optimizer makes the updates: its ``step`` is called once for each unit, with that unit's parameters
-alone. Updates follow the backward where all gradients must be known before the first update: for a norm over all of
-them, a loss scale, a stop at NaN. Updates in the backward run in a thread of their own, one unit at a time.
+The user's own optimizer makes the updates: its ``step`` is called once for each group, with that group's parameters
+alone. Updates follow the backward if the first one needs all gradients: for a norm over all of them, a loss scale, a
+stop at NaN. Updates in the backward run in a thread of their own, one group at a time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shardwright.runtime.offload_storage import OffloadStorage
 from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
 
 _StateKey = tuple[FlatParameter, str, torch.dtype]
-"""A tensor of optimizer state for a whole shard: the shard's, under this key of the optimizer, in this dtype."""
+"""Identifies the optimizer state of a full shard: the shard, the optimizer's key of the state, the dtype."""
 
-_NO_UNIT = -1
-"""In place of a unit's index: parameters that the optimizer steps and that are not offloaded."""
+_NO_GROUP = -1
+"""In place of a group's index: for parameters that the optimizer steps and that are not offloaded."""
 
 
 class _BackwardUpdates:
-    """The thread that updates units during one backward, at most one at a time."""
+    """The thread that updates groups during one backward, at most one at a time."""
 
     def __init__(self, optimizer: Optimizer, factor: float) -> None:
         self.optimizer, self.factor = optimizer, factor
@@ -46,30 +46,30 @@ class _BackwardUpdates:
         self.running: Future[None] | None = None
 
     def wait(self) -> None:
-        """Returns once no update is running; raises what the last one raised."""
+        """Waits until no update is running; raises the exception of the last one."""
         running, self.running = self.running, None
         if running is not None:
             running.result()
 
 
 class OffloadedState:
-    """A rank's shards and their optimizer state in a storage, by units; see :class:`shardwright.plan.Offload`."""
+    """A rank's parameter shards and optimizer state, offloaded to host memory or disk, updated by param group."""
 
-    def __init__(self, storage: OffloadStorage, units: Mapping[str, Sequence[FlatParameter]]) -> None:
+    def __init__(self, storage: OffloadStorage, groups: Mapping[str, Sequence[FlatParameter]]) -> None:
         self.storage = storage
         self.place: str = storage.target
-        self._units = list(units.values())
-        self._indices = {name: index for index, name in enumerate(units)}
+        self._groups = list(groups.values())
+        self._indices = {name: index for index, name in enumerate(groups)}
         self._states: dict[_StateKey, Tensor] = {}
         self._homes: dict[tuple[nn.Parameter, str], Tensor] = {}  # views of _states, one for each parameter
-        self._unit_of: dict[nn.Parameter, int] = {}
+        self._group_of: dict[nn.Parameter, int] = {}
         self._flat_of: dict[nn.Parameter, tuple[FlatParameter, tuple[int, int]]] = {}
         self._updates: _BackwardUpdates | None = None
-        self._updated: set[tuple[Optimizer, int]] = set()  # in this step's backward; step() leaves them out
-        for index, unit in enumerate(self._units):
-            for flat in unit:
+        self._updated: set[tuple[Optimizer, int]] = set()  # in this step's backward; step() skips them
+        for index, flats in enumerate(self._groups):
+            for flat in flats:
                 for name, parameter in flat.sharded_parameters.items():
-                    self._unit_of[parameter] = index
+                    self._group_of[parameter] = index
                     self._flat_of[parameter] = flat, flat.ranges[name]
 
     @property
@@ -78,10 +78,10 @@ class OffloadedState:
         return self.storage.tensors
 
     def attach(self, optimizer: Optimizer, make: Callable[[Any], Optimizer]) -> None:
-        """Makes ``optimizer.step`` go unit by unit, with its state in the storage. All ranks call it.
+        """Makes ``optimizer.step`` update one param group at a time, with its state in the storage. All ranks call it.
 
-        ``make`` gives another optimizer like it, over other param groups. Hooks of ``step`` run once a step, around all
-        units. A new optimizer over the same parameters reuses the space of the one before.
+        ``make`` returns another optimizer like it for other parameters. Hooks of ``step`` run once a step, around all
+        groups. A new optimizer for the same parameters reuses the space of the one before.
 
         Raises: PlanError, on every rank: there is no space for the state.
         """
@@ -95,13 +95,13 @@ class OffloadedState:
         new = [key for key in wanted if key not in self._states]
         self.storage.reserve(flat.shard.numel() * dtype.itemsize for flat, _, dtype in new)
         self._states |= {key: self.storage.empty(key[0].shard.numel(), key[2]) for key in new}
-        self._move_state(optimizer, self._unit_of)  # some optimizers, as Adagrad, make their state when they are made
+        self._move_state(optimizer, self._group_of)  # some, such as Adagrad, allocate state in __init__
         self.put_away()
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             with torch.enable_grad():
                 loss = None if closure is None else closure()
-            for index in (*range(len(self._units)), _NO_UNIT):
+            for index in (*range(len(self._groups)), _NO_GROUP):
                 if (optimizer, index) not in self._updated:
                     self._step(optimizer, index)
             self._updated.clear()
@@ -110,36 +110,36 @@ class OffloadedState:
         optimizer.step = MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
 
     def _step(self, optimizer: Optimizer, index: int) -> None:
-        """Runs the optimizer's own step with the parameters of one unit alone in its param groups."""
+        """Runs the optimizer's own step with one group's parameters alone in ``optimizer.param_groups``."""
         groups = optimizer.param_groups
         every = [group["params"] for group in groups]
         try:
             for group in groups:
-                group["params"] = [p for p in group["params"] if self._unit_of.get(p, _NO_UNIT) == index]
+                group["params"] = [p for p in group["params"] if self._group_of.get(p, _NO_GROUP) == index]
             mine = [parameter for group in groups for parameter in group["params"]]
             if mine:
                 _step_without_hooks(optimizer)
         finally:
             for group, parameters in zip(groups, every, strict=True):
                 group["params"] = parameters
-        if index != _NO_UNIT:
+        if index != _NO_GROUP:
             self._move_state(optimizer, mine)
-            unit = self._units[index]
-            states = (tensor for (flat, *_), tensor in self._states.items() if flat in unit)
-            self.storage.put_away([*(flat.shard for flat in unit), *states])
+            flats = self._groups[index]
+            states = (tensor for (flat, *_), tensor in self._states.items() if flat in flats)
+            self.storage.put_away([*(flat.shard for flat in flats), *states])
 
     # ---- updates in the backward
 
     def begin(self, optimizer: Optimizer, factor: float) -> None:
-        """See :class:`shardwright.plan.Offload`."""
+        """Begins a backward in which ``optimizer`` updates param groups, their gradients first scaled by ``factor``."""
         self._updated.clear()
         self._updates = _BackwardUpdates(optimizer, factor)
 
-    def gradients_published(self, unit: str) -> None:
-        """Starts the update of a unit whose gradients are complete, after that of the unit before has ended."""
+    def gradients_published(self, name: str) -> None:
+        """Starts the update of a group whose gradients are complete, once the update before it has ended."""
         if self._updates is not None:
-            index = self._indices[unit]
-            for flat in self._units[index]:  # before the thread writes: from now on its shards are the next step's
+            index = self._indices[name]
+            for flat in self._groups[index]:  # before the thread writes: from now on its shards are the next step's
                 flat.update_state = UpdateState.SHARD_UPDATED
             self._updates.wait()
             self._updates.running = self._updates.pool.submit(self._update, self._updates, index)
@@ -147,7 +147,7 @@ class OffloadedState:
 
     def _update(self, updates: _BackwardUpdates, index: int) -> None:
         every = (p for group in updates.optimizer.param_groups for p in group["params"])
-        mine = [p for p in every if self._unit_of.get(p) == index and p.grad is not None]
+        mine = [p for p in every if self._group_of.get(p) == index and p.grad is not None]
         if mine and updates.factor != 1:
             torch._foreach_mul_([p.grad for p in mine if p.grad is not None], updates.factor)
         self._step(updates.optimizer, index)
@@ -155,7 +155,7 @@ class OffloadedState:
             parameter.grad = None
 
     def end(self) -> None:
-        """See :class:`shardwright.plan.Offload`."""
+        """Waits for the last update of the backward; raises its exception."""
         updates, self._updates = self._updates, None
         if updates is not None:
             try:
@@ -166,7 +166,7 @@ class OffloadedState:
     # ---- where optimizer state is
 
     def _move_state(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """Moves state that the optimizer has allocated itself, as it does in its first step, into the storage."""
+        """Moves state that the optimizer has allocated itself, as in its first step, into the storage."""
         for parameter in parameters:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
             for key, value in state.items():
@@ -176,32 +176,29 @@ class OffloadedState:
                         state[key] = home.copy_(value)
 
     def home(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
-        """Returns the tensor for optimizer state of the parameter's shape: in the storage if the parameter is."""
+        """Returns a tensor for optimizer state of the parameter's shape, offloaded if the parameter's shard is."""
         if parameter not in self._flat_of:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         home = self._homes.get((parameter, key))
         if home is None or home.dtype != dtype:
             flat, (start, stop) = self._flat_of[parameter]
             state = flat, key, dtype
-            if state not in self._states:  # what the probe in attach() has not foreseen
+            if state not in self._states:  # state that attach() has not found by its probe
                 self._states[state] = self.storage.empty(flat.shard.numel(), dtype)
             home = self._homes[parameter, key] = self._states[state][start:stop]
         return home
 
     def put_away(self) -> None:
-        """Ends a step's updates, and releases the memory of all offloaded tensors.
-
-        Between steps, a save calls it after each file.
-        """
+        """Ends a step's updates and releases the memory of all offloaded tensors; saves call it after each file."""
         self._updated.clear()
         self.storage.put_away(self.tensors)
-        for unit in self._units:
-            for flat in unit:
+        for flats in self._groups:
+            for flat in flats:
                 flat.update_state = UpdateState.NOT_UPDATED
 
 
 def _step_without_hooks(optimizer: Optimizer) -> None:
-    """Runs the step of the optimizer's class without its hooks, which run once a step, around all units."""
+    """Runs the step of the optimizer's class without its hooks, which run once a step, around all groups."""
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:
@@ -213,7 +210,7 @@ def _step_without_hooks(optimizer: Optimizer) -> None:
 def _state_of(
     make: Callable[[Any], Optimizer], group: Mapping[str, Any], dtype: torch.dtype
 ) -> list[tuple[str, torch.dtype]]:
-    """The keys and dtypes of the state that an optimizer keeps per element, found by stepping a probe of two."""
+    """Returns the keys and dtypes of an optimizer's per-element state, found by stepping a probe of two elements."""
     probe = nn.Parameter(torch.zeros(2, dtype=dtype))
     options = {key: value for key, value in group.items() if key != "params"}
     same = make([{**options, "params": [probe]}])

@@ -1,23 +1,21 @@
-"""When each unit's parameters are unsharded: before the modules that use them; in stage 3 they are resharded after.
+"""When each param group is unsharded: before the modules that use it; in stage 3 it is resharded after.
 
 ::
 
-    forward    | unshard 0 | compute 0 | compute 1 | compute 2 |          ahead:1, one unit is prefetched
+    forward    | unshard 0 | compute 0 | compute 1 | compute 2 |          ahead:1, one param group is prefetched
                |           | unshard 1 | unshard 2 |
                                        | reshard 0 | reshard 1 | reshard 2
 
     backward   | unshard 2 | backward 2 | backward 1 | ...
                |           | unshard 1  | unshard 0  |
 
-To unshard a unit is to all-gather its shards; to reshard it is to free what was gathered.
+Stage 3 records the order of the groups in each forward and prefetches in that order the next time, reversed in the
+backward. All-gathers match by their order alone, so all ranks must use the same groups in the same order; they compare
+``calls`` to find out. In the backward autograd triggers the unshard, when it unpacks a weight that it has saved: packed
+is the weight's position in the unsharded buffer and not the weight, or the buffer could not be freed.
 
-Stage 3 learns the order of the units in each forward and prefetches in that order the next time, reversed in the
-backward. All-gathers match by their order alone, so all ranks must use the same units in the same order; they compare
-``calls`` to find out. In the backward autograd itself asks for a unit, when it unpacks a weight that it has saved: what
-is packed is the weight's position in the unsharded buffer and not the weight, or the buffer could not be freed.
-
-Stages 1 and 2 unshard all of a chunk's units in its first forward, in the order of the plan: a rank whose samples use
-only some units, or use them in another order, still makes the same calls as the others.
+Stages 1 and 2 unshard all of a chunk's groups in its first forward, in the order of the plan: a rank whose samples use
+only some groups, or use them in another order, still makes the same calls as the others.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from shardwright.plan.schedule import Action
 from shardwright.strategies.zero.flat_parameter import FlatParameter, UpdateState
 
 
-class ShardState(Enum):
-    """Where a group is in its life cycle::
+class UnshardStatus(Enum):
+    """Whether a param group is sharded, being unsharded by all-gathers, or unsharded::
 
     SHARDED -- unshard() --> UNSHARDING -- wait_for_unshard() --> UNSHARDED -- reshard() --> SHARDED
     """
@@ -48,49 +46,49 @@ class ShardState(Enum):
 
 
 class Hold(IntEnum):
-    """Until when a group stays unsharded though other groups are used; the longest of several holds counts."""
+    """Until when a param group stays unsharded while others are used; of several holds the longest counts."""
 
     NONE = 0
     UNTIL_NEXT_MODULE = 1  # an expression outside its modules has read it, and may read other groups as well
-    UNTIL_ACTION_ENDS = 2  # a list of parameters that the model has made may still be in use
+    UNTIL_ACTION_ENDS = 2  # the model has listed its parameters and may still use the list
     EVERY_ACTION = 3  # several modules share one of its parameters: it is held anew in every action
 
 
 @dataclass(eq=False)
 class ShardedGroup:
-    """The flat parameters of one unit, which are unsharded and resharded together."""
+    """The flat parameters of one param group, which are unsharded and resharded together."""
 
     name: str
     flats: tuple[FlatParameter, ...]
     hold: Hold = Hold.NONE
-    state: ShardState = ShardState.SHARDED
+    state: UnshardStatus = UnshardStatus.SHARDED
 
     def unshard(self) -> None:
-        """Starts the all-gathers, unless the group is unsharded or unsharding."""
-        if self.state is ShardState.SHARDED:
+        """Starts the all-gathers of the parameters, unless they are under way or done."""
+        if self.state is UnshardStatus.SHARDED:
             for flat in self.flats:
                 flat.unshard()
-            self.state = ShardState.UNSHARDING
+            self.state = UnshardStatus.UNSHARDING
 
     def wait_for_unshard(self) -> None:
         """Returns once the parameters can be computed with; starts the all-gathers if they are not under way."""
         self.unshard()
-        if self.state is ShardState.UNSHARDING:
+        if self.state is UnshardStatus.UNSHARDING:
             for flat in self.flats:
                 flat.wait_for_unshard()
-        self.state = ShardState.UNSHARDED
+        self.state = UnshardStatus.UNSHARDED
 
     def reshard(self) -> None:
-        """Frees the unsharded parameters, or marks them as out of date where stages 1 and 2 keep the buffer."""
-        if self.state is ShardState.UNSHARDING:
-            self.wait_for_unshard()  # an all-gather cannot be called off, and it writes into the buffer
-        if self.state is ShardState.UNSHARDED:
+        """Frees the unsharded parameters; in stages 1 and 2, which keep the buffer, marks them as out of date."""
+        if self.state is UnshardStatus.UNSHARDING:
+            self.wait_for_unshard()  # an all-gather cannot be cancelled, and it writes into the buffer
+        if self.state is UnshardStatus.UNSHARDED:
             for flat in self.flats:
                 flat.reshard()
-        self.state = ShardState.SHARDED
+        self.state = UnshardStatus.SHARDED
 
     def release(self, hold: Hold) -> None:
-        """Lifts ``hold``, and every shorter one."""
+        """Ends the hold that keeps the group unsharded, unless it lasts longer than ``hold``."""
         if self.hold <= hold:
             self.hold = Hold.NONE
 
@@ -107,11 +105,11 @@ class _Packed(NamedTuple):
 
 @dataclass(eq=False)
 class Prefetcher:
-    """Unshards one rank's groups in time; in stage 3 at most ``num_prefetch + 1`` at once, not counting held ones.
+    """Unshards one rank's param groups ahead of use; in stage 3 at most ``num_prefetch + 1`` at once, beside held ones.
 
     With ``reshard_after_use`` false (stages 1 and 2) groups stay unsharded until :meth:`shards_changed`, and are
     unsharded in the order of ``chunks``, which lists each chunk's groups. ``calls`` are the collectives made, in order,
-    to be compared between ranks. ``in_action`` says whether an action is running.
+    to be compared between ranks. ``in_action`` is true while an action runs.
     """
 
     groups: Sequence[ShardedGroup]
@@ -122,13 +120,13 @@ class Prefetcher:
     in_action: bool = False
     _current: ShardedGroup | None = None
     _expected: Sequence[ShardedGroup] = ()  # the groups in the order in which this action will use them
-    _position: int = 0  # in _expected: what comes before it has been unsharded in this action
+    _position: int = 0  # in _expected: the groups before it have been unsharded in this action
     _used: list[ShardedGroup] = field(default_factory=list)
     _orders: dict[tuple[bool, int], tuple[ShardedGroup, ...]] = field(default_factory=dict)  # by forward or not, chunk
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """Runs an action: each group is unsharded when it is used, and in stage 3 resharded at the end."""
+        """Surrounds a forward or backward (``with``): unshards groups on use, in stage 3 reshards them at the end."""
         forward = action.kind == "F"
         if self.reshard_after_use:  # weight gradients (W) are computed without weights
             self._expected = () if action.kind == "W" else self._orders.get((forward, action.chunk), ())
@@ -145,18 +143,18 @@ class Prefetcher:
             self._orders[True, action.chunk] = tuple(dict.fromkeys(self._used))
             self._orders[False, action.chunk] = tuple(dict.fromkeys(reversed(self._used)))
         elif self.reshard_after_use:
-            # A backward may need fewer groups than its forward. The rest are unsharded all the same, so that every
+            # A backward may need fewer groups than its forward. The others are unsharded all the same, so that every
             # rank makes the same calls and the traffic is a formula of the plan.
             while self._position < len(self._expected):
                 self._advance()
         self.end_action()
 
     def ensure_unsharded(self, group: ShardedGroup, hold: Hold = Hold.NONE) -> None:
-        """Returns once ``group`` can be computed with; the next groups are being prefetched then.
+        """Starts the all-gathers of ``group``, waits for them and prefetches the next groups.
 
         Raises: PlanError: the optimizer has updated the group during this backward, which still needs the old values.
         """
-        sharded = group.state is ShardState.SHARDED
+        sharded = group.state is UnshardStatus.SHARDED
         if any(
             flat.update_state is UpdateState.UNSHARDED_UPDATED
             or (sharded and flat.update_state is UpdateState.SHARD_UPDATED)
@@ -172,7 +170,7 @@ class Prefetcher:
         if group is self._current:
             return
         self._used.append(group)
-        if group.state is ShardState.UNSHARDED:
+        if group.state is UnshardStatus.UNSHARDED:
             self._current = group
         elif not self.reshard_after_use:
             if group in self._expected:  # with all groups before it, so that the order of calls is the plan's
@@ -183,17 +181,17 @@ class Prefetcher:
             end = self._expected.index(group, self._position)
             while self._position <= end:
                 self._advance()
-        else:  # the first time, or in another order than the last time: nothing is known to prefetch
+        else:  # the first time, or in another order than the last time: there is no order to prefetch by
             self._reshard_all_but((group,))
             self._wait_for_unshard(group)
 
     def on_module_call(self) -> None:
-        """Lifts the holds until the next module: its caller holds only what modules have returned, no parameters."""
+        """Lifts the holds that last until the next module: the code that read parameters has its result by now."""
         for group in self.groups:
             group.release(Hold.UNTIL_NEXT_MODULE)
 
     def shards_changed(self) -> None:
-        """Reshards every group: what was gathered from the old shards is out of date."""
+        """Reshards every group: its buffer, gathered from the old shards, is out of date."""
         self.end_action()
         for group in self.groups:
             group.reshard()
@@ -201,12 +199,12 @@ class Prefetcher:
     def end_action(self) -> None:
         """Waits for all-gathers under way and lifts holds; stage 3 reshards all groups. Also after a failed action."""
         if not self.reshard_after_use:
-            self._unshard_until(len(self._expected))  # other ranks may have used what this rank did not
+            self._unshard_until(len(self._expected))  # other ranks may have used groups that this rank did not
         for group in self.groups:
             group.release(Hold.UNTIL_ACTION_ENDS)
             if self.reshard_after_use:
                 group.reshard()
-            elif group.state is ShardState.UNSHARDING:
+            elif group.state is UnshardStatus.UNSHARDING:
                 group.wait_for_unshard()
         self._current, self._expected, self._position, self._used = None, (), 0, []
 
@@ -228,7 +226,7 @@ class Prefetcher:
         self._position = max(self._position, end)
 
     def _unshard(self, group: ShardedGroup) -> None:
-        if group.state is ShardState.SHARDED and self.reshard_after_use:
+        if group.state is UnshardStatus.SHARDED and self.reshard_after_use:
             self.calls.append(f"a gather of '{group.name}'")
         group.unshard()
 
@@ -245,8 +243,8 @@ class Prefetcher:
 
     def _check_limit(self) -> None:
         if self.reshard_after_use:
-            num = sum(group.state is not ShardState.SHARDED and group.hold is Hold.NONE for group in self.groups)
-            assert num <= self.num_prefetch + 1, f"{num} units are unsharded, {self.num_prefetch + 1} were promised"
+            num = sum(group.state is not UnshardStatus.SHARDED and group.hold is Hold.NONE for group in self.groups)
+            assert num <= self.num_prefetch + 1, f"{num} groups are unsharded, at most {self.num_prefetch + 1} may be"
 
     # ---- what autograd saves
 
@@ -254,7 +252,7 @@ class Prefetcher:
         """Returns a view's position in its unsharded buffer, for autograd to save; other tensors as they are."""
         key = tensor.untyped_storage()._cdata  # not the address, which tensors on the meta device do not have
         for group in self.groups:
-            if group.state is ShardState.UNSHARDED:
+            if group.state is UnshardStatus.UNSHARDED:
                 for flat in group.flats:
                     if flat.unsharded is not None and flat.unsharded.untyped_storage()._cdata == key:
                         return _Packed(group, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()))

@@ -3,17 +3,17 @@
 ::
 
     event                        stage 1                    stage 2                   stage 3
-    a module's forward begins    unshard its unit, once     as stage 1                unshard its unit, reshard others
+    a module's forward begins    unshard its group, once    as stage 1                unshard its group, reshard others
     autograd unpacks a weight    -                          -                         as a forward
     after_weight_gradients       reduce-scatter the last    reduce-scatter each       as stage 2
                                  microbatch's sum           microbatch's gradients
-    all are reduced              publish: set .grad of the unit's sharded parameters (before_sync: of all other units)
+    all are reduced              publish: set .grad of the group's sharded parameters (before_sync: of all others)
     after_optimizer              unsharded parameters are out of date
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -26,7 +26,7 @@ from shardwright.comm.agreement import Difference, check_agreement_async
 from shardwright.comm.axis import Axis, Pending
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Rung, record
-from shardwright.mesh import Coord, balanced
+from shardwright.mesh import balanced
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Plan
 from shardwright.plan.schedule import Action
@@ -39,16 +39,16 @@ from shardwright.strategies.zero.offloaded_update import OffloadedState
 from shardwright.strategies.zero.prefetch import Hold, Prefetcher, ShardedGroup
 
 _Flats = dict[str, list[FlatParameter]]
-"""The flat parameters of each unit."""
+"""The flat parameters of each param group, by its name."""
 
 
 class _UnshardingParameters(dict[str, Any]):
     """A module's ``_parameters``: reading one as an attribute unshards its group first.
 
-    While the module's own forward runs (``num_running`` calls of it), its groups are the current ones. Other code that
-    reads a parameter holds the group until the next module is called: one expression may read several. Code that
-    lists all parameters during an action holds the groups until the action ends, since it may keep the list.
-    ``get`` reads a parameter without unsharding it, for code that has unsharded the group.
+    During the module's own forward (``num_running`` calls of it) no hold is needed. Other code that reads a parameter
+    holds its group until the next module is called, since one expression may read several. Code that lists all
+    parameters during an action holds the groups until the action ends, since it may keep the list. ``get`` reads a
+    parameter without unsharding it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class _UnshardingParameters(dict[str, Any]):
         return super().values()
 
     def _unshard_all(self) -> None:
-        if self.prefetcher.in_action:  # between steps, model.parameters() shows them as they are
+        if self.prefetcher.in_action:  # between steps, model.parameters() gives them resharded
             for group in self.groups.values():
                 self.prefetcher.ensure_unsharded(group, Hold.UNTIL_ACTION_ENDS)
 
@@ -82,24 +82,22 @@ class _UnshardingParameters(dict[str, Any]):
         return _UnshardingParameters(copies, self.groups, self.prefetcher)
 
     def pre_forward(self) -> None:
-        """The module's forward begins."""
         self.num_running += 1
         self.prefetcher.on_module_call()
         for group in dict.fromkeys(self.groups.values()):
             self.prefetcher.ensure_unsharded(group)
 
     def post_forward(self) -> None:
-        """The module's forward is over."""
         self.num_running -= 1
 
 
-class ShardedState:
-    """A rank's parameters, sharded over one axis.
+class FSDPState:
+    """A rank's parameters, gradients and optimizer state, sharded over one axis.
 
     Stage 1 reduce-scatters gradients once a step, 2 after each microbatch; 3 also reshards parameters after use. With
-    ``storage`` shards and optimizer state are offloaded there. Units are reduce-scattered in the order of the plan,
-    the same on all ranks: autograd's own order depends on the code that the samples take. ``world`` are all ranks, who
-    are told if ranks unshard in different orders.
+    ``storage`` shards and optimizer state are offloaded there. Param groups are reduce-scattered in the order of the
+    plan, the same on all ranks: autograd's own order depends on the code that the samples take. All ranks of ``world``
+    raise if some of them unshard in different orders.
     """
 
     def __init__(
@@ -118,27 +116,29 @@ class ShardedState:
         flats, self.trained = _flatten(model, plan, axis, flat_groups, storage, keeps_buffer=not self.reshard_after_use)
         self.groups = _sharded_groups(model, flats)
         self.offloaded = None if storage is None else OffloadedState(storage, self.trained)
-        chunks = _chunks(plan, self.groups, plan.mesh.coord(axis.ranks[axis.index]))
+        coord = plan.mesh.coord(axis.ranks[axis.index])
+        mine = (0,) if plan.schedule is None else plan.schedule.chunks_of(coord["pp"])
+        chunks = {name: chunks_using(plan, name, coord) or mine[:1] for name in self.groups}
         groups_of = {
-            chunk: [group for unit, group in self.groups.items() if chunk in chunks[unit]]
+            chunk: [group for name, group in self.groups.items() if chunk in chunks[name]]
             for chunk in sorted(set().union(*chunks.values()))
         }
         self.prefetcher = Prefetcher(tuple(self.groups.values()), num_prefetch, self.reshard_after_use, groups_of)
-        # Backwards run through a unit's chunks from the last to the first, which completes its gradients.
-        self._completed_in = {unit: min(chunks[unit]) for unit, each in reversed(self.trained.items()) if each}
+        # Backwards run through a group's chunks from the last to the first, which completes its gradients.
+        self._completed_in = {name: min(chunks[name]) for name, each in reversed(self.trained.items()) if each}
         self._world, self._groups = world, plan.mesh.groups(axis.name)
         self._last_forward = Action("F", self.num_microbatches - 1) if plan.schedule is None else None
-        self._comparisons: list[Callable[[], None]] = []  # under way; each waits for its answer
-        self._due: list[str] = []  # units of this action's chunk that are to be reduced, in order
-        self._ready: list[str] = []  # units with gradients whose turn has not come
-        self._microbatches_left: dict[str, int] = {}  # of each unit, until its gradients are complete
+        self._comparisons: list[Callable[[], None]] = []  # under way; each is called to wait for its result
+        self._due: list[str] = []  # groups of this action's chunk that are still to be reduced, in order
+        self._ready: list[str] = []  # groups with gradients that wait for groups before them in the order
+        self._microbatches_left: dict[str, int] = {}  # by group, until its gradients are complete
         self._reducing: list[tuple[str, list[tuple[FlatParameter, Pending[Tensor]]]]] = []
         self._published: set[str] = set()
         self._may_be_stale = self._evaluated = False
         self._hook(model)
 
     def applied(self) -> Applied:
-        """The events, parameters and hooks that a run takes over."""
+        """Returns what a run uses of it: event listeners, sharded parameters for the optimizer, autograd hooks."""
         flats = [flat for group in self.groups.values() for flat in group.flats]
         events = Events(
             restart=self._restart,
@@ -168,31 +168,30 @@ class ShardedState:
             module._parameters = parameters
             module.register_forward_pre_hook(_hook_of(parameters.pre_forward), prepend=True)
             module.register_forward_hook(_hook_of(parameters.post_forward), always_call=True)
-            what = (
-                "unshards its group, resharded after use" if self.reshard_after_use else "waits for its group's unshard"
-            )
+            reshards = self.reshard_after_use
+            what = "unshards its group, resharded after use" if reshards else "waits for its group's unshard"
             record(module, Rung.UNSHARD, what, by="zero")
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
-        self._due = [unit for unit, chunk in self._completed_in.items() if chunk == action.chunk]
+        self._due = [name for name, chunk in self._completed_in.items() if chunk == action.chunk]
         with self.prefetcher.during(action):
             yield
-            # Units whose turn did not come, since this rank's samples did not use one that is before them in the order.
+            # Groups that waited in vain for one before them, which this rank's samples did not use.
             self._start_reductions(sorted(self._ready, key=list(self._completed_in).index))
         if not torch.is_grad_enabled():
             self._evaluated = True
         elif action == self._last_forward:
-            # Its answer is awaited before the first reduce-scatter, which would add up different units.
+            # Finished before the first reduce-scatter, which would otherwise sum gradients of different groups.
             self._comparisons.append(self._start_comparison())
 
-    # ---- do all ranks make the same calls?
+    # ---- comparing the ranks' calls
 
     def _start_comparison(self) -> Callable[[], None]:
-        """Starts to compare the calls since the last comparison; returns a function that waits, and may raise.
+        """Starts to compare the calls since the last comparison; returns a function that waits for the result.
 
-        In stage 3 each rank unshards what its own forward reads. If the ranks' forwards took different ways, they would
-        compute with other groups' values of the same size, and no call would fail.
+        In stage 3 each rank unshards the groups that its own forward uses. Ranks whose forwards differ would compute
+        with other groups' values of the same size, and no collective would fail.
         """
         if not self.reshard_after_use:  # the order is the plan's
             return lambda: None
@@ -213,7 +212,7 @@ class ShardedState:
             self.offloaded.put_away()
 
     def _restart(self) -> None:
-        """Clears what a failed step has left, on all ranks alike, and reshards parameters that may be out of date.
+        """Clears the state that a failed step has left, on all ranks alike, and reshards parameters out of date.
 
         Evaluations have no ``before_sync``: the calls that they made are compared here, before the next step.
         """
@@ -229,7 +228,7 @@ class ShardedState:
             flat.discard_gradients()
         self.prefetcher.end_action()
         if any(flat.update_state is not UpdateState.NOT_UPDATED for flat in trained):
-            self._after_optimizer()  # the failed step has updated some units, and they stay updated
+            self._after_optimizer()  # the failed step has updated some groups, and they stay updated
         elif self._may_be_stale:
             self.prefetcher.shards_changed()
         if self._evaluated:
@@ -240,48 +239,48 @@ class ShardedState:
 
     # ---- gradients
 
-    def _after_weight_gradients(self, unit: ParamGroup, microbatch: int) -> None:
-        if not self.trained.get(unit.name):
+    def _after_weight_gradients(self, group: ParamGroup, microbatch: int) -> None:
+        if not self.trained.get(group.name):
             return
-        if self.stage == 1 and self._microbatches_left.get(unit.name, self.num_microbatches) > 1:
-            self._count(unit.name)  # until the last microbatch, autograd sums gradients in .grad
-            for flat in self.trained[unit.name]:
+        if self.stage == 1 and self._microbatches_left.get(group.name, self.num_microbatches) > 1:
+            self._count(group.name)  # until the last microbatch, autograd accumulates gradients in .grad
+            for flat in self.trained[group.name]:
                 flat.accumulate_wide()
             return
-        self._ready.append(unit.name)
+        self._ready.append(group.name)
         while self._due and self._due[0] in self._ready:
             self._start_reductions([self._due.pop(0)])
 
-    def _start_reductions(self, units: Sequence[str]) -> None:
-        """Starts the reduce-scatters of units whose gradients are there; at most ``num_prefetch`` stay under way."""
+    def _start_reductions(self, names: Sequence[str]) -> None:
+        """Starts the reduce-scatters of groups that have gradients; at most ``num_prefetch`` stay under way."""
         self._finish_comparisons()
-        for unit in units:
-            self._ready.remove(unit)
-            self._count(unit)
+        for name in names:
+            self._ready.remove(name)
+            self._count(name)
             if self.reshard_after_use:
-                self.prefetcher.calls.append(f"a sum of '{unit}'")
-            self._reducing.append((unit, [(flat, flat.reduce_scatter()) for flat in self.trained[unit]]))
+                self.prefetcher.calls.append(f"a sum of '{name}'")
+            self._reducing.append((name, [(flat, flat.reduce_scatter()) for flat in self.trained[name]]))
             while len(self._reducing) > self.num_prefetch:
                 self._finish_reduction()
 
-    def _count(self, unit: str) -> None:
-        self._microbatches_left[unit] = self._microbatches_left.get(unit, self.num_microbatches) - 1
+    def _count(self, name: str) -> None:
+        self._microbatches_left[name] = self._microbatches_left.get(name, self.num_microbatches) - 1
 
     def _finish_reduction(self) -> None:
-        """Waits for the oldest unit under way; publishes its gradients if they are complete."""
-        unit, reducing = self._reducing.pop(0)
+        """Waits for the oldest reduce-scatter under way; publishes the group's gradients if they are complete."""
+        name, reducing = self._reducing.pop(0)
         for flat, pending in reducing:
             flat.accumulate_shard(pending.wait())
-        if not self._microbatches_left[unit] and all(unit != other for other, _ in self._reducing):
-            self._publish(unit)
+        if not self._microbatches_left[name] and all(name != other for other, _ in self._reducing):
+            self._publish(name)
 
-    def _publish(self, unit: str) -> None:
-        """Hands a unit's gradients on, summed over the axis: to sums over other axes, and to the optimizer."""
-        for flat in self.trained[unit]:
+    def _publish(self, name: str) -> None:
+        """Sets ``.grad`` of a group's shards, summed over the axis, for gradient sync and the optimizer."""
+        for flat in self.trained[name]:
             flat.publish_gradients()
-        self._published.add(unit)
+        self._published.add(name)
         if self.offloaded is not None:
-            self.offloaded.gradients_published(unit)
+            self.offloaded.gradients_published(name)
 
     def _before_sync(self) -> None:
         self._finish_comparisons()
@@ -289,12 +288,12 @@ class ShardedState:
         while self._reducing:
             self._finish_reduction()
         self._finish_comparisons()
-        for unit in self.trained:  # units that no sample of this rank has reached
-            if unit not in self._published:
-                self._publish(unit)
+        for name in self.trained:  # groups that no sample of this rank has reached
+            if name not in self._published:
+                self._publish(name)
         self._microbatches_left.clear()
         self._published.clear()
-        self._may_be_stale = True  # an optimizer that the run has not made fires no after_optimizer
+        self._may_be_stale = True  # an optimizer that the user has made fires no after_optimizer
 
 
 def _flatten(
@@ -306,59 +305,51 @@ def _flatten(
     *,
     keeps_buffer: bool,
 ) -> tuple[_Flats, _Flats]:
-    """Each unit's flat parameters on this rank, and those of them that are trained."""
+    """Returns this rank's flat parameters by param group, and those of them that are trained."""
     named = dict(model.named_parameters())
     held = [(group, {name: named[name] for name in group.parameters if name in named}) for group in flat_groups]
-    held = [(group, mine) for group, mine in held if mine]  # other pipeline stages have the others
+    held = [(group, mine) for group, mine in held if mine]  # the others belong to other pipeline stages
     if storage is not None:
         storage.reserve(_shard_bytes(mine, axis) for _, mine in held)
     flats: _Flats = {}
     trained: _Flats = {}
     for group, mine in held:
-        first = group.parameters[0]  # all of a group have one dtype
+        first = group.parameters[0]  # all parameters of a flat group have one dtype
         dtype, wide = plan.compute_dtypes[first], first in plan.fp32_sums
         flat = FlatParameter(mine, axis, keeps_buffer=keeps_buffer, dtype=dtype, fp32_sums=wide, storage=storage)
-        flats.setdefault(group.unit, []).append(flat)
-        trained.setdefault(group.unit, []).extend([flat] if group.trained else [])
+        flats.setdefault(group.param_group, []).append(flat)
+        trained.setdefault(group.param_group, []).extend([flat] if group.trained else [])
     return flats, trained
 
 
 def _sharded_groups(model: nn.Module, flats: _Flats) -> Mapping[str, ShardedGroup]:
-    """Each unit's group; a parameter that several modules share, such as a tied table, holds it in every action."""
+    """Returns the groups by name; one with a parameter that several modules share is held in every action."""
     users: dict[str, set[str]] = {}
     for path, _, _, name in owners(model):
         users.setdefault(name, set()).add(path)
-    groups = {unit: ShardedGroup(unit, tuple(each)) for unit, each in flats.items()}
+    groups = {name: ShardedGroup(name, tuple(each)) for name, each in flats.items()}
     for group in groups.values():
         if any(len(users[name]) > 1 for flat in group.flats for name in flat.parameters):
             group.hold = Hold.EVERY_ACTION
     return groups
 
 
-def _chunks(plan: Plan, units: Iterable[str], coord: Coord) -> Mapping[str, Sequence[int]]:
-    """The chunks that use each unit; the rank's first chunk for a unit that none uses."""
-    mine = (0,) if plan.schedule is None else plan.schedule.chunks_of(coord["pp"])
-    return {unit: chunks_using(plan, unit, coord) or mine[:1] for unit in units}
-
-
 def _different_orders(found: Difference) -> PlanError:
     line, rank, call, other, other_call = found
     return PlanError(
-        "ranks use the model's units in different orders, so each gathers what the others do not",
+        "ranks use the model's param groups in different orders, so their all-gathers do not match",
         given=f"call {line} of rank {rank} is {call}, of rank {other} {other_call}",
-        allowed="under zero3, models that use the same units in the same order on every rank",
-        fix="write zero2 in place of zero3, or use every unit in each forward; the step's gradients are wrong, "
-        "and so is what its forward has written into buffers",
+        allowed="under zero3, models that use the same param groups in the same order on every rank",
+        fix="write zero2 in place of zero3, or use every param group in each forward; the step's gradients are wrong, "
+        "and so are the buffers that its forward has written",
     )
 
 
 def _hook_of(function: Callable[[], None]) -> Callable[..., None]:
-    """A hook that calls ``function``; deep copies of the module share it, since functions are not copied."""
+    """Returns a hook that calls ``function``; deep copies of the module share it, since functions are not copied."""
     return lambda *_: function()
 
 
 def _shard_bytes(parameters: Mapping[str, nn.Parameter], axis: Axis) -> int:
-    """The bytes of this rank's shard of a flat sequence."""
     cuts = balanced(sum(p.numel() for p in parameters.values()), axis.size)
-    some = next(iter(parameters.values()))
-    return (cuts[axis.index + 1] - cuts[axis.index]) * some.element_size()
+    return (cuts[axis.index + 1] - cuts[axis.index]) * next(iter(parameters.values())).element_size()

@@ -1,4 +1,4 @@
-"""ZeRO / FSDP: data parallel ranks that each keep a shard of the training state, instead of a copy of all of it.
+"""ZeRO / FSDP: data-parallel ranks that each store a shard of the training state instead of a full copy.
 
 ::
 
@@ -10,22 +10,21 @@
     dp2x4/zero3      hybrid: two replicas of four shards each; replicas sum the gradients of their shards once a step
 
 Stage 1 reduce-scatters gradients once a step. Stage 2 does so after each microbatch, so that the full gradients of one
-unit at a time are in memory. Stage 3 also unshards a unit before it is used, forward and backward, and reshards it
-after. In stages 1 and 2 the updated shards are gathered when the next step first uses them, prefetched while the unit
-before computes; FSDP's names for stages 2 and 3 are SHARD_GRAD_OP and FULL_SHARD, for the hybrid HSDP.
+param group at a time are in memory. Stage 3 also unshards a param group before it is used, forward and backward, and
+reshards it after. In stages 1 and 2 the updated shards are gathered when the next step first uses them, prefetched
+while the group before computes. FSDP calls stages 2 and 3 SHARD_GRAD_OP and FULL_SHARD, and the hybrid HSDP.
 
-``offload`` keeps shards and optimizer state in host memory (on a CPU nothing moves), ``offload:disk`` in files that are
-mapped into memory. Both update unit by unit, so that one unit's state at a time is in the memory that computes.
+``offload`` stores shards and optimizer state in host memory (on a CPU nothing moves), ``offload:disk`` in files that
+are mapped into memory. Both update one param group at a time, so that one group's state is in compute memory.
 
 Shapes: a sharded parameter, its gradient and its optimizer state are 1-D: the elements of the parameter that are in
-    this rank's shard of its unit's flat sequence. Some ranks may have none of them.
-Traffic: for each unit's flat sequence of P elements, stage 1 one all-gather and one reduce-scatter; stage 2 one
-    all-gather and m reduce-scatters; stage 3 in each microbatch one all-gather forward, one backward and one
-    reduce-scatter (a sequence that two chunks of one stage use is gathered for each). Frozen parameters are gathered
-    and not reduced. Stages 1 and 2 gather also the units that a forward does not use. In stage 3 ranks compare the
-    calls that they have made, in one or two all-reduces of two numbers for each set of ranks with shards: counted with
-    the core, once a step.
-Raises: PlanError, in stage 3, on every rank: ranks that share shards use units in different orders.
+    this rank's shard of its flat sequence. Some ranks may have none of them.
+Traffic: for each flat sequence of P elements, stage 1 one all-gather and one reduce-scatter; stage 2 one all-gather
+    and m reduce-scatters; stage 3 in each microbatch one all-gather forward, one backward and one reduce-scatter (a
+    sequence that two chunks of one stage use is gathered for each). Frozen parameters are gathered and not reduced.
+    Stages 1 and 2 gather also the groups that a forward does not use. In stage 3 ranks compare their calls, once a
+    step, in one or two all-reduces of two numbers for each set of ranks with shards, counted with the core.
+Raises: PlanError, in stage 3, on every rank: ranks that share shards use param groups in different orders.
 Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054; two levels: Wang et al. 2023, "ZeRO++", arXiv:2306.10209.
 """
 
@@ -46,7 +45,7 @@ from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
 from shardwright.runtime.offload_storage import OffloadStorage, OffloadTarget
 from shardwright.strategies.zero.flat_groups import FlatGroup, chunks_using, flat_groups, shard_state
-from shardwright.strategies.zero.sharded_state import ShardedState
+from shardwright.strategies.zero.sharded_state import FSDPState
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -60,32 +59,33 @@ class Zero:
     phase: ClassVar[Literal["operators", "stages", "state"]] = "state"
     default: ClassVar[bool] = False
     options: ClassVar[Mapping[str, StrategyOption]] = {
-        # the models of tests are small, and would be one unit without a bucket
+        # bucket:0, since the models of tests are so small that they would be one param group
         "zero3": StrategyOption(
-            "parameters, gradients and optimizer state in slices; units are gathered before use",
+            "parameters, gradients and optimizer state sharded; parameters are unsharded before use",
             ("zero3/bucket:0",),
             sizes=("2x2",),
         ),
         "zero2": StrategyOption(
-            "gradients and optimizer state in slices, summed after each microbatch",
+            "gradients and optimizer state sharded; gradients reduce-scattered after each microbatch",
             ("zero2/bucket:0",),
             sizes=("2x2",),
         ),
-        "zero1": StrategyOption("optimizer state in slices", ("zero1/bucket:0", "zero1/offload:disk/bucket:0")),
+        "zero1": StrategyOption("optimizer state sharded", ("zero1/bucket:0", "zero1/offload:disk/bucket:0")),
         "ahead": StrategyOption(
-            "how many units are gathered before they are used, and reduced after: ahead:1", ("ahead:0", "ahead:2")
+            "how many param groups are prefetched, and how many reductions stay under way: ahead:1",
+            ("ahead:0", "ahead:2"),
         ),
         "offload": StrategyOption(
-            "slices and optimizer state in host memory, or in mapped files: offload:disk", ("offload:disk",)
+            "shards and optimizer state in host memory, or in mapped files: offload:disk", ("offload:disk",)
         ),
     }
     source: ClassVar[str] = "Rajbhandari et al. 2020, arXiv:1910.02054"
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Shards the plan's state over ``dp``. Raises LayoutError for two stages at once, none, or a bad option."""
+        """Shards the plan's training state over ``dp``. Raises LayoutError: no single ZeRO stage, or bad options."""
         stage = _stage(plan)
         reshards = stage == 3 and plan.mesh["dp"] > 1
-        _num_prefetch(plan)  # read only in apply(), but a bad value is refused here, before anything is sent
+        _num_prefetch(plan)  # used in apply(), but a bad value is refused here, before anything is sent
         groups = _groups(plan, stage)
         sharded = {name for group in groups for name in group.parameters}
         for path in dict.fromkeys(use.module for use in plan.uses if use.parameter in sharded):
@@ -93,22 +93,22 @@ class Zero:
         return shard_state(plan, "dp", groups, reshards=reshards, offload=_offload_target(plan))
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
-        """Flattens this rank's parameters, keeps its shards and hooks the model to unshard them in time."""
+        """Flattens this rank's parameters, keeps their shards and hooks the model to unshard them before use."""
         stage, target, storage = _stage(plan), _offload_target(plan), None
         if target is not None and _moves(target, axes["dp"].device.type):
             storage = OffloadStorage(target, axes["world"], job.offload_folder)
         groups, world = _groups(plan, stage), axes["world"].for_strategy("core")
-        return ShardedState(job.model, plan, axes["dp"], groups, stage, _num_prefetch(plan), world, storage).applied()
+        return FSDPState(job.model, plan, axes["dp"], groups, stage, _num_prefetch(plan), world, storage).applied()
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
-        """The all-gathers and reduce-scatters of every flat sequence that this rank has a shard of."""
+        """Returns the all-gathers and reduce-scatters of every flat parameter of which this rank stores a shard."""
         stage, size, num_microbatches = _stage(plan), plan.mesh["dp"], plan.layout.num_microbatches
         found = []
         for group in _groups(plan, stage):
             first, num_elements = group.parameters[0], group.num_elements(plan, coord)
             if not num_elements or size == 1:
                 continue
-            gathers = 2 * num_microbatches * len(chunks_using(plan, group.unit, coord)) if stage == 3 else 1
+            gathers = 2 * num_microbatches * len(chunks_using(plan, group.param_group, coord)) if stage == 3 else 1
             found.append(Traffic("all_gather", "dp", num_elements * plan.compute_dtypes[first].itemsize, size, gathers))
             if group.trained:
                 wide = plan.stored_dtypes if first in plan.fp32_sums else plan.compute_dtypes
@@ -147,22 +147,22 @@ def _num_prefetch(plan: Plan) -> int:
         return 1
     if option.value is None or not option.value.isdecimal():
         raise LayoutError(
-            "'ahead' needs a number of units",
+            "'ahead' needs a number of param groups",
             given=str(_factor(plan)),
-            allowed="0, to gather nothing before it is used, or more",
+            allowed="0, to unshard each group when it is used, or more",
             fix="write ahead:1",
         )
     return int(option.value)
 
 
 def _offload_target(plan: Plan) -> OffloadTarget | None:
-    """Where shards and optimizer state are offloaded to, if they are."""
+    """Returns where shards and optimizer state are offloaded to; None if they are not."""
     option = _factor(plan).option("offload")
     if option is None:
         return None
     if option.value not in (None, "disk"):
         raise LayoutError(
-            "state rests in host memory or on disk",
+            "state is offloaded to host memory or to disk",
             given=str(_factor(plan)),
             allowed="offload, offload:disk",
             fix="write offload:disk",
@@ -171,7 +171,7 @@ def _offload_target(plan: Plan) -> OffloadTarget | None:
 
 
 def _moves(target: OffloadTarget, device: str) -> bool:
-    """Whether the target is other memory than that in which ranks compute."""
+    """Whether the target is other memory than the ranks' devices have."""
     return target == "disk" or device not in ("cpu", "meta")
 
 

@@ -1,4 +1,8 @@
-"""The schedules by name: pure functions of stages, microbatches and chunks, one family a file."""
+"""The pipeline schedules by name: pure functions of stages, microbatches and chunks, one family a file.
+
+Read ``gpipe``, ``one_f_one_b``, ``zero_bubble``, then ``interleaved``, ``zero_bubble_v`` and ``dualpipe_v``, which
+build on ``common``; then ``greedy`` and ``auto``, which search for a schedule, and ``file``, which reads one.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,8 @@ from types import MappingProxyType
 from shardwright.errors import LayoutError, check_at_least, nearest
 from shardwright.plan.schedule import Action, Schedule
 from shardwright.strategies.pipeline.schedules.dualpipe_v import dualpipe_v
-from shardwright.strategies.pipeline.schedules.gpipe import gpipe
+from shardwright.strategies.pipeline.schedules.gpipe import gpipe, naive
 from shardwright.strategies.pipeline.schedules.interleaved import interleaved
-from shardwright.strategies.pipeline.schedules.naive import naive
 from shardwright.strategies.pipeline.schedules.one_f_one_b import one_f_one_b
 from shardwright.strategies.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 from shardwright.strategies.pipeline.schedules.zero_bubble_v import zb_v
@@ -21,10 +24,7 @@ __all__ = ["SCHEDULES", "Family", "build", "forward_only", "one_by_one"]
 
 @dataclass(frozen=True)
 class Family:
-    """A named schedule: what builds it, a line about it, and how many chunks a stage may hold.
-
-    ``most_chunks`` is None where there is no limit.
-    """
+    """A named pipeline schedule: builder, description, how many chunks a stage may hold (``most_chunks`` None: any)."""
 
     builder: Callable[[int, int, int], Schedule]
     description: str
@@ -33,13 +33,13 @@ class Family:
     most_chunks: int | None = 1
 
     def takes(self, num_chunks_per_stage: int) -> bool:
-        """Whether a stage may hold that many chunks."""
+        """Whether a stage may hold that many chunks under this schedule."""
         most = num_chunks_per_stage if self.most_chunks is None else self.most_chunks
         return self.least_chunks <= num_chunks_per_stage <= most
 
 
 def _fixed(builder: Callable[[int, int], Schedule]) -> Callable[[int, int, int], Schedule]:
-    """A builder that knows how many chunks its stages hold."""
+    """Returns a builder with a third argument, the chunks per stage, which this family's builder does not take."""
     return lambda num_stages, num_microbatches, _: builder(num_stages, num_microbatches)
 
 
@@ -60,9 +60,9 @@ SCHEDULES: Mapping[str, Family] = MappingProxyType(
 
 
 def build(name: str, num_stages: int, num_microbatches: int, num_chunks_per_stage: int | None = None) -> Schedule:
-    """The schedule called ``name``; without ``num_chunks_per_stage``, as many chunks as is usual for it.
+    """Returns the pipeline schedule called ``name`` (``1f1b``); by default with the usual number of chunks per stage.
 
-    Raises: LayoutError: no such schedule, no stage, no microbatch, or chunks that it cannot have.
+    Raises: LayoutError: no such schedule, no stage, no microbatch, or a number of chunks that it does not take.
 
     >>> [" ".join(map(str, actions)) for actions in build("1f1b", num_stages=2, num_microbatches=2).actions]
     ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
@@ -72,7 +72,7 @@ def build(name: str, num_stages: int, num_microbatches: int, num_chunks_per_stag
             "no such schedule",
             given=name,
             allowed=", ".join(SCHEDULES),
-            fix=f"write {nearest(name, SCHEDULES)}, or file:PATH for a list of your own",
+            fix=f"write {nearest(name, SCHEDULES)}, or file:PATH for a schedule of your own",
         )
     check_at_least("num_stages", num_stages, 1, fix="a pipeline has one stage or more: set pp=1")
     check_at_least("num_microbatches", num_microbatches, 1, fix=f"start at {4 * num_stages}, four for each stage")
@@ -90,7 +90,7 @@ def build(name: str, num_stages: int, num_microbatches: int, num_chunks_per_stag
 
 
 def one_by_one(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Any number of microbatches forward through a schedule's chunks, one after the other.
+    """Returns a schedule of forwards alone, each microbatch through all chunks before the next, on the same stages.
 
     >>> [" ".join(map(str, actions)) for actions in one_by_one(build("zb-v", 2, 2), 1).actions]
     ['0F0 3F0', '1F0 2F0']
@@ -103,7 +103,7 @@ def one_by_one(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, in its order: evaluation and inference.
+    """Returns a schedule without its backwards: what evaluation and inference run.
 
     >>> [" ".join(map(str, actions)) for actions in forward_only(build("zb-v", 2, 2)).actions]
     ['0F0 0F1 3F0 3F1', '1F0 2F0 1F1 2F1']

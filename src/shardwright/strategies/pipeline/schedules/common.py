@@ -1,4 +1,4 @@
-"""What the families share: where chunks live, and how a list for more microbatches serves fewer."""
+"""What the pipeline schedules share: the stage of each chunk, and schedules cut down to fewer microbatches."""
 
 from __future__ import annotations
 
@@ -7,45 +7,33 @@ from collections.abc import Iterable, Sequence
 
 from shardwright.plan.schedule import Action, Kind, Schedule
 
-ScheduleStep = tuple[Kind, int]  # what kind of action on which chunk; the microbatch follows from the order
+ScheduleStep = tuple[Kind, int]  # kind and chunk of an action whose microbatch follows from the order
 
 
 def round_robin(num_stages: int, num_chunks_per_stage: int) -> tuple[int, ...]:
-    """The stage of each chunk when the chunks are dealt out like cards: chunk ``c`` on stage ``c % num_stages``.
-
-    >>> round_robin(2, 2)
-    (0, 1, 0, 1)
-    """
+    """Returns the stage of each chunk where chunk ``c`` is on stage ``c % num_stages``."""
     return tuple(range(num_stages)) * num_chunks_per_stage
 
 
 def v_shape(num_stages: int) -> tuple[int, ...]:
-    """The stage of each chunk when the model runs down the stages and back up: stage ``s`` holds s and 2p-1-s.
-
-    >>> v_shape(3)
-    (0, 1, 2, 2, 1, 0)
-    """
+    """Returns the stage of each chunk where stage s of p holds chunks s and 2p-1-s: down the stages, back up."""
     return (*range(num_stages), *reversed(range(num_stages)))
 
 
 def first_microbatches(
     name: str, lists: Sequence[Sequence[Action]], stage_of: Sequence[int], num_microbatches: int
 ) -> Schedule:
-    """The schedule of the first ``num_microbatches`` microbatches of lists that may hold more.
+    """Returns the schedule of these action lists, cut down to the first ``num_microbatches`` microbatches.
 
-    What an action needs belongs to its own microbatch, so whatever could run still can when a microbatch is left out,
-    and no more is held than before.
-
-    >>> F0, F1 = Action("F", 0), Action("F", 1)
-    >>> [str(action) for action in first_microbatches("by hand", [[F0, F1]], [0], 1).actions[0]]
-    ['0F0']
+    An action needs actions of its own microbatch only, so the others still run when a microbatch is left out, and hold
+    no more memory than before.
     """
     kept = tuple(tuple(action for action in actions if action.microbatch < num_microbatches) for actions in lists)
     return Schedule(name, kept, tuple(stage_of), num_microbatches)
 
 
 def number(steps: Iterable[ScheduleStep]) -> list[Action]:
-    """Gives each step its microbatch: forwards count up, backwards too, and W takes the oldest I.
+    """Turns (kind, chunk) steps into actions: F, and B or I, take microbatches in order, W that of the oldest I.
 
     >>> print(*map(str, number([("F", 0), ("F", 0), ("I", 0), ("B", 0), ("W", 0)])))
     0F0 0F1 0I0 0B1 0W0

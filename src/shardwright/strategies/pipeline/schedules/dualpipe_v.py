@@ -1,6 +1,6 @@
 """DualPipe-V: DualPipe cut in half, one V in place of two opposite pipelines and two copies of the model.
 
-Two stages, four microbatches; F, I and W of a chunk take a unit each, B two; stage 0 holds chunks 0 and 3::
+Two stages, four microbatches; F, I and W of a chunk take time 1 each, B takes 2; stage 0 holds chunks 0 and 3::
 
     stage 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 ..  3F2 0B0 ..  3B2 ..  3F3     0B1 ..  3B3 ..  0I2 0W2 0I3 0W3
     stage 1      1F0 2F0 1F1 2F1 1F2 2B0 ..  2F2 1B0 ..  1F3 2B1 ..  2F3 1B1 ..  2B2 ..  1B2 ..  2I3 1I3 2W3 1W3
@@ -8,7 +8,7 @@ Two stages, four microbatches; F, I and W of a chunk take a unit each, B two; st
 DualPipe runs F of one microbatch and B of another at once, so that the traffic of either hides behind the other's
 computation; in a list, F comes just before that B. Of 2p stages on 2p devices it has the bubble (p-1)(F&B + B - 3W),
 which for F&B = F + B is (p-1)(F+2I-W) of a chunk. Here, for 2p microbatches or more and F no longer than B, the bubble
-is at most that, and p-1 where F, I and W take a unit. A stage holds 2p+1 chunks' activations.
+is at most that, and p-1 where F, I and W take time 1. A stage holds 2p+1 chunks' activations.
 
 Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1, table 2 (DualPipe); cut in half: Qi et al. 2025, "DualPipe
 could be better without the Dual", and DeepSeek-AI's DualPipeV.
@@ -23,12 +23,9 @@ from shardwright.strategies.pipeline.schedules.common import ScheduleStep, first
 
 
 def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """Chunks s and 2p-1-s on stage s; a forward down beside a backward up, then a forward up beside a backward down.
+    """Returns the DualPipe-V schedule: of chunks s and 2p-1-s on stage s, F of one is paired with B of the other.
 
-    Fewer than 2p microbatches are cut from the list for 2p.
-
-    >>> [" ".join(map(str, actions)) for actions in dualpipe_v(2, 1).actions]
-    ['0F0 3F0 3I0 3W0 0B0', '1F0 2F0 2B0 1B0']
+    For fewer than 2p microbatches the list for 2p is cut.
     """
     num_rounded = max(num_microbatches, 2 * num_stages)
     lists = [number(_steps(stage, num_stages, num_rounded)) for stage in range(num_stages)]
@@ -36,7 +33,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def _steps(stage: int, num_stages: int, num_microbatches: int) -> list[ScheduleStep]:
-    """What one stage does on its way down (chunk ``down``) and up, for 2p microbatches or more."""
+    """Returns the steps of one stage with its chunks of the way down and up, for 2p microbatches or more."""
     down, up = stage, 2 * num_stages - 1 - stage
     num_after, num_here = num_stages - stage - 1, stage + 1
     fill: list[ScheduleStep] = [("F", down)] * (2 * num_after)
@@ -49,12 +46,11 @@ def _steps(stage: int, num_stages: int, num_microbatches: int) -> list[ScheduleS
 
 
 def _drain(down: int, up: int, num_here: int, num_after: int) -> list[ScheduleStep]:
-    """The end, without forwards: the second half of its backwards is split, so that W fills the waiting."""
+    """Returns the steps after the last forward: the last half of the backwards is split, so that W fills idle time."""
     backwards = [chunk for _ in range(num_here) for chunk in (up, down)]
-    num_whole = num_here  # half of 2 * num_here
-    steps: list[ScheduleStep] = [("B", chunk) for chunk in backwards[:num_whole]]
-    steps += [("I", chunk) for chunk in backwards[num_whole:]]
-    late = deque(backwards[num_whole:])
+    steps: list[ScheduleStep] = [("B", chunk) for chunk in backwards[:num_here]]
+    steps += [("I", chunk) for chunk in backwards[num_here:]]
+    late = deque(backwards[num_here:])
     for _ in range(num_after):
         steps += [("W", late.popleft()), ("I", down)]
         late.append(down)

@@ -1,12 +1,12 @@
-"""Schedules from files, and into them: CSV, one row a stage, or JSON.
+"""Reads schedules from files and writes them: CSV, one row a stage, or JSON.
 
 CSV, two stages and two microbatches; a cell is chunk, kind, microbatch, and an empty cell is idle time::
 
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1,
 
-Without a chunk (``F0``) the row's own is meant: chunk 0 in the first row, 1 in the second. The letters and the form are
-those of the compute-only CSV of ``torch.distributed.pipelining``. JSON::
+A cell without a chunk (``F0``) means the row's own: chunk 0 in the first row, 1 in the second. The letters and format
+are those of the compute-only CSV of ``torch.distributed.pipelining``. JSON::
 
     {"name": "mine", "stages": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]}
 """
@@ -28,7 +28,7 @@ _FIX = "write chunk, kind, microbatch, like 0F3; leave a cell empty where the st
 
 
 class _Place(NamedTuple):
-    """Where in a file something stands, counted from one as editors do."""
+    """A position in a file, counted from one as in editors."""
 
     path: Path
     row: int
@@ -39,27 +39,20 @@ class _Place(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """An action and where it stands."""
+    """An action and its position."""
 
     action: Action
     place: _Place
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """The schedule in a file: JSON where the name ends in ``.json``, CSV otherwise.
+    """Returns the schedule in a file: JSON if the name ends in ``.json``, CSV otherwise.
 
-    Which stage holds a chunk follows from the actions. Whether it can run is for
-    :func:`~shardwright.strategies.pipeline.schedule_checks.check_schedule` to say.
+    The stage of a chunk follows from the actions. Whether the schedule can run is checked by
+    :func:`~shardwright.strategies.pipeline.schedule_checks.check_schedule`.
 
     Raises: LayoutError: no such file, no text, a cell that is no action, a chunk on two stages, a stage without
-        actions, a number left out.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "mine.csv"
-    >>> _ = path.write_text("F0,,,B0\\n,F0,B0\\n")
-    >>> schedule = read_schedule(path)
-    >>> schedule.name, [" ".join(map(str, actions)) for actions in schedule.actions]
-    ('mine', ['0F0 0B0', '1F0 1B0'])
+        actions, a gap in the numbers of chunks or microbatches.
     """
     path = Path(path)
     try:
@@ -89,17 +82,9 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Writes a schedule for :func:`read_schedule`: JSON where the name ends in ``.json``, CSV otherwise.
+    """Writes a schedule for :func:`read_schedule`: JSON if the name ends in ``.json``, CSV otherwise.
 
-    CSV keeps no name: it is read back under the name of its file.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "mine.json"
-    >>> write_schedule(Schedule("two", ((Action("F", 0), Action("B", 0)),), (0,), 1), path)
-    >>> print(path.read_text())
-    {"name": "two", "stages": [
-      ["0F0", "0B0"]
-    ]}
+    CSV has no place for the schedule's name: the name of the file takes its place.
     """
     path = Path(path)
     rows = [[str(action) for action in actions] for actions in schedule.actions]
@@ -112,13 +97,12 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
 
 
 def _refuse(what: str, *, given: object, fix: str = _FIX, allowed: str | None = None) -> NoReturn:
-    """The one way in which a file is refused."""
     allowed = allowed or "one row for each stage, of cells like 0F3, or JSON: {'stages': [['0F0', ...], ...]}"
     raise LayoutError(what, given=given, allowed=allowed, fix=fix)
 
 
 def _csv_rows(path: Path, text: str) -> list[list[str]]:
-    """The cells of a CSV file, without the spaces around them."""
+    """Returns the cells of a CSV file, without the spaces around them."""
     try:
         return [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""))]
     except csv.Error as error:
@@ -126,7 +110,7 @@ def _csv_rows(path: Path, text: str) -> list[list[str]]:
 
 
 def _json_rows(path: Path, text: str) -> tuple[str, list[list[str]]]:
-    """The name and the cells of a JSON file; null is an idle slot."""
+    """Returns the name and the cells of a JSON file; null is an idle slot."""
     what = f"the schedule file {path} is no schedule in JSON"
     try:
         value = json.loads(text)
@@ -150,42 +134,41 @@ def _json_rows(path: Path, text: str) -> tuple[str, list[list[str]]]:
 
 
 def _action(cell: str, place: _Place) -> Action:
-    """The action that a cell stands for."""
     match = _CELL.fullmatch(cell)
     if match is None:
         _refuse(
             f"a bad cell in {place}",
             given=repr(cell),
-            allowed="chunk (or nothing: the row's own), F, B, I or W, microbatch",
+            allowed="chunk (by default the row's own), F, B, I or W, microbatch",
         )
     chunk, kind, microbatch = match.groups()
     return Action(cast(Kind, kind), int(microbatch), place.row - 1 if chunk is None else int(chunk))
 
 
 def _count(what: Literal["chunk", "microbatch"], path: Path, cells: list[_Cell]) -> int:
-    """How many chunks or microbatches there are; none may be left out."""
-    there = {getattr(cell.action, what) for cell in cells}
-    missing = next(number for number in range(len(there) + 1) if number not in there)
-    if missing != len(there):
+    """Returns the number of chunks or microbatches, which are numbered without a gap."""
+    found = {getattr(cell.action, what) for cell in cells}
+    missing = next(number for number in range(len(found) + 1) if number not in found)
+    if missing != len(found):
         last = max(cells, key=lambda cell: getattr(cell.action, what))
         _refuse(
-            f"{what} {missing} is nowhere in the schedule file {path}",
+            f"{what} {missing} is missing in the schedule file {path}",
             given=f"{last.action} in row {last.place.row}, column {last.place.column}, but no {what} {missing}",
             allowed=f"every {what} from 0 to the last",
             fix=f"add the actions of {what} {missing}, or count from 0 without a gap",
         )
-    return len(there)
+    return len(found)
 
 
 def _stages(path: Path, cells: list[_Cell]) -> tuple[int, ...]:
-    """The stage of each chunk."""
+    """Returns the stage of each chunk."""
     first: dict[int, _Cell] = {}
     for cell in cells:
-        known = first.setdefault(cell.action.chunk, cell)
-        if known.place.row != cell.place.row:
+        before = first.setdefault(cell.action.chunk, cell)
+        if before.place.row != cell.place.row:
             _refuse(
                 f"chunk {cell.action.chunk} is on two stages in the schedule file {path}",
-                given=" and ".join(f"{c.action} in row {c.place.row}, column {c.place.column}" for c in (known, cell)),
+                given=" and ".join(f"{c.action} in row {c.place.row}, column {c.place.column}" for c in (before, cell)),
                 allowed="every chunk on one stage",
                 fix=f"move one of the two, or give it the number of a chunk of stage {cell.place.row - 1}",
             )

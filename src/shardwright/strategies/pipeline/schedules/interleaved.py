@@ -1,6 +1,6 @@
-"""Interleaved 1F1B: each stage holds v chunks of the model, dealt out in turn, and the pipeline fills v times as fast.
+"""Interleaved 1F1B: each stage holds v chunks of the model, assigned round-robin; the pipeline fills v times as fast.
 
-Two stages, two chunks on each, four microbatches; F, I and W of a chunk take a unit each, so that B takes two::
+Two stages, two chunks on each, four microbatches; F, I and W of a chunk take time 1 each, so that B takes 2::
 
     stage 0  0F0 0F1 2F0 2F1 0F2     2B0 ..  0F3 2B1 ..  2F2 0B0 ..  2F3 0B1 ..      2B2 ..      2B3 ..  0B2 ..  0B3 ..
     stage 1      1F0 1F1 3F0 3B0 ..  3F1 3B1 ..  1F2 1B0 ..  1F3 1B1 ..  3F2 3B2 ..  3F3 3B3 ..  1B2 ..  1B3 ..
@@ -20,20 +20,17 @@ from shardwright.strategies.pipeline.schedules.common import first_microbatches,
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks_per_stage: int = 2) -> Schedule:
-    """Groups of p microbatches run through the chunks of a stage by turns, after a warm-up forward and backward.
+    """Returns the schedule in which groups of p microbatches (p stages) take turns on a stage's chunks, by 1F1B.
 
-    Where m is no multiple of p, the last group is cut from a whole one.
-
-    >>> print(*map(str, interleaved(2, 2, 2).actions[1]))
-    1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    If m is no multiple of p, the schedule for the next multiple is cut to m microbatches.
     """
     num_rounded = -(-num_microbatches // num_stages) * num_stages
-    lists = [_stage(stage, num_stages, num_rounded, num_chunks_per_stage) for stage in range(num_stages)]
+    lists = [_actions(stage, num_stages, num_rounded, num_chunks_per_stage) for stage in range(num_stages)]
     return first_microbatches("interleaved", lists, round_robin(num_stages, num_chunks_per_stage), num_microbatches)
 
 
-def _stage(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    """The list of one stage, for whole groups."""
+def _actions(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
+    """Returns the list of one stage, for a multiple of p microbatches."""
     chunks = range(stage, num_stages * num_chunks, num_stages)
     groups = [range(first, first + num_stages) for first in range(0, num_microbatches, num_stages)]
     forwards = [Action("F", m, chunk) for group in groups for chunk in chunks for m in group]

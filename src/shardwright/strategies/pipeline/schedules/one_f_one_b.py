@@ -1,6 +1,6 @@
 """1F1B: after a warm-up, one forward and one backward by turns.
 
-Three stages, five microbatches; F, I and W take a unit each, so that B takes two::
+Three stages, five microbatches; F, I and W take time 1 each, so that B takes 2::
 
     stage 0  F0 F1 F2             B0 .. F3 B1 .. F4 B2 ..    B3 ..    B4 ..
     stage 1     F0 F1       B0 .. F2 B1 .. F3 B2 .. F4 B3 ..    B4 ..
@@ -19,23 +19,16 @@ from shardwright.plan.schedule import Action, Schedule
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Stage s runs ahead by as many forwards as there are stages after it, then alternates.
-
-    >>> [" ".join(map(str, actions)) for actions in one_f_one_b(2, 3).actions]
-    ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
-    """
-    lists = tuple(_stage(stage, num_stages, num_microbatches) for stage in range(num_stages))
+    """Returns the schedule in which a stage warms up with one forward for each stage after it, then alternates."""
+    lists = tuple(_actions(stage, num_stages, num_microbatches) for stage in range(num_stages))
     return Schedule("1f1b", lists, tuple(range(num_stages)), num_microbatches)
 
 
-def _stage(stage: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
-    """The list of one stage."""
-    warmup = min(num_stages - stage - 1, num_microbatches)
-    first = [Action("F", m, stage) for m in range(warmup)]
-    steady = [
-        action
-        for m in range(warmup, num_microbatches)
-        for action in (Action("F", m, stage), Action("B", m - warmup, stage))
-    ]
-    last = [Action("B", m, stage) for m in range(num_microbatches - warmup, num_microbatches)]
-    return (*first, *steady, *last)
+def _actions(stage: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+    num_ahead = num_stages - stage  # forwards before the first backward
+    actions = [Action("F", m, stage) for m in range(min(num_ahead, num_microbatches))]
+    for m in range(num_microbatches):
+        actions.append(Action("B", m, stage))
+        if m + num_ahead < num_microbatches:
+            actions.append(Action("F", m + num_ahead, stage))
+    return tuple(actions)

@@ -1,6 +1,6 @@
-"""ZB-H1 and ZB-H2: 1F1B with the backward split in I and W. Only I is waited for; W fills the time between.
+"""ZB-H1 and ZB-H2: 1F1B with the backward split in I and W. Other stages wait for I only; W fills idle time.
 
-ZB-H1, three stages, five microbatches; F, I and W take a unit each::
+ZB-H1, three stages, five microbatches; F, I and W take time 1 each::
 
     stage 0  F0 F1 F2       I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
     stage 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
@@ -27,27 +27,19 @@ from shardwright.plan.schedule import Action, Schedule
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """As many microbatches in flight as under 1F1B; stage s puts W off by s microbatches.
-
-    >>> [" ".join(map(str, actions)) for actions in zb_h1(2, 2).actions]
-    ['0F0 0F1 0I0 0W0 0I1 0W1', '1F0 1I0 1F1 1I1 1W0 1W1']
-    """
-    lists = tuple(_stage(s, num_microbatches, num_stages - s, s) for s in range(num_stages))
+    """Returns ZB-H1: as many microbatches in flight as 1F1B; stage s runs W (weight gradients) s of them after I."""
+    lists = tuple(_actions(s, num_microbatches, num_stages - s, s) for s in range(num_stages))
     return Schedule("zb-h1", lists, tuple(range(num_stages)), num_microbatches)
 
 
 def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
-    """Twice as many microbatches in flight, less one, so that no stage waits; stage s puts W off by 2s microbatches.
-
-    >>> [" ".join(map(str, actions)) for actions in zb_h2(2, 3).actions]
-    ['0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2', '1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2']
-    """
-    lists = tuple(_stage(s, num_microbatches, 2 * (num_stages - s) - 1, 2 * s) for s in range(num_stages))
+    """Returns ZB-H2: 2p-1 microbatches in flight, so that none of p stages waits; stage s delays W by 2s of them."""
+    lists = tuple(_actions(s, num_microbatches, 2 * (num_stages - s) - 1, 2 * s) for s in range(num_stages))
     return Schedule("zb-h2", lists, tuple(range(num_stages)), num_microbatches)
 
 
-def _stage(stage: int, num_microbatches: int, num_ahead: int, num_late: int) -> tuple[Action, ...]:
-    """The list of one stage: F ``num_ahead`` before I, W ``num_late`` after it."""
+def _actions(stage: int, num_microbatches: int, num_ahead: int, num_late: int) -> tuple[Action, ...]:
+    """Returns the list of one stage: F runs ``num_ahead`` microbatches before I, W ``num_late`` after it."""
     actions = [Action("F", m, stage) for m in range(min(num_ahead, num_microbatches))]
     for m in range(num_microbatches + num_late):
         if m < num_microbatches:

@@ -1,6 +1,6 @@
 """ZB-V: two chunks a stage, down the stages and back up, the backward split in I and W.
 
-Two stages, four microbatches; F, I and W of a chunk take a unit each; stage 0 holds chunks 0 and 3::
+Two stages, four microbatches; F, I and W of a chunk take time 1 each; stage 0 holds chunks 0 and 3::
 
     stage 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
     stage 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
@@ -19,12 +19,9 @@ from shardwright.strategies.pipeline.schedules.common import ScheduleStep, first
 
 
 def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """Chunks s and 2p-1-s on stage s, the backward split, W where a stage would wait.
+    """Returns ZB-V: chunks s and 2p-1-s on stage s of p, W (weight gradients) run where a stage would wait.
 
-    Fewer than 2p-1 microbatches are cut from the list for 2p-1.
-
-    >>> [" ".join(map(str, actions)) for actions in zb_v(2, 1).actions]
-    ['0F0 3F0 3I0 3W0 0I0 0W0', '1F0 2F0 2I0 2W0 1I0 1W0']
+    For fewer than 2p-1 microbatches the list for 2p-1 is cut.
     """
     num_rounded = max(num_microbatches, 2 * num_stages - 1)
     lists = [number(_steps(stage, num_stages, num_rounded)) for stage in range(num_stages)]
@@ -32,7 +29,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def _steps(stage: int, num_stages: int, num_microbatches: int) -> list[ScheduleStep]:
-    """What one stage does on its way down (chunk ``down``) and up, for 2p-1 microbatches or more."""
+    """Returns the steps of one stage with its chunks of the way down and up, for 2p-1 microbatches or more."""
     down, up = stage, 2 * num_stages - 1 - stage
     num_after = num_stages - stage
     turn: list[ScheduleStep] = [("F", up), ("I", up), ("W", up)]

@@ -1,7 +1,7 @@
 """Checks that all ranks have read the same calls and run the same schedule, before any waits for another's message.
 
-Each rank reads the model's code by itself. Where that follows Python's random numbers, the rank or the time, two ranks
-read different calls, and each would wait for messages that the other never sends.
+Each rank reads the model's code by itself. If the code depends on Python's random numbers, the rank or the time, two
+ranks read different calls, and each would wait for messages that the other never sends.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import fx
 
 from shardwright.analysis.call_graph import Chunked
-from shardwright.comm.agreement import Difference, check_agreement
+from shardwright.comm.agreement import check_agreement
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
 from shardwright.plan.schedule import Schedule
 
-_SHOWN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-"""Types whose ``repr`` is the same in every process; an argument of any other type is shown by its type's name."""
+_SHOWN_TYPES = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+"""Types whose ``repr`` is the same in every process; an argument of another type is represented by its type's name."""
 
 
 def lines_of(chunked: Chunked, schedule: Schedule | None = None) -> list[str]:
-    """Returns the model's calls, each with its chunk, and the list of actions of every stage, one line each.
+    """Returns lines of text for ranks to compare: every call of the model with its chunk, and each stage's actions.
 
     >>> from torch import nn
     >>> from shardwright.analysis.call_graph import CallSite, read_graph
@@ -44,10 +44,11 @@ def lines_of(chunked: Chunked, schedule: Schedule | None = None) -> list[str]:
 
 
 def _text(argument: Any) -> str:
+    """Returns a call's argument as text that is equal on all ranks which read the same code."""
     shown: list[str] = []
 
     def show(leaf: Any) -> Any:
-        kept = isinstance(leaf, _SHOWN)
+        kept = isinstance(leaf, _SHOWN_TYPES)
         shown.append(leaf.name if isinstance(leaf, fx.Node) else repr(leaf) if kept else type(leaf).__name__)
         return leaf
 
@@ -56,22 +57,18 @@ def _text(argument: Any) -> str:
 
 
 def check_same_code(axis: Axis, lines: Sequence[str]) -> None:
-    """Raises PlanError, on every member, unless all have the same :func:`lines_of` their model and schedule.
+    """Raises PlanError on all ranks of the axis unless they read the same model calls and run the same schedule.
 
     Traffic: one all-reduce of two numbers.
-
-    >>> from shardwright import Mesh, run_on_threads
-    >>> run_on_threads(Mesh(pp=2), lambda axes: check_same_code(axes["pp"], ["chunk 0: y = relu(x)"]))
-    [None, None]
     """
-    check_agreement(axis, lines, _read_different_code)
-
-
-def _read_different_code(found: Difference) -> PlanError:
-    return PlanError(
-        "ranks have read different code, or run different lists, and would wait for each other for ever",
-        given=str(found),
-        allowed="calls, costs and schedules that are the same on every rank",
-        fix="take random numbers of the host, the rank and the time out of the model's forward, and give every "
-        "rank the same seconds and files",
+    check_agreement(
+        axis,
+        lines,
+        lambda found: PlanError(
+            "ranks have read different code, or run different schedules, and would wait for each other for ever",
+            given=str(found),
+            allowed="calls, costs and schedules that are the same on every rank",
+            fix="take random numbers of the host, the rank and the time out of the model's forward, and give every "
+            "rank the same seconds and files",
+        ),
     )

@@ -1,4 +1,4 @@
-"""Ranks that read different code are told so, and do not wait for each other."""
+"""Ranks that read different code raise on every rank, and do not wait for each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ W = 4
 
 
 class Moody(nn.Module):
-    """Leaves a layer out where the host says so; ``when`` is whether that is in training."""
+    """Leaves a layer out on one rank; ``when`` is whether that is in training."""
 
     def __init__(self, when):
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -12,37 +12,31 @@ from shardwright.errors import LayoutError
 from shardwright.global_tensor.geometry import GlobalLayout, local_shape
 
 
-def check_alike(what: str, told: Sequence[object]) -> None:
-    """Raises LayoutError unless every rank gave ``what`` as rank 0 did; ``told[rank]`` is what each gave."""
-    others = [rank for rank, each in enumerate(told) if each != told[0]]
-    if others:
-        raise _disagreement(what, f"ranks {others} give another than rank 0")
-
-
-def check_everywhere(what: str, said: Iterable[object]) -> None:
-    """Raises LayoutError unless every rank gives the same items for ``what``.
+def check_everywhere(what: str, items: Iterable[object]) -> None:
+    """Raises LayoutError unless every rank passes equal ``items``; ``what`` names them in the error.
 
     Traffic: one all-reduce of two numbers.
     """
-    check_agreement(everyone_here(), [str(each) for each in said], lambda found: _disagreement(what, str(found)))
+    check_agreement(everyone_here(), [str(each) for each in items], lambda found: disagreement(what, str(found)))
 
 
-def check_source(x: DTensor, where: GlobalLayout) -> None:
-    """Raises LayoutError for a DTensor that lies in a way which no sbp says: on every rank, wherever it does.
+def check_source(x: DTensor, layout: GlobalLayout) -> None:
+    """Raises LayoutError on every rank for a DTensor whose layout cannot be expressed as an sbp.
 
-    Traffic: one short message to each rank.
+    Traffic: two short all-gathers.
     """
-    for one in where.sbp:
-        plain = type(one) in (Shard, Replicate) or (one.is_partial() and getattr(one, "reduce_op", "sum") == "sum")
-        if not plain:
+    for one in layout.sbp:
+        is_sbp = type(one) in (Shard, Replicate) or (one.is_partial() and getattr(one, "reduce_op", "sum") == "sum")
+        if not is_sbp:
             raise LayoutError(
-                "a DTensor lies in a way that is no sbp",
+                "a DTensor has a placement that is no sbp",
                 given=repr(one),
                 allowed="Shard(dim), Replicate() and Partial('sum')",
                 fix="redistribute it to Replicate() first",
             )
-    held, expected = list(x._local_tensor.shape), list(local_shape(tuple(x.shape), where, here().rank))
-    is_wrong = here().rank in where.placement and held != expected
+    held, expected = list(x._local_tensor.shape), list(local_shape(tuple(x.shape), layout, here().rank))
+    is_wrong = here().rank in layout.placement and held != expected
+    # gathered even where this rank's slice is right: all ranks must raise, or none
     for rank, (given, allowed) in enumerate(gather_json(everyone_here(), [held, expected] if is_wrong else [0, 0])):
         if given != allowed:
             raise LayoutError(
@@ -53,7 +47,8 @@ def check_source(x: DTensor, where: GlobalLayout) -> None:
             )
 
 
-def _disagreement(what: str, given: str) -> LayoutError:
+def disagreement(what: str, given: str) -> LayoutError:
+    """Returns the LayoutError for a global-tensor call that ranks make with different arguments."""
     return LayoutError(
         f"ranks disagree on {what}",
         given=given,

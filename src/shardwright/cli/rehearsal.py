@@ -1,13 +1,21 @@
-"""What ``show --memory`` does: the memory ledger of the ranks to list, predicted and, with --measured, measured."""
+"""What ``show --memory`` and ``show --explain`` print: predicted memory, and what one module does on a rank."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from shardwright.comm.backends.fake import fake_world
 from shardwright.comm.launch import Ranks
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
+from shardwright.parallelize import parallelize
+from shardwright.parallelize.explain import explain_text, explained, first_rank_with
+from shardwright.parallelize.planning import without_storage
+from shardwright.parallelize.run import Run
 from shardwright.plan.plan import Job
 from shardwright.report.memory import draw_memory, memory_data, memory_text, predicted_accounts
 from shardwright.train.config import TrainConfig
@@ -17,7 +25,7 @@ from shardwright.train.measuring import measure_accounts
 def ledger_of(
     config: TrainConfig, job: Job, model_config: Any, ranks: Ranks, png: Path | None, width: int, *, measured: bool
 ) -> tuple[list[dict[str, Any]], str]:
-    """Returns the ledger as data and as text, and draws it into ``png``; with ``measured``, measured on ``ranks`` too.
+    """Returns each rank's predicted memory as data and text, drawn into ``png``; with ``measured``, a real run's too.
 
     Raises: PlanError: the model is a user's own factory, so the shape of its batches is unknown.
     """
@@ -34,3 +42,22 @@ def ledger_of(
     if png is not None:
         draw_memory(png, config.layout, predicted, found)
     return memory_data(predicted, found), memory_text(predicted, found, width)
+
+
+def explanation_of(job: Job, layout: Layout, inputs: Any, path: str) -> tuple[dict[str, Any], str]:
+    """Explains what the module ``path`` does on the first rank that holds it; ``inputs`` are a global batch's.
+
+    Raises: PlanError: the model has no such module.
+    """
+    on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
+
+    def run_of(rank: int) -> Run:
+        return parallelize(
+            without_storage(job.model), layout, fake_world(rank, layout.num_ranks), loss=without_storage(job.loss),
+            example=on_meta, num_tokens=job.num_tokens, roles=job.roles, seconds=job.seconds,
+        )  # fmt: skip
+
+    run = run_of(0)
+    rank = first_rank_with(run.plan, path)
+    found = explained(run_of(rank) if rank else run, path)
+    return found, explain_text(found)

@@ -1,0 +1,83 @@
+"""The four tensor-parallel modes as data: each ``tensor_*.py`` makes one :class:`TensorParallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from shardwright.comm.axis import Axis
+from shardwright.mesh import Coord
+from shardwright.plan.option import StrategyOption
+from shardwright.plan.plan import Job, Plan
+from shardwright.plan.traffic import StepCalls, Traffic
+from shardwright.runtime.applied import Applied
+from shardwright.strategies.tensor_parallel.apply import apply
+from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode
+from shardwright.strategies.tensor_parallel.place import place
+from shardwright.strategies.tensor_parallel.roles import GridAxis, State
+from shardwright.strategies.tensor_parallel.traffic import traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """One tensor-parallel mode (1D, 2D, 2.5D, 3D): how its grid's axes shard activations between layers.
+
+    Args:
+        does: one line for the table of strategies.
+        own_options: the options that only this mode has; all modes share ``OPTIONS``.
+        stream: by axis, whether activations between layers are cut by rows (T) or features (F), or copied (C).
+        rows_with: options under which activations are cut by rows over every axis.
+        copied: the axes over which weights are copied; over the others they are cut.
+    """
+
+    name: str
+    does: str
+    own_options: Mapping[str, StrategyOption]
+    stream: Mapping[str, State]
+    source: str
+    rows_with: Collection[str] = ()
+    copied: Collection[str] = ()
+    default: bool = False
+    axis: ClassVar[str] = "tp"
+    phase: ClassVar[Literal["operators", "stages", "state"]] = "operators"
+
+    @property
+    def options(self) -> Mapping[str, StrategyOption]:
+        """The mode's own options, then those of every mode."""
+        return {**self.own_options, **OPTIONS}
+
+    def mode(self, plan: Plan) -> Mode:
+        """Returns the grid that the layout's ``tp`` factor describes; an axis of one rank is left out."""
+        factor = plan.layout.factor("tp")
+        assert factor is not None, "chosen for a layout with tp"
+        stream = self.stream
+        if any(factor.option(name) is not None for name in self.rows_with):
+            stream = dict.fromkeys(stream, "T")
+        axes = tuple(
+            GridAxis(axis, size, stream[axis], axis not in self.copied)
+            for axis, size in zip(factor.mesh_axes, factor.sizes, strict=True)
+            if size > 1
+        )
+        pin = next((option.value for option in factor.options if option.value in ("summa", "classic")), None)
+        inner: Mapping[str, State] = {**stream, "row": "F", "col": "T"} if pin == "classic" else stream
+        return Mode(
+            self.name,
+            axes,
+            keep=factor.option("regather") is None and pin != "summa",
+            overlap=factor.option("no-overlap") is None,
+            pinned=tuple(inner[axis.name] for axis in axes) if pin is not None else None,
+            dim=1 if plan.token_axes.intersection(stream) else 0,
+        )
+
+    def place(self, job: Job, plan: Plan) -> Plan:
+        """Cuts every layer that the grid can cut. Raises LayoutError when there is none."""
+        return place(job, plan, self.mode(plan))
+
+    def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
+        """Gives each module of this rank its tensor-parallel forward."""
+        return apply(job, axes, plan, self.mode(plan))
+
+    def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
+        """Returns the collectives of one step: each microbatch's forward and backward, then gradient sync."""
+        return traffic(plan, batch, coord, self.mode(plan))
