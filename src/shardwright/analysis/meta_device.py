@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.known_modules import without_branches
+from shardwright.analysis.meta_values import MetaValues
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def on_meta(model: nn.Module) -> Iterator[None]:
     ...     model(torch.empty(4, 2, device="meta")).shape
     torch.Size([4, 3])
     """
-    with IgnoresDeviceMoves(torch.device("meta")), _InterpolatesEmpty(), without_branches(model):
+    with IgnoresDeviceMoves(torch.device("meta")), _InterpolatesEmpty(), without_branches(model), MetaValues():
         yield
 
 

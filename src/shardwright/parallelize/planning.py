@@ -174,7 +174,7 @@ class StepTraffic:
         module_calls = tuple(_on_stage(each, plan, coord) for each in everywhere)
         shards = microbatch_shards(plan, coord, self._num_samples, self._num_tokens)
         crossing = self._crossing(microbatches, shards, coord)
-        batch = StepCalls(module_calls, shards, crossing, everywhere)
+        batch = StepCalls(module_calls, shards, crossing, everywhere, tuple(microbatches))
         return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
 
     def _module_calls(self, microbatch: Any) -> ModuleCalls:

@@ -8,7 +8,7 @@ over the others, one message for each param group and set of ranks (``sync_group
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -113,13 +113,15 @@ class StepCalls(NamedTuple):
     """The module calls of one rank's step, for each microbatch: what ``Strategy.traffic`` prices.
 
     ``module_calls`` are the calls of this rank, ``everywhere`` those of all stages. ``crossing`` holds the tensors that
-    chunks send each other, by the value's name in the model's code. ``shards`` are the rank's rows of each microbatch.
+    chunks send each other, by the value's name in the model's code. ``shards`` are the rank's rows of each microbatch,
+    ``inputs`` its inputs on the meta device.
     """
 
     module_calls: tuple[ModuleCalls, ...]
     shards: tuple[BatchShard, ...] = ()
     crossing: tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...] = ()
     everywhere: tuple[ModuleCalls, ...] = ()
+    inputs: tuple[Any, ...] = ()
 
 
 SyncGroup = tuple[tuple[str, ...], tuple[int, ...], str]

@@ -97,6 +97,13 @@ class _ReplayCostly(TorchDispatchMode):
         return function(*args, **(named or {}))
 
 
+def _leaf(tensor: Tensor) -> Tensor:
+    """A tensor of the same values that the recomputation starts from; marks on it, as the part it is, are kept."""
+    leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+    leaf.__dict__.update(tensor.__dict__)
+    return leaf
+
+
 @dataclass
 class _Call:
     """One call of a checkpointed block, and the tensors that autograd saved of it, while they are recomputed."""
@@ -175,7 +182,7 @@ class _Call:
         for restore in self.restore:
             restore()
         # Detached, so that autograd records a graph of its own; a tensor that is given twice stays one tensor.
-        leaves = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._tensors()}
+        leaves = {id(tensor): _leaf(tensor) for tensor in self._tensors()}
         args, named = tree_map_only(Tensor, lambda leaf: leaves[id(leaf)], (self.args, self.named))
         replay = _ReplayCostly(self.kept) if self.block.selective else nullcontext()
         saving = saved_tensors_hooks(save, found.__getitem__)

@@ -1,6 +1,7 @@
 """A world with one real rank: every call returns at once, with tensors of the right shapes and meaningless values.
 
-On the meta device this rehearses one rank's whole run and shows its memory and traffic without other ranks.
+On the meta device this rehearses one rank's whole run and shows its memory and traffic without other ranks. Calls are
+recorded as a real backend records them.
 """
 
 from __future__ import annotations
@@ -73,39 +74,47 @@ class FakeChannel:
     """A process group of which only this rank is real: nothing is sent. See :class:`~shardwright.comm.axis.Channel`."""
 
     readers: _BlockReaders
+    recorder: Recorder
     ranks: tuple[int, ...]
     index: int
 
     def all_reduce(self, call: CollectiveCall, tensors: list[Tensor], op: str) -> Pending[None]:
         """Sends nothing: the tensors keep their values."""
+        self._note(call, tensors)
         return self._all(None, tensors, [tensors])
 
     def all_gather(self, call: CollectiveCall, parts: list[Tensor], index: int) -> Pending[None]:
         """Sends nothing: the other members' ``parts`` keep whatever values they have."""
+        self._note(call, parts)
         return self._all(None, parts, [[parts[index]]])
 
     def reduce_scatter(
         self, call: CollectiveCall, out: Tensor, tensors: list[Tensor], sizes: Sequence[int]
     ) -> Pending[Tensor]:
         """Sends nothing: ``out`` stays as it is. ``tensors`` are not kept: a real rank has copied them into a block."""
+        self._note(call, tensors)
         return self._all(out, [], [tensors])
 
     def all_to_all(self, call: CollectiveCall, outs: list[Tensor], parts: list[Tensor]) -> Pending[list[Tensor]]:
         """Sends nothing: ``outs`` keep whatever values they have."""
+        self._note(call, parts)
         to = [(part.nbytes, [rank]) for part, rank in zip(parts, self.ranks, strict=True) if rank in self._others]
         return self._pending(outs, parts, self.readers.begin(to))
 
     def broadcast(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
         """Sends nothing: ``tensor`` keeps its values, on the source and elsewhere."""
+        self._note(call, [tensor])
         return self._all(tensor, [], [[tensor]] if source == self.index else [])
 
     def send(self, call: CollectiveCall, tensor: Tensor, to: int) -> Pending[None]:
         """Sends nothing, but takes a shared-memory block as a real message would."""
+        self._note(call, [tensor])
         self.readers.end(self.readers.begin([(tensor.nbytes, [self.ranks[to]])]), ())
         return done(None)
 
     def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
         """Receives nothing: ``tensor`` keeps whatever values it has."""
+        self._note(call, [tensor])
 
         def finish() -> Tensor:
             self.readers.answered(self.ranks[source])
@@ -115,7 +124,12 @@ class FakeChannel:
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
         """Returns the fake channel over some of the group's members."""
-        return FakeChannel(self.readers, tuple(self.ranks[i] for i in indices), indices.index(self.index))
+        return FakeChannel(
+            self.readers, self.recorder, tuple(self.ranks[i] for i in indices), indices.index(self.index)
+        )
+
+    def _note(self, call: CollectiveCall, tensors: Iterable[Tensor]) -> None:
+        self.recorder.note(call, sum(tensor.nbytes for tensor in tensors))
 
     @property
     def _others(self) -> tuple[int, ...]:
@@ -141,13 +155,13 @@ class FakeTransport:
 
     kind = "fake"
 
-    def __init__(self, rank: int, blocks: Blocks | None) -> None:
-        self.rank, self.blocks, self._readers = rank, blocks, _BlockReaders(blocks)
+    def __init__(self, rank: int, blocks: Blocks | None, recorder: Recorder) -> None:
+        self.rank, self.blocks, self.recorder, self._readers = rank, blocks, recorder, _BlockReaders(blocks)
 
     def channel(self, groups: Sequence[tuple[int, ...]]) -> dict[int, Channel]:
         """Returns a fake channel for each of ``groups`` that holds this rank, keyed by the group's index."""
         return {
-            place: FakeChannel(self._readers, ranks, ranks.index(self.rank))
+            place: FakeChannel(self._readers, self.recorder, ranks, ranks.index(self.rank))
             for place, ranks in enumerate(groups)
             if self.rank in ranks
         }
@@ -165,4 +179,5 @@ def fake_world(rank: int, size: int, device: torch.device | None = None, *, bloc
     >>> world.everyone().all_gather(torch.empty(2, 3, device="meta")).shape
     torch.Size([8, 3])
     """
-    return World(rank, size, device or torch.device("meta"), FakeTransport(rank, blocks), Recorder())
+    recorder = Recorder()
+    return World(rank, size, device or torch.device("meta"), FakeTransport(rank, blocks, recorder), recorder)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from shardwright.comm.axis import Axis
+from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
@@ -14,6 +15,15 @@ from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
 from shardwright.strategies.tensor_parallel.apply import apply
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode
+from shardwright.strategies.tensor_parallel.on_parts import (
+    ENOUGH,
+    LEAST_SHARE,
+    PartsNote,
+    apply_on_parts,
+    place_on_parts,
+    share_cut,
+    traffic_on_parts,
+)
 from shardwright.strategies.tensor_parallel.place import place
 from shardwright.strategies.tensor_parallel.roles import GridAxis, State
 from shardwright.strategies.tensor_parallel.traffic import traffic
@@ -71,13 +81,32 @@ class TensorParallel:
         )
 
     def place(self, job: Job, plan: Plan) -> Plan:
-        """Cuts every layer that the grid can cut. Raises LayoutError when there is none."""
-        return place(job, plan, self.mode(plan))
+        """Cuts every layer that the grid can cut; else parameters along the axes of the model's run.
+
+        Raises: LayoutError: neither cuts anything.
+        """
+        mode = self.mode(plan)
+        try:
+            known = place(job, plan, mode)
+        except (LayoutError, PlanError):
+            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE)
+            if on_parts is None:
+                raise
+            return on_parts
+        share = share_cut(known, mode)
+        return known if share >= ENOUGH else place_on_parts(job, plan, mode, 2 * share) or known
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Gives each module of this rank its tensor-parallel forward."""
+        note = plan.notes.get("")
+        if isinstance(note, PartsNote):
+            apply_on_parts(job.model, axes[note.axis], note, self.name)
+            return Applied()
         return apply(job, axes, plan, self.mode(plan))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns the collectives of one step: each microbatch's forward and backward, then gradient sync."""
+        note = plan.notes.get("")
+        if isinstance(note, PartsNote):
+            return traffic_on_parts(plan, batch, coord, note)
         return traffic(plan, batch, coord, self.mode(plan))

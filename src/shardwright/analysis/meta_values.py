@@ -1,0 +1,184 @@
+"""Runs code on the meta device with the values of small constants beside it, so that code which reads them runs.
+
+A meta tensor has a shape and no values. Masks, positions and rotary tables depend on no parameter and on no input, and
+the code of many models reads them (``if mask.all()``, ``positions.max().item()``, ``x[mask]``). :class:`MetaValues`
+computes such small tensors on the CPU too, in step with their meta tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+MOST_ELEMENTS = 2**22
+"""The most elements of a tensor whose values are kept."""
+
+# fmt: off
+RANDOM = frozenset((
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
+    "native_dropout", "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn",
+    "randn_like", "randperm", "random_", "rrelu_with_noise", "uniform_",
+))
+# fmt: on
+"""The operators that draw random numbers."""
+
+_READS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "item"])
+_UNKNOWN_SIZE = frozenset(["nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"])
+_SILENT = frozenset(["detach", "alias", "lift_fresh", "lift", "sym_size", "sym_stride"])
+
+Key = tuple[Any, ...]
+
+
+class ValueReadError(RuntimeError):
+    """Raised where code reads a value that only a real run has."""
+
+
+def view_key(tensor: Tensor) -> Key:
+    """Returns what identifies a tensor while its storage lives: storage, offset, shape, strides and dtype."""
+    try:
+        storage = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return (id(tensor),)
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def written_arguments(function: Any, args: Sequence[Any], named: dict[str, Any], kind: type) -> list[Any]:
+    """Returns the arguments of a kind that an operator writes to, in a list."""
+    schema = getattr(function, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found: list[Any] = []
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else named.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
+    return found
+
+
+class MetaValues(TorchDispatchMode):
+    """A context in which small tensors on the meta device that depend on no parameter and no input have values.
+
+    An operator on tensors of both devices runs on meta. A subclass sees every operator in :meth:`ran`.
+
+    >>> with MetaValues():
+    ...     torch.arange(3, device="meta").sum().item(), torch.ones(2, device="meta").bool().all().item()
+    (3, True)
+    >>> weight = torch.empty(3, device="meta")
+    >>> with MetaValues():
+    ...     weight.add(1).sum().item()
+    Traceback (most recent call last):
+    shardwright.analysis.meta_values.ValueReadError: the code reads a value that only a real run has
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values: dict[Key, Tensor] = {}
+        self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
+
+    def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:
+        """Is called after each operator with its arguments and results; does nothing here."""
+
+    def moved(self, tensor: Tensor, on_meta: Tensor) -> None:
+        """Is called when a tensor of another device is put on meta; does nothing here."""
+
+    def values(self, tensor: Tensor) -> Tensor | None:
+        """Returns a tensor's values; None if only a real run has them."""
+        return self._values.get(view_key(tensor)) if tensor.is_meta else tensor
+
+    def give(self, tensor: Tensor, values: Tensor) -> None:
+        """Sets the values of a meta tensor."""
+        self._values[view_key(tensor)] = values
+        self._kept.append(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named, name = dict(kwargs or {}), func.overloadpacket.__name__
+        given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        if func.namespace == "prim" or name in _SILENT:
+            return self._silently(func, args, named, given)
+        values = [self.values(tensor) for tensor in given]
+        known = name not in RANDOM and all(value is not None for value in values)
+        small = known and sum(value.numel() for value in values if value is not None) <= MOST_ELEMENTS
+        if name in _READS:
+            if not known:
+                raise ValueReadError("the code reads a value that only a real run has")
+            return func(*self._on_cpu(args), **self._on_cpu(named))
+        if not any(tensor.is_meta for tensor in given) and not _makes_meta(named):
+            results = func(*args, **named)
+        else:
+            results = self._on_meta(func, name, args, named, known and small)
+        self.ran(func, args, named, results, random=name in RANDOM)
+        return results
+
+    def _silently(self, func: Any, args: Any, named: Any, given: Sequence[Tensor]) -> Any:
+        result = func(*args, **named)
+        if isinstance(result, Tensor) and result.is_meta and given:
+            values = self.values(given[0])
+            if values is not None:
+                self.give(result, values)
+        return result
+
+    def _on_meta(self, func: Any, name: str, args: Any, named: dict[str, Any], known: bool) -> Any:
+        written = written_arguments(func, args, named, Tensor)
+        masked = name == "index" and any(t.dtype is torch.bool for t in tree_leaves(args[1]) if isinstance(t, Tensor))
+        if name in _UNKNOWN_SIZE or masked:
+            if not known:
+                raise ValueReadError(f"the shape of the result of '{name}' is that of a real run only")
+            return tree_map_only(Tensor, self._meta_of, func(*self._on_cpu(args), **self._on_cpu(named)))
+        if named.get("device") is not None:
+            named = {**named, "device": torch.device("meta")}
+        results = self._run(func, name, args, named)
+        if written and not known:
+            storages = {tensor.untyped_storage()._cdata for tensor in written}
+            for key in [key for key in self._values if key[0] in storages]:
+                del self._values[key]
+        elif known:
+            values = func(*self._on_cpu(args), **self._on_cpu(named))
+            for result, value in zip(tree_leaves(results), tree_leaves(values), strict=True):
+                if isinstance(result, Tensor) and result.is_meta and value.numel() <= MOST_ELEMENTS:
+                    self.give(result, value)
+        return results
+
+    def _run(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
+        args, named = tree_map_only(Tensor, self._as_meta, (args, named))
+        if name in RANDOM:  # the first draw on meta would make torch import its compiler
+            if name.endswith("_"):
+                return args[0]
+            if name == "native_dropout":
+                return torch.empty_like(args[0]), torch.empty_like(args[0], dtype=torch.bool)
+            if name.endswith("_like") or name == "bernoulli":
+                return torch.empty_like(args[0], dtype=named.get("dtype"))
+        return func(*args, **named)
+
+    def _as_meta(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
+        on_meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if tensor.numel() <= MOST_ELEMENTS:
+            self.give(on_meta, tensor)
+        self.moved(tensor, on_meta)
+        return on_meta
+
+    def _meta_of(self, values: Tensor) -> Tensor:
+        on_meta = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device="meta")
+        self.give(on_meta, values)
+        return on_meta
+
+    def _on_cpu(self, tree: Any) -> Any:
+        def found(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self.values(leaf)
+            return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+        return tree_map(found, tree)
+
+
+def _makes_meta(named: dict[str, Any]) -> bool:
+    device = named.get("device")
+    return device is not None and torch.device(device).type == "meta"

@@ -1,0 +1,203 @@
+"""Records one run of a model on the meta device: every operator that it runs, and which module ran it.
+
+The user's own forward runs once, on tensors without values. What is recorded is what torch's dispatcher sees below
+autograd: a bounded set of operators, whatever the user's classes are called. Functions whose operators depend on the
+device (``WHOLE_CALLS``) are recorded as one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.analysis.meta_values import MetaValues, view_key, written_arguments
+from shardwright.analysis.module_calls import call_model
+
+WHOLE_CALLS: frozenset[Callable[..., Any]] = frozenset((functional.scaled_dot_product_attention, functional.linear))
+"""The functions that are recorded as one operator."""
+
+
+@dataclass(eq=False, slots=True)
+class TensorUse:
+    """One tensor of a run: its shape, and where it comes from.
+
+    ``kind`` is ``parameter``, ``buffer``, ``input``, ``constant`` (it depends on none of these), or empty; ``name`` is
+    that of a parameter or buffer.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str = ""
+    name: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class RecordedCall:
+    """One operator of a run: ``args`` and ``named`` have a :class:`TensorUse` in place of each tensor."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    results: tuple[TensorUse, ...]
+    module: str = ""
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        """The operator's name without its overload, such as ``addmm``."""
+        return str(getattr(self.function, "overloadpacket", self.function).__name__)
+
+    @property
+    def operands(self) -> list[TensorUse]:
+        """The tensors among the arguments, in order."""
+        return [leaf for leaf in tree_leaves((self.args, self.named)) if isinstance(leaf, TensorUse)]
+
+    @property
+    def written(self) -> list[TensorUse]:
+        """The tensors among the arguments that the operator writes to."""
+        return written_arguments(self.function, self.args, self.named, TensorUse)
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Returns the argument at a place, or of a name."""
+        return self.args[place] if len(self.args) > place else self.named.get(name, default)
+
+
+@dataclass(eq=False)
+class Recording:
+    """All operators of one run in order, and the tensors with names."""
+
+    calls: list[RecordedCall] = field(default_factory=list)
+    parameters: dict[str, TensorUse] = field(default_factory=dict)
+    buffers: dict[str, TensorUse] = field(default_factory=dict)
+    inputs: list[TensorUse] = field(default_factory=list)
+    outputs: list[TensorUse] = field(default_factory=list)
+
+
+class Recorded(MetaValues):
+    """The context that records operators into a :class:`Recording`; ``where`` names the module that runs."""
+
+    def __init__(self, where: Callable[[], tuple[str, int]] = lambda: ("", 0)) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._where, self._uses = where, dict[Any, TensorUse]()
+        self._quiet = 0
+        self._above = _WholeCalls(self)
+
+    def __enter__(self) -> Any:
+        self._above.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._above.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def use(self, tensor: Tensor, kind: str = "", name: str = "") -> TensorUse:
+        """Returns the :class:`TensorUse` of a tensor; of a new one, with this kind and name."""
+        key = view_key(tensor)
+        if key not in self._uses:
+            self._uses[key] = TensorUse(tuple(tensor.shape), tensor.dtype, kind, name)
+            self._kept.append(tensor)
+        return self._uses[key]
+
+    def moved(self, tensor: Tensor, on_meta: Tensor) -> None:
+        """Gives a tensor that was put on meta the place of the one it was."""
+        self._uses[view_key(on_meta)] = self.use(tensor, "constant")
+        self._kept.append(on_meta)
+
+    def ran(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, random: bool) -> None:
+        """Records an operator."""
+        if self._quiet:
+            return
+        # a tensor that is seen for the first time was made where nothing is recorded
+        seen_args, seen_named = tree_map_only(Tensor, lambda t: self.use(t, "constant"), (tuple(args), named))
+        operands = [leaf for leaf in tree_leaves((seen_args, seen_named)) if isinstance(leaf, TensorUse)]
+        constant = not random and all(each.kind == "constant" for each in operands)
+        if not constant:
+            for written in written_arguments(function, seen_args, seen_named, TensorUse):
+                written.kind = "" if written.kind == "constant" else written.kind
+        made = tuple(self.use(t, "constant" if constant else "") for t in tree_leaves(results) if isinstance(t, Tensor))
+        self.recording.calls.append(RecordedCall(function, seen_args, seen_named, made, *self._where()))
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """A context in which operators run and are not recorded."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+
+class _WholeCalls(TorchFunctionMode):
+    """Records the functions of ``WHOLE_CALLS`` as one operator each."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        super().__init__()
+        self._recorded = recorded
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func not in WHOLE_CALLS:
+            return func(*args, **named)
+        with self._recorded.quiet():
+            results = func(*args, **named)
+        self._recorded.ran(func, args, named, results, random=False)
+        return results
+
+
+@contextmanager
+def _running(model: nn.Module) -> Iterator[Callable[[], tuple[str, int]]]:
+    """Yields a function that returns the path of the module that runs, and the number of its call."""
+    stack, calls, handles = [("", 0)], Counter[str](), []
+    for path, module in model.named_modules():
+
+        def enter(_: nn.Module, args: Any, path: str = path) -> None:
+            stack.append((path, calls[path]))
+            calls[path] += 1
+
+        def leave(*_: Any) -> None:
+            stack.pop()
+
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield lambda: stack[-1]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def record_forward(model: nn.Module, inputs: Any) -> Recording:
+    """Runs one forward of a model on the meta device, and returns its operators.
+
+    Raises: ValueReadError: the code reads a value that depends on a parameter or an input.
+
+    >>> recording = record_forward(nn.Linear(3, 4, device="meta"), torch.empty(2, 3, device="meta"))
+    >>> [call.name for call in recording.calls], recording.calls[0].results[0].shape
+    (['linear'], (2, 4))
+    """
+    with _running(model) as where:
+        recorded = Recorded(where)
+        recording = recorded.recording
+        for name, parameter in model.named_parameters():
+            recording.parameters[name] = recorded.use(parameter.detach(), "parameter", name)
+        for name, buffer in model.named_buffers():
+            recording.buffers[name] = recorded.use(buffer.detach(), "buffer", name)
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, Tensor):
+                recording.inputs.append(recorded.use(leaf, "input"))
+        with torch.no_grad(), recorded:
+            outputs = call_model(model, inputs)
+    recording.outputs = [recorded.use(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return recording

@@ -1,0 +1,351 @@
+"""Which dims of all tensors of a run go together: each dim as a product of axes, found by propagation.
+
+Every operator says how the dims of its operands and results go together (``operator_dims.py``). Dims that go together
+become one :class:`DimAxis`; where two of them have other factors or other parts, both are split until they match. So
+the heads of an attention, whether its projections are one layer or three, come out as an axis of their own::
+
+    gpt2   c_attn.weight  [768, [(heads 64) (heads 64) (heads 64)]]
+    llama  q_proj.weight  [((groups 4) 128), 4096]    k_proj.weight  [(groups 128), 4096]
+
+The order of the operators does not matter, so operators that write in place need no care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd, prod
+
+from shardwright.analysis.operator_dims import Concat, Dim, Role, relation_of
+from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
+
+MISMATCH = "two views of it do not match"
+
+
+class DimAxis:
+    """One axis of a run's tensors, or a product (``factors``) or a concatenation (``parts``) of others.
+
+    ``whole`` says which operator needs it whole; empty if none does. Axes that were found equal are linked:
+    :func:`root` returns the one that stands for all.
+    """
+
+    __slots__ = ("factors", "link", "parts", "size", "whole")
+
+    def __init__(self, size: int, whole: str = "") -> None:
+        self.size, self.whole = size, whole
+        self.link: DimAxis | None = None
+        self.factors: list[DimAxis] | None = None
+        self.parts: list[DimAxis] | None = None
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is neither a product nor a concatenation."""
+        return self.factors is None and self.parts is None
+
+    @property
+    def inner(self) -> list[DimAxis]:
+        """Its factors or parts."""
+        return [*(self.factors or ()), *(self.parts or ())]
+
+    def __repr__(self) -> str:
+        axis = root(self)
+        if axis.factors is not None:
+            return "(" + " ".join(map(repr, axis.factors)) + ")"
+        if axis.parts is not None:
+            return "[" + " ".join(map(repr, axis.parts)) + "]"
+        return f"{axis.size}" + ("!" if axis.whole else "")
+
+
+def root(axis: DimAxis) -> DimAxis:
+    """Returns the axis that stands for all that were found equal to ``axis``."""
+    while axis.link is not None:
+        if axis.link.link is not None:
+            axis.link = axis.link.link
+        axis = axis.link
+    return axis
+
+
+def leaves(axis: DimAxis) -> Iterator[DimAxis]:
+    """Yields the axes that an axis is made of; one that occurs twice, twice."""
+    axis = root(axis)
+    if axis.is_leaf:
+        yield axis
+    for inner in axis.inner:
+        yield from leaves(inner)
+
+
+def _factors(axis: DimAxis) -> list[DimAxis]:
+    """The factors of an axis, none of them a product, the slowest first; none for an axis of one element."""
+    axis = root(axis)
+    if axis.factors is None:
+        return [axis] if axis.size > 1 else []
+    return [factor for each in axis.factors for factor in _factors(each)]
+
+
+def _parts(axis: DimAxis) -> list[DimAxis]:
+    axis = root(axis)
+    return [axis] if axis.parts is None else [part for each in axis.parts for part in _parts(each)]
+
+
+def _product(axes: Sequence[DimAxis]) -> DimAxis:
+    factors = [factor for each in axes for factor in _factors(each)]
+    if len(factors) == 1:
+        return factors[0]
+    made = DimAxis(prod(factor.size for factor in factors))
+    made.factors = factors or None
+    return made
+
+
+def _concatenation(axes: Sequence[DimAxis]) -> DimAxis:
+    parts = [part for each in axes for part in _parts(each) if part.size]
+    if len(parts) == 1:
+        return parts[0]
+    made = DimAxis(sum(part.size for part in parts))
+    made.parts = parts
+    return made
+
+
+def _need_whole(axis: DimAxis, why: str) -> None:
+    axis = root(axis)
+    axis.whole = axis.whole or why
+    for inner in axis.inner:
+        if not root(inner).whole:
+            _need_whole(inner, why)
+
+
+def _split_off(axis: DimAxis, fast: int) -> bool:
+    """Makes an axis that is no product one whose fastest factor has ``fast`` elements; False where that cannot be."""
+    axis = root(axis)
+    if axis.parts is None:
+        axis.factors = [DimAxis(axis.size // fast, axis.whole), DimAxis(fast, axis.whole)]
+        return True
+    if any(part.size % fast for part in _parts(axis)):
+        return False
+    halves = [_halves(part, fast) for part in _parts(axis)]
+    found = [half for half in halves if half is not None]
+    if len(found) < len(halves):
+        return False
+    for _, low in found[1:]:
+        unify(found[0][1], low)
+    axis.parts, axis.factors = None, [_concatenation([high for high, _ in found]), root(found[0][1])]
+    return True
+
+
+def _halves(axis: DimAxis, fast: int) -> tuple[DimAxis, DimAxis] | None:
+    """Returns an axis as (slow, fast) with ``fast`` elements in the second."""
+    high, low, left = _factors(axis), list[DimAxis](), fast
+    while left > 1:
+        last = high[-1]
+        if left % last.size == 0:
+            left //= last.size
+            low.insert(0, high.pop())
+        elif last.size % left == 0 and _split_off(last, left):
+            high[-1:] = _factors(last)
+        else:
+            return None
+    return _product(high), _product(low)
+
+
+def _cut_at(axis: DimAxis, start: int) -> tuple[DimAxis, DimAxis] | None:
+    """Returns an axis as two, end to end, the first of ``start`` elements; None where that cannot be."""
+    axis = root(axis)
+    if axis.is_leaf:
+        first, second = axis.parts = [DimAxis(start, axis.whole), DimAxis(axis.size - start, axis.whole)]
+        return first, second
+    if axis.factors is not None:
+        slow, *rest = _factors(axis)
+        inside = prod(factor.size for factor in rest)
+        found = None if start % inside else _cut_at(slow, start // inside)
+        return None if found is None else (_product([found[0], *rest]), _product([found[1], *rest]))
+    at, parts = 0, _parts(axis)
+    for number, part in enumerate(parts):
+        if at == start:
+            return _concatenation(parts[:number]), _concatenation(parts[number:])
+        if at + part.size > start:
+            found = _cut_at(part, start - at)
+            if found is None:
+                return None
+            before, after = [*parts[:number], found[0]], [found[1], *parts[number + 1 :]]
+            return _concatenation(before), _concatenation(after)
+        at += part.size
+    return None
+
+
+def unify(one: DimAxis, other: DimAxis) -> None:
+    """Makes two axes one and splits both as finely as that takes; what cannot be matched is needed whole.
+
+    >>> columns, heads, width = DimAxis(12), DimAxis(3), DimAxis(4)
+    >>> unify(columns, _product([heads, width]))
+    >>> columns
+    (3 4)
+    >>> fused = _concatenation([DimAxis(12), DimAxis(12)])
+    >>> unify(fused, _concatenation([columns, columns]))
+    >>> fused
+    [(3 4) (3 4)]
+    """
+    one, other = root(one), root(other)
+    if one is other or one.size <= 1:
+        return
+    assert one.size == other.size, f"{one} and {other} have other sizes"
+    if other.is_leaf and not one.is_leaf:
+        one, other = other, one
+    if one.is_leaf:
+        if one not in set(leaves(other)) or one is other:
+            if one.whole:
+                _need_whole(other, one.whole)
+            one.link = other
+    elif one.parts is not None and other.parts is not None:
+        _unify_parts(one, other)
+    else:
+        _unify_factors(one, other)
+
+
+def _opened(axes: list[DimAxis], end: int) -> DimAxis:
+    """Takes an axis off an end of a list, and puts all but its outermost factor or part back."""
+    return root(axes.pop(end))
+
+
+def _unify_factors(one: DimAxis, other: DimAxis) -> None:
+    left, right = _factors(one), _factors(other)
+    while left and right:
+        a, b = _opened(left, -1), _opened(right, -1)
+        if a.factors is not None or b.factors is not None:  # it was split since the list was made
+            left += _factors(a)
+            right += _factors(b)
+        elif a.size == b.size:
+            unify(a, b)
+        else:
+            fast = gcd(a.size, b.size)
+            if fast == 1 or not all(each.size == fast or _split_off(each, fast) for each in (a, b)):
+                for each in (*left, *right, a, b):
+                    _need_whole(each, MISMATCH)
+                return
+            left += _factors(a)
+            right += _factors(b)
+
+
+def _unify_parts(one: DimAxis, other: DimAxis) -> None:
+    left, right = _parts(one), _parts(other)
+    while left and right:
+        a, b = _opened(left, 0), _opened(right, 0)
+        if a.parts is not None or b.parts is not None:
+            left[:0], right[:0] = _parts(a), _parts(b)
+        elif a.size == b.size:
+            unify(a, b)
+        else:
+            big, small, rest = (a, b, left) if a.size > b.size else (b, a, right)
+            found = _cut_at(big, small.size)
+            if found is None:
+                for each in (*left, *right, a, b):
+                    _need_whole(each, MISMATCH)
+                return
+            unify(found[0], small)
+            rest.insert(0, found[1])
+
+
+# ---- a run
+
+
+@dataclass(eq=False, slots=True)
+class AxisUse:
+    """An operator's role for an axis, where it is more than that each index is computed alone."""
+
+    call: RecordedCall
+    axis: DimAxis
+    role: Role
+
+
+@dataclass(eq=False)
+class RunAxes:
+    """The axes of every dim of a run's tensors, and the operators that sum over an axis or look rows up along it."""
+
+    dims: dict[TensorUse, list[DimAxis]] = field(default_factory=dict)
+    uses: list[AxisUse] = field(default_factory=list)
+
+    def of(self, tensor: TensorUse) -> list[DimAxis]:
+        """Returns the axis of each dim of a tensor."""
+        if tensor not in self.dims:
+            self.dims[tensor] = [DimAxis(size) for size in tensor.shape]
+        return self.dims[tensor]
+
+
+def axes_of(recording: Recording) -> RunAxes:
+    """Finds the axes of all tensors of a run.
+
+    Constants take part in no relation: one table of positions that two layers share would tie their dims together.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from shardwright.analysis.recording import record_forward
+    >>> model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).to("meta")
+    >>> recording = record_forward(model, torch.empty(2, 6, device="meta"))
+    >>> axes = axes_of(recording)
+    >>> first, second = (axes.of(recording.parameters[name]) for name in ("0.weight", "2.weight"))
+    >>> root(first[0]) is root(second[1]), root(first[1]) is root(second[0])
+    (True, False)
+    """
+    found = RunAxes()
+    for call in recording.calls:
+        tensors = (*call.operands, *call.results)
+        if all(tensor.kind == "constant" for tensor in tensors):
+            continue
+        relation = relation_of(call)
+        axes = [DimAxis(size) for size in relation.letters.sizes]
+        for tensor, dims in zip(tensors, (*relation.operands, *relation.results), strict=True):
+            if dims is not None and tensor.kind != "constant":
+                for axis, dim in zip(found.of(tensor), dims, strict=True):
+                    if axis.size > 1:
+                        unify(axis, _axis(dim, axes))
+        for axis, role in zip(axes, relation.letters.roles, strict=True):
+            if role is Role.WHOLE:
+                _need_whole(axis, call.name)
+            elif role is not Role.SAME:
+                found.uses.append(AxisUse(call, axis, role))
+    return found
+
+
+def _axis(dim: Dim, axes: Sequence[DimAxis]) -> DimAxis:
+    made = [
+        _concatenation([_axis(p, axes) for p in part.parts]) if isinstance(part, Concat) else axes[part] for part in dim
+    ]
+    return _product(made)
+
+
+# ---- cuts
+
+ALL = 255
+"""The label of an element that every rank holds."""
+
+
+def spread(labels: bytes, inside: int, outside: int) -> bytes:
+    """Returns the labels of a dim of which a factor has ``labels``, with so many elements inside and outside of it.
+
+    >>> list(spread(bytes([0, 1]), inside=2, outside=2))
+    [0, 0, 1, 1, 0, 0, 1, 1]
+    """
+    if inside > 1:
+        labels = b"".join(bytes((label,)) * inside for label in labels)
+    return labels * outside
+
+
+def labels_of(axis: DimAxis, cut: Mapping[DimAxis, bytes]) -> bytes | None:
+    """Returns the rank that holds each element of a dim, given those of the axes that are cut; None for a whole dim.
+
+    >>> heads = DimAxis(2)
+    >>> list(labels_of(_product([heads, DimAxis(3)]), {heads: bytes([0, 1])}))
+    [0, 0, 0, 1, 1, 1]
+    """
+    axis = root(axis)
+    if axis in cut:
+        return cut[axis]
+    found = [(labels_of(inner, cut), root(inner).size) for inner in axis.inner]
+    held = [number for number, (labels, _) in enumerate(found) if labels is not None]
+    if not held:
+        return None
+    if axis.parts is not None:
+        return b"".join(bytes((ALL,)) * size if labels is None else labels for labels, size in found)
+    (number,) = held
+    labels = found[number][0]
+    assert labels is not None, "it is held"
+    inside = prod(size for _, size in found[number + 1 :])
+    return spread(labels, inside, prod(size for _, size in found[:number]))

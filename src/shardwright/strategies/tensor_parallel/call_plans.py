@@ -1,0 +1,362 @@
+"""Plans one call of a function whose tensors are cut: which operators run on this rank's parts, and what is sent.
+
+A function that gets a part of a tensor is run once on meta tensors of the whole shapes; its operators are read with the
+table of ``analysis/operator_dims.py``. Of each operator the plan says what happens to its operands before it runs:
+
+    copy     a whole operand of cut work: its gradient is a partial sum, which the backward adds up
+    slice    a whole operand where a part is needed
+    gather   a part where the operator needs the whole
+
+and whether its result is a partial sum, which is added up. Sizes among the arguments become those of this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwright.analysis.operator_dims import Dims, Letters, Relation, Role, relation_of
+from shardwright.analysis.recording import Recorded, RecordedCall, TensorUse
+from shardwright.analysis.run_axes import ALL
+from shardwright.strategies.tensor_parallel.tensor_parts import (
+    NotOneLetterError,
+    TensorPart,
+    cut_of,
+    letters_of,
+    num_held,
+    part_of,
+)
+
+SUMMABLE = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "sum", "mean", "dot", "mv"])
+"""The operators whose results over parts of a sum can be added."""
+
+# fmt: off
+_PARTLY_CUT = frozenset((
+    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "slice", "narrow",
+    "split", "split_with_sizes", "clone", "expand", "_to_copy", "linear", "addmm", "mm", "add",
+))
+# fmt: on
+"""The operators that run on dims of which every rank holds some elements: they move elements, or compute each alone."""
+
+
+class NotOnPartsError(Exception):
+    """Raised where a call cannot run on parts; it runs on the whole then."""
+
+
+class Slot(NamedTuple):
+    """The place of a tensor among those of a call plan."""
+
+    number: int
+
+
+class OperandChange(NamedTuple):
+    """What happens to an operand before an operator runs; ``cut`` gives the rank of each index of ``dim``."""
+
+    slot: int
+    kind: Literal["copy", "slice", "gather"]
+    dim: int = 0
+    cut: bytes = b""
+
+
+class OperatorStep(NamedTuple):
+    """One operator of a call plan: ``args`` and ``named`` have a :class:`Slot` in place of each tensor.
+
+    ``summed``: the results are partial sums. ``addend``: the slot of what is added once, after the sum.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    changes: tuple[OperandChange, ...]
+    results: tuple[int, ...]
+    summed: bool = False
+    addend: Slot | None = None
+    addend_dim: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """What runs in place of one call: operators on this rank's parts. ``given`` are the slots of the arguments."""
+
+    steps: tuple[OperatorStep, ...]
+    results: Any
+    parts: Mapping[int, TensorPart | None]
+    num_slots: int
+    given: tuple[int, ...]
+
+
+def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[tuple[Tensor, TensorPart | None]], rank: int,
+              device: torch.device) -> CallPlan:  # fmt: skip
+    """Plans one call for one rank; ``args`` and ``named`` hold meta tensors of whole shapes, which ``tensors`` lists.
+
+    Raises: NotOnPartsError, ValueReadError: it cannot run on parts.
+    """
+    recorded = Recorded()
+    uses = [(recorded.use(tensor, "input"), part) for tensor, part in tensors]
+    with torch.no_grad(), recorded:
+        result = function(*args, **named)
+    planning = _Planning(rank, device)
+    given = [planning.slot(use, part) for use, part in uses]
+    for call in recorded.recording.calls:
+        planning.call(call)
+
+    def place(leaf: Any) -> Any:
+        return Slot(planning.slot(recorded.use(leaf))) if isinstance(leaf, Tensor) else leaf
+
+    results = tree_map(place, result)
+    return CallPlan(tuple(planning.steps), results, planning.parts, len(planning.parts), tuple(given))
+
+
+class _GatherFirstError(Exception):
+    """Raised where operands must be gathered before an operator: the slot, or None for all."""
+
+    def __init__(self, slot: int | None = None) -> None:
+        super().__init__()
+        self.slot = slot
+
+
+class _Planning:
+    """Plans the operators of one call in turn."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank, self.device = rank, device
+        self.slots: dict[TensorUse, int] = {}
+        self.parts: dict[int, TensorPart | None] = {}
+        self.steps: list[OperatorStep] = []
+
+    def slot(self, use: TensorUse, part: TensorPart | None = None) -> int:
+        if use not in self.slots:
+            self.slots[use] = len(self.slots)
+            self.parts[self.slots[use]] = part
+        return self.slots[use]
+
+    def call(self, call: RecordedCall) -> None:
+        slots = [self.slot(use) for use in call.operands]
+        cut = {slot for slot in slots if self.parts[slot] is not None}
+        if not cut:
+            self._add(call, OperatorStep(call.function, call.args, call.named, (), ()), [None] * len(call.results))
+            return
+        relation = relation_of(call)
+        gathered: set[int] = set()
+        while True:
+            try:
+                self._on_parts(call, relation, slots, gathered)
+                return
+            except _GatherFirstError as found:
+                more = cut - gathered if found.slot is None else {found.slot} - gathered
+                if not more:
+                    raise NotOnPartsError(call.name) from None
+                gathered |= more
+            except NotOneLetterError:
+                if gathered >= cut:
+                    raise NotOnPartsError(call.name) from None
+                gathered |= cut
+
+    def _on_parts(self, call: RecordedCall, relation: Relation, slots: Sequence[int], gathered: set[int]) -> None:
+        written = {self.slot(use) for use in call.written}
+        if written & gathered:
+            raise NotOnPartsError(f"{call.name} writes to a part of which it needs the whole")
+        parts = {slot: None if slot in gathered else self.parts[slot] for slot in slots}
+        labels = _labels(call, relation, [(slot, parts[slot]) for slot in slots])
+        letters = relation.letters
+        cuts = [tuple(cut_of(dim, labels, letters) for dim in dims) for dims in relation.results]
+        summed = any(letters.roles[letter] is Role.SUM for letter in labels)
+        some = [cut for each in cuts for cut in each if cut is not None]
+        if (
+            any(sum(cut is not None for cut in each) > 1 for each in cuts)
+            or (summed and some)
+            or (call.name == "cat" and any(ALL in cut for cut in some))
+        ):
+            raise _GatherFirstError
+        changes = [
+            OperandChange(slot, "gather", dim, cut)
+            for slot in sorted(gathered)
+            for dim, cut in _dims_cut(self.parts[slot])
+        ]
+        if labels:
+            changes += _changes(relation, slots, parts, labels, written, summed)
+        made = [part_of(use.shape, cut) for use, cut in zip(call.results, cuts, strict=True)]
+        step = OperatorStep(call.function, call.args, call.named, tuple(changes), (), summed)
+        self._add(call, _localized(call, step, relation, labels, made, self.rank) if labels else step, made)
+
+    def _add(self, call: RecordedCall, step: OperatorStep, parts: Iterable[TensorPart | None]) -> None:
+        results = []
+        for use, part in zip(call.results, parts, strict=True):
+            results.append(self.slot(use))
+            self.parts[results[-1]] = part
+
+        def place(leaf: Any) -> Any:
+            if isinstance(leaf, TensorUse):
+                return Slot(self.slot(leaf))
+            return self.device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+        args, named, addend = tree_map(place, (step.args, step.named, step.addend))
+        self.steps.append(step._replace(args=args, named=named, addend=addend, results=tuple(results)))
+
+
+def _dims_cut(part: TensorPart | None) -> list[tuple[int, bytes]]:
+    return [(dim, cut) for dim, cut in enumerate(part.cuts) if cut is not None] if part is not None else []
+
+
+def _labels(
+    call: RecordedCall, relation: Relation, operands: Sequence[tuple[int, TensorPart | None]]
+) -> dict[int, bytes]:
+    """Returns the labels of an operator's letters, from the cuts of its operands."""
+    found: dict[int, bytes] = {}
+    for (slot, part), dims in zip(operands, relation.operands, strict=True):
+        if part is None or dims is None:
+            continue
+        for dim, cut in zip(dims, part.cuts, strict=True):
+            if cut is None:
+                continue
+            try:
+                own = letters_of(dim, cut, relation.letters)
+            except NotOneLetterError:
+                raise _GatherFirstError(slot) from None
+            for letter, labels in own.items():
+                role, partly = relation.letters.roles[letter], ALL in labels
+                if (
+                    role is Role.WHOLE
+                    or (role is Role.SUM and (partly or call.name not in SUMMABLE))
+                    or (role is Role.LOOKUP)
+                    or (partly and call.name not in _PARTLY_CUT)
+                    or found.setdefault(letter, labels) != labels
+                ):
+                    raise _GatherFirstError(slot)
+    return found
+
+
+def _changes(
+    relation: Relation, slots: Sequence[int], parts: Mapping[int, TensorPart | None], labels: Mapping[int, bytes],
+    written: set[int], summed: bool,
+) -> list[OperandChange]:  # fmt: skip
+    """Returns what happens to the operands of an operator whose letters have labels."""
+    found: list[OperandChange] = []
+    for number, (slot, dims) in enumerate(zip(slots, relation.operands, strict=True)):
+        if dims is None or (summed and number == relation.addend):
+            continue
+        need = _cuts(dims, labels, relation.letters)
+        part = parts[slot]
+        has = part.cuts if part is not None else (None,) * len(dims)
+        if need == has:
+            if part is None:
+                if slot in written:
+                    raise _GatherFirstError
+                found.append(OperandChange(slot, "copy"))
+            continue
+        if slot in written:
+            raise _GatherFirstError
+        for dim, (wanted, given) in enumerate(zip(need, has, strict=True)):
+            if wanted != given:
+                if given is not None or wanted is None:
+                    raise _GatherFirstError(slot)
+                if ALL in wanted:  # the gradient of what all hold would be added up
+                    raise _GatherFirstError
+                found.append(OperandChange(slot, "slice", dim, wanted))
+    return found
+
+
+def _cuts(dims: Dims, labels: Mapping[int, bytes], letters: Letters) -> tuple[bytes | None, ...]:
+    return tuple(cut_of(dim, labels, letters) for dim in dims)
+
+
+# ---- arguments of this rank's part
+
+
+def _localized(
+    call: RecordedCall, step: OperatorStep, relation: Relation, labels: Mapping[int, bytes],
+    made: Sequence[TensorPart | None], rank: int,
+) -> OperatorStep:  # fmt: skip
+    """Returns an operator's step with the sizes of this rank's part in place of those of the whole."""
+    args, name, aten = list(call.args), call.name, torch.ops.aten
+    part = made[0] if made else None
+    if name in ("view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "broadcast_to"):
+        if part is not None:
+            args[1] = list(part.local_shape(rank))
+        function = aten.reshape.default if name in ("_unsafe_view", "_reshape_alias") else call.function
+        return step._replace(function=function, args=tuple(args))
+    if name in ("slice", "narrow"):
+        return _sliced(call, step, relation, labels, rank)
+    if name in ("split", "split_with_sizes", "chunk", "unsafe_split"):
+        dim = call.argument(2, "dim", 0) % len(call.operands[0].shape)
+        sizes = [
+            (own.local_shape(rank) if own is not None else use.shape)[dim]
+            for own, use in zip(made, call.results, strict=True)
+        ]
+        return step._replace(function=aten.split_with_sizes.default, args=(args[0], sizes, dim), named={})
+    if name == "convolution":
+        group = next((p for dim in (relation.operands[0] or ())[1:2] for p in dim if p in labels), None)
+        if group is not None and args[8] > 1 and relation.letters.sizes[_letter(group)] == args[8]:
+            args[8] = num_held(labels[_letter(group)], rank)
+        if step.summed:
+            bias, args[2] = args[2], None
+            return step._replace(args=tuple(args), addend=bias, addend_dim=1)
+        return step._replace(args=tuple(args))
+    if name == "native_group_norm" and part is not None:
+        args[4], groups = part.local_shape(rank)[1], made[1]
+        args[6] = groups.local_shape(rank)[1] if groups is not None else args[6]
+        return step._replace(args=tuple(args))
+    if name == "mean" and step.summed:
+        count = prod(call.operands[0].shape) // max(prod(call.results[0].shape), 1)
+        return step._replace(function=partial(_share_of_mean, count))
+    if step.summed and name in ("addmm", "baddbmm"):
+        if any(value != 1 for value in call.named.values()):
+            raise NotOnPartsError(f"{name} with factors")
+        function = aten.mm.default if name == "addmm" else aten.bmm.default
+        return step._replace(function=function, args=tuple(args[1:]), named={}, addend=args[0])
+    if step.summed and name == "linear":
+        bias = call.argument(2, "bias")
+        named = {key: value for key, value in call.named.items() if key != "bias"}
+        return step._replace(args=tuple(args[:2]), named=named, addend=bias)
+    return step
+
+
+def _letter(part: Any) -> int:
+    assert isinstance(part, int), "a letter"
+    return part
+
+
+def _share_of_mean(count: int, x: Tensor, *args: Any, **named: Any) -> Tensor:
+    """The part of a mean over ``count`` elements that some of them contribute."""
+    total: Tensor = torch.ops.aten.sum.dim_IntList(x, *args, **named)
+    return total / count
+
+
+def _sliced(
+    call: RecordedCall, step: OperatorStep, relation: Relation, labels: Mapping[int, bytes], rank: int
+) -> OperatorStep:
+    dims = relation.operands[0]
+    dim = call.argument(1, "dim", 0) % len(call.operands[0].shape)
+    assert dims is not None, "a slice has a rule"
+    cut = cut_of(dims[dim], labels, relation.letters)
+    if cut is None:
+        return step
+    start, size = call.argument(2, "start") or 0, call.results[0].shape[dim]
+    every = call.argument(4, "step", 1) if call.name == "slice" else 1
+    if every != 1:  # every n-th of a factor that is whole
+        return step._replace(args=(call.args[0], dim, start, 2**62, every), named={})
+    start += len(cut) if start < 0 else 0
+    first, last = num_held(cut[:start], rank), num_held(cut[: start + size], rank)
+    return step._replace(function=torch.ops.aten.slice.Tensor, args=(call.args[0], dim, first, last), named={})
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors in the arguments of a call."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns a meta tensor of a shape whose dims lie in memory in the order of another tensor's."""
+    if tuple(shape) == tuple(tensor.shape):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    made = torch.empty([shape[dim] for dim in order], dtype=tensor.dtype, device="meta")
+    return made.permute([order.index(dim) for dim in range(tensor.dim())])

@@ -1,0 +1,146 @@
+"""Chooses which axes of a model's run a tensor-parallel axis cuts, from the operators alone.
+
+Candidates are the axes that parameters have, that no operator needs whole, and that are not dims of the inputs: the
+heads of attentions, the inner features of MLPs, the groups of convolutions. Two that meet in one tensor, in different
+dims, exclude each other: a rank holds a part of one of its dims. Of these the ones that send the fewest elements for
+each parameter element are taken first. Cutting heads costs one sum after the output projection; cutting the features of
+a head would cost a sum of all scores, and cutting the features between blocks a sum after every layer that reads them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from shardwright.analysis.operator_dims import Role
+from shardwright.analysis.recording import Recording, record_forward
+from shardwright.analysis.run_axes import ALL, DimAxis, RunAxes, axes_of, labels_of, leaves, root
+from shardwright.mesh import balanced
+from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, part_of
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCuts:
+    """The parts of parameters and buffers that ranks hold, by name, and the share of parameter elements that is cut."""
+
+    parts: Mapping[str, TensorPart]
+    share: float
+
+
+@dataclass(slots=True)
+class _Candidate:
+    axis: DimAxis
+    num_elements: int = 0
+    num_sent: int = 0
+    in_output: bool = False
+    excludes: set[DimAxis] = field(default_factory=set)
+
+
+def graph_cuts(model: nn.Module, inputs: Any, size: int) -> GraphCuts:
+    """Returns how an axis of ``size`` ranks cuts a model, on the meta device, that gets inputs like these.
+
+    Raises: ValueReadError: the forward reads values that depend on a parameter or an input.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).to("meta")
+    >>> cuts = graph_cuts(model, torch.empty(2, 6, device="meta"), 2)
+    >>> {name: part.local_shape(0) for name, part in cuts.parts.items()}, round(cuts.share, 2)
+    ({'0.weight': (4, 6), '0.bias': (4,), '2.weight': (6, 4)}, 0.95)
+    """
+    recording = record_forward(model, inputs)
+    axes = axes_of(recording)
+    cut = {axis: _balanced(axis.size, size) for axis in _chosen(recording, axes, size)}
+    found = {}
+    for name, use in {**recording.parameters, **recording.buffers}.items():
+        part = part_of(use.shape, [labels_of(axis, cut) for axis in axes.of(use)])
+        if part is not None:
+            found[name] = part
+    whole = sum(prod(use.shape) for use in recording.parameters.values())
+    held = sum(prod(use.shape) for name, use in recording.parameters.items() if name in found)
+    return GraphCuts(found, held / max(whole, 1))
+
+
+def _balanced(num_elements: int, size: int) -> bytes:
+    return b"".join(
+        bytes((rank,)) * (stop - start) for rank, (start, stop) in enumerate(pairwise(balanced(num_elements, size)))
+    )
+
+
+def _chosen(recording: Recording, axes: RunAxes, size: int) -> list[DimAxis]:
+    found = _candidates(recording, axes, size)
+    by_cost = sorted(
+        found.values(), key=lambda each: (each.in_output, each.num_sent / each.num_elements, -each.num_elements)
+    )
+    taken: dict[DimAxis, _Candidate] = {}
+    for each in by_cost:
+        if each.axis not in each.excludes and each.excludes.isdisjoint(taken):
+            taken[each.axis] = each
+    for use in recording.parameters.values():  # a rank's copy of what all hold would need its own sum of gradients
+        labels = {axis: bytes(axis.size) for axis in taken}
+        for axis in axes.of(use):
+            cut = labels_of(axis, labels)
+            if cut is not None and ALL in cut:
+                for leaf in leaves(axis):
+                    taken.pop(leaf, None)
+    return list(taken)
+
+
+def _candidates(recording: Recording, axes: RunAxes, size: int) -> dict[DimAxis, _Candidate]:
+    """Returns the axes that could be cut, with what they cut, send and exclude."""
+    refused = {leaf for use in recording.inputs for axis in axes.of(use) for leaf in leaves(axis)}
+    refused |= {leaf for use in axes.uses if use.role is Role.LOOKUP for leaf in leaves(use.axis)}
+    found: dict[DimAxis, _Candidate] = {}
+    for use in recording.parameters.values():
+        for axis in axes.of(use):
+            for leaf in dict.fromkeys(leaves(axis)):  # in order: every rank makes the same choice
+                if not leaf.whole and leaf.size >= size and leaf not in refused:
+                    num_elements = prod(use.shape) * _num_along(leaf, axis) // axis.size
+                    found.setdefault(leaf, _Candidate(leaf)).num_elements += num_elements
+    for each in axes.uses:
+        if each.role is Role.SUM:
+            for leaf in set(leaves(each.axis)) & found.keys():
+                found[leaf].num_sent += 2 * sum(prod(result.shape) for result in each.call.results)
+    for leaf in {leaf for use in recording.outputs for axis in axes.of(use) for leaf in leaves(axis)} & found.keys():
+        found[leaf].in_output = True  # it is gathered at the end: inner axes come first
+    for dims in axes.dims.values():
+        _exclude([set(leaves(axis)) & found.keys() for axis in dims], found)
+        for axis in dims:
+            _exclude_inside(axis, found)
+    return found
+
+
+def _num_along(leaf: DimAxis, axis: DimAxis) -> int:
+    """Returns how many elements of an axis lie in parts that have the leaf."""
+    axis = root(axis)
+    if axis.parts is not None:
+        return sum(_num_along(leaf, part) for part in axis.parts)
+    return axis.size if leaf in set(leaves(axis)) else 0
+
+
+def _exclude_inside(axis: DimAxis, found: dict[DimAxis, _Candidate]) -> None:
+    """Two factors of one dim exclude each other; two parts of it do not."""
+    axis = root(axis)
+    if axis.factors is not None:
+        _exclude([set(leaves(factor)) & found.keys() for factor in axis.factors], found)
+    for inner in axis.inner:
+        _exclude_inside(inner, found)
+
+
+def _exclude(groups: Sequence[set[DimAxis]], found: dict[DimAxis, _Candidate]) -> None:
+    several = [group for group in groups if group]
+    if len(several) < 2:
+        return
+    times: defaultdict[DimAxis, int] = defaultdict(int)
+    for leaf in chain.from_iterable(several):
+        times[leaf] += 1
+    every = set(times)
+    for group in several:
+        others = {leaf for leaf in every if times[leaf] > (leaf in group)}
+        for leaf in group:
+            found[leaf].excludes |= others

@@ -1,0 +1,293 @@
+"""Runs a user's own forward on tensors of which each rank holds a part, as if each were whole.
+
+Parameters are tagged with the part that a rank holds (``tensor_parts.py``). Under :class:`PartsMode` every function
+that gets a tagged tensor runs as ``call_plans.py`` plans it, and its results are tagged; control flow, routing and
+modules that are called twice need no care. Sizes are those of the whole: ``x.shape``, ``x.size()`` and ``len(x)`` of a
+part give the size of the whole tensor, so that all of the user's arithmetic with sizes is that of one device.
+
+A call is planned once for each signature: the function, the parts and shapes of its tensors, its other arguments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from shardwright.analysis.meta_values import ValueReadError
+from shardwright.analysis.run_axes import ALL
+from shardwright.comm.autograd import cut_to_whole, partial_to_whole, sum_gradient, whole_to_cut
+from shardwright.comm.axis import Axis
+from shardwright.strategies.tensor_parallel.call_plans import (
+    CallPlan,
+    NotOnPartsError,
+    OperandChange,
+    OperatorStep,
+    Slot,
+    like,
+    plan_call,
+)
+from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, held, tag, tagged
+
+NUM_COPIES = 4
+"""How many tensors whose gradient is added up are remembered, so that q, k and v layers share one sum."""
+
+_SIZES: Mapping[Any, Callable[[TensorPart], Any]] = {
+    Tensor.shape.__get__: lambda part: part.shape,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__: lambda part: len(part.shape),  # type: ignore[attr-defined]
+    Tensor.dim: lambda part: len(part.shape),
+    Tensor.ndimension: lambda part: len(part.shape),
+    Tensor.numel: lambda part: prod(part.shape),
+    Tensor.nelement: lambda part: prod(part.shape),
+    torch.numel: lambda part: prod(part.shape),
+    Tensor.__len__: lambda part: part.shape[0],
+}
+_READS = frozenset(
+    (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__contains__,
+     Tensor.__repr__, Tensor.__index__)
+)  # fmt: skip
+_OF_PARTS = frozenset(
+    (Tensor.is_floating_point, Tensor.is_complex, Tensor.stride, Tensor.is_contiguous, Tensor.element_size,
+     Tensor.get_device, Tensor.data_ptr, Tensor.storage_offset, Tensor.requires_grad_, Tensor.register_hook,
+     Tensor.retain_grad, Tensor.untyped_storage, torch.is_floating_point, torch.is_complex)
+)  # fmt: skip
+"""The functions that say the same of a part as of the whole."""
+
+
+class PartsMode(TorchFunctionMode):
+    """The context in which functions run on this rank's parts of tensors.
+
+    ``gathered`` counts, by function, the calls whose tensors had to be gathered.
+
+    >>> import torch
+    >>> from shardwright.comm.launch import run_on_threads
+    >>> from shardwright.mesh import Mesh
+    >>> from shardwright.strategies.tensor_parallel.tensor_parts import part_of
+    >>> def work(axes):
+    ...     rank, x = axes["tp"].index, torch.ones(1, 2)
+    ...     up, down = torch.ones(2, 2), torch.ones(2, 2)  # of layers 2 -> 4 -> 2
+    ...     tag(up, part_of((4, 2), (bytes([0, 0, 1, 1]), None)))
+    ...     tag(down, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+    ...     with PartsMode(axes["tp"]):
+    ...         middle = torch.nn.functional.linear(x, up)
+    ...         return list(middle.shape), torch.nn.functional.linear(middle, down).tolist()
+    >>> run_on_threads(Mesh(tp=2), work)[1]
+    ([1, 4], [[8.0, 8.0]])
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+        self.gathered: Counter[str] = Counter()
+        self.num_planned = 0
+        self.depth = 0
+        self._plans: dict[Any, CallPlan | None] = {}
+        self._copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=NUM_COPIES)
+
+    def __enter__(self) -> PartsMode:
+        self.depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.depth -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._copies.clear()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named: dict[str, Any] = dict(kwargs) if kwargs else {}
+        if not _has_part(args) and not (named and _has_part(tuple(named.values()))):
+            return func(*args, **named)
+        part = tagged(args[0]) if args and isinstance(args[0], Tensor) else None
+        if part is not None:
+            size = _SIZES.get(func)
+            if size is not None:
+                return size(part)
+            if func is Tensor.size:
+                dim = args[1] if len(args) > 1 else named.get("dim")
+                return part.shape if dim is None else part.shape[dim]
+        if func in _OF_PARTS:
+            return func(*args, **named)
+        if func in _READS:
+            args, named = tree_map_only(Tensor, self.whole, (args, named))
+            return func(*args, **named)
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):
+            result = func(*args, **named)  # .dtype, .device, .requires_grad; views such as .T are planned
+            if not isinstance(result, Tensor) or result is args[0]:
+                return result
+        return self._call(func, args, named)
+
+    def _call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        flat, spec = tree_flatten((args, named))
+        key = _signature(func, flat, spec)
+        if key is None or key not in self._plans:
+            plan = self._planned(func, flat, spec)
+            if key is not None:
+                self._plans[key] = plan
+        else:
+            plan = self._plans[key]
+        if plan is None:
+            self.gathered[getattr(func, "__name__", str(func))] += 1
+            args, named = tree_unflatten([self.whole(x) if isinstance(x, Tensor) else x for x in flat], spec)
+            return func(*args, **named)
+        return self._run(plan, [x for x in flat if isinstance(x, Tensor)])
+
+    def _planned(self, func: Any, flat: Sequence[Any], spec: Any) -> CallPlan | None:
+        """Plans a call; None where it cannot run on parts and so runs on the whole."""
+        self.num_planned += 1
+        on_meta: dict[int, Tensor] = {}
+        tensors = []
+        for x in flat:
+            if isinstance(x, Tensor):
+                part = tagged(x)
+                made = on_meta.setdefault(id(x), like(x, x.shape if part is None else part.shape))
+                tensors.append((made, part))
+        device = next(x.device for x in flat if isinstance(x, Tensor))
+        args, named = tree_unflatten([on_meta[id(x)] if isinstance(x, Tensor) else x for x in flat], spec)
+        try:
+            return plan_call(func, args, named, tensors, self.axis.index, device)
+        except (NotOnPartsError, ValueReadError):
+            return None
+
+    def _run(self, plan: CallPlan, tensors: Sequence[Tensor]) -> Any:
+        values: list[Any] = [None] * plan.num_slots
+        for slot, tensor in zip(plan.given, tensors, strict=True):
+            values[slot] = tensor
+        for step in plan.steps:
+            self._step(step, values)
+
+        def result(leaf: Any) -> Any:
+            if isinstance(leaf, Slot):
+                tag(values[leaf.number], plan.parts[leaf.number])
+                return values[leaf.number]
+            return leaf
+
+        return _filled(plan.results, result)
+
+    def _step(self, step: OperatorStep, values: list[Any]) -> None:
+        changed: dict[int, Tensor] = {}
+        for change in step.changes:
+            changed[change.slot] = self._changed(changed.get(change.slot, values[change.slot]), change)
+
+        def value(leaf: Any) -> Any:
+            return changed.get(leaf.number, values[leaf.number]) if isinstance(leaf, Slot) else leaf
+
+        results = step.function(*_filled(step.args, value), **_filled(step.named, value))
+        found = [results] if isinstance(results, Tensor) else [x for x in tree_leaves(results) if isinstance(x, Tensor)]
+        if step.summed:
+            found = [partial_to_whole(x, self.axis) for x in found]
+            if step.addend is not None:
+                addend = value(step.addend)
+                if step.addend_dim >= 0:
+                    addend = addend.view(-1, *(1,) * (found[0].dim() - 1 - step.addend_dim))
+                found[0] = found[0] + addend
+        for slot, x in zip(step.results, found, strict=True):
+            values[slot] = x
+
+    def _changed(self, x: Tensor, change: OperandChange) -> Tensor:
+        if change.kind == "gather":
+            return self._gather(x, change.dim, change.cut)
+        if change.kind == "slice":
+            return self._slice(x, change.dim, change.cut)
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        for before, version, made in self._copies:
+            if before is x and x._version == version:
+                return made
+        made = sum_gradient(x, self.axis)
+        self._copies.append((x, x._version, made))
+        return made
+
+    def _gather(self, x: Tensor, dim: int, cut: bytes) -> Tensor:
+        if ALL in cut:
+            return self._gather_partly(x, dim, cut)
+        whole = cut_to_whole(x, self.axis, dim, [cut.count(rank) for rank in range(self.axis.size)])
+        order = [index for rank in range(self.axis.size) for index in held(cut, rank)]
+        return whole if order == sorted(order) else whole.index_select(dim, _inverse(order, x.device))
+
+    def _gather_partly(self, x: Tensor, dim: int, cut: bytes) -> Tensor:
+        """Gathers a dim of which every rank holds some elements."""
+        mine = held(cut, self.axis.index)
+        own = [at for at, index in enumerate(mine) if cut[index] != ALL]
+        common = [at for at, index in enumerate(mine) if cut[index] == ALL]
+        sizes = [cut.count(rank) for rank in range(self.axis.size)]
+        gathered = cut_to_whole(_chosen(x, dim, own), self.axis, dim, sizes)
+        order = [index for rank in range(self.axis.size) for index, label in enumerate(cut) if label == rank]
+        order += [index for index, label in enumerate(cut) if label == ALL]
+        return torch.cat([gathered, _chosen(x, dim, common)], dim).index_select(dim, _inverse(order, x.device))
+
+    def _slice(self, x: Tensor, dim: int, cut: bytes) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            order = [index for rank in range(self.axis.size) for index in held(cut, rank)]
+            if order != sorted(order):
+                x = x.index_select(dim, torch.tensor(order, device=x.device))
+            return whole_to_cut(x, self.axis, dim, [cut.count(rank) for rank in range(self.axis.size)])
+        return _chosen(x, dim, held(cut, self.axis.index))
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Gathers a tensor that is a part. Traffic: one all-gather for each dim that is cut."""
+        part = tagged(x)
+        for dim, cut in enumerate(part.cuts if part is not None else ()):
+            if cut is not None:
+                x = self._gather(x, dim, cut)
+        return x
+
+
+def _chosen(x: Tensor, dim: int, indices: Sequence[int]) -> Tensor:
+    if not indices or tuple(indices) == tuple(range(indices[0], indices[0] + len(indices))):
+        return x.narrow(dim, indices[0] if indices else 0, len(indices))
+    return x.index_select(dim, torch.tensor(indices, device=x.device))
+
+
+def _inverse(order: Sequence[int], device: torch.device) -> Tensor:
+    inverse = [0] * len(order)
+    for at, index in enumerate(order):
+        inverse[index] = at
+    return torch.tensor(inverse, device=device)
+
+
+def _has_part(args: tuple[Any, ...]) -> bool:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if tagged(arg) is not None:
+                return True
+        elif isinstance(arg, list | tuple) and _has_part(tuple(arg)):
+            return True
+    return False
+
+
+def _signature(func: Any, flat: Sequence[Any], spec: Any) -> Any:
+    """What a call's plan depends on; None where that cannot be compared."""
+    numbers: dict[int, int] = {}
+    key: list[Any] = [func, spec, torch.is_grad_enabled()]
+    for x in flat:
+        if isinstance(x, Tensor):
+            part = tagged(x)
+            key += [x.shape if part is None else part, x.stride(), x.dtype, numbers.setdefault(id(x), len(numbers))]
+        elif isinstance(x, slice):
+            key.append(("slice", x.start, x.stop, x.step))
+        else:
+            key += [type(x), x]
+    try:
+        hash(signature := tuple(key))
+    except TypeError:
+        return None
+    return signature
+
+
+def _filled(tree: Any, value: Callable[[Any], Any]) -> Any:
+    """Returns arguments or results with values in place of slots."""
+    if isinstance(tree, Slot):
+        return value(tree)
+    if isinstance(tree, tuple | list):
+        made = [_filled(each, value) for each in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+    return {key: _filled(each, value) for key, each in tree.items()} if isinstance(tree, dict) else tree

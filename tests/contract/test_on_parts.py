@@ -1,0 +1,132 @@
+"""Models that no pattern knows run on parts of their tensors, cut by what their operators do, as one device would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.contract.cases import CHECKS, Case, planned
+from torch import nn
+from torch.nn import functional
+
+from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.planning import structural_copy
+from shardwright.strategies.tensor_parallel.on_parts import PartsNote
+
+WIDTH, HEADS, TOKENS, WORDS = 16, 4, 6, 23
+
+
+class TransposedLinear(nn.Module):
+    """A linear layer whose weight is stored (in, out), as GPT-2's first code has it."""
+
+    def __init__(self, given: int, made: int):
+        super().__init__()
+        self.made = made
+        self.weight = nn.Parameter(torch.randn(given, made) * 0.3)
+        self.bias = nn.Parameter(torch.randn(made) * 0.1)
+
+    def forward(self, x):
+        flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return flat.view((*x.size()[:-1], self.made))
+
+
+class FusedBlock(nn.Module):
+    """One layer for q, k and v, split by sizes of the whole; scores and softmax written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = TransposedLinear(WIDTH, 3 * WIDTH), TransposedLinear(WIDTH, WIDTH)
+        self.up, self.down = TransposedLinear(WIDTH, 20), TransposedLinear(20, WIDTH)
+
+    def forward(self, x):
+        samples, tokens, width = x.size()
+        q, k, v = self.qkv(self.norm(x)).split(width, dim=2)
+        q, k, v = (each.view(samples, tokens, HEADS, width // HEADS).transpose(1, 2) for each in (q, k, v))
+        scores = q @ k.transpose(-2, -1) / k.size(-1) ** 0.5
+        hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
+        attended = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+        x = x + self.out(attended.transpose(1, 2).contiguous().view(samples, tokens, width))
+        h = self.up(self.norm2(x))
+        return x + self.down(0.5 * h * (1 + torch.tanh(h)))
+
+
+class GroupedBlock(nn.Module):
+    """Fewer heads of keys than of queries, rotary positions, a gated MLP; attention by torch's own function."""
+
+    def __init__(self):
+        super().__init__()
+        size = WIDTH // HEADS
+        self.q, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * size), nn.Linear(WIDTH, 2 * size)
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def _norm(self, x):
+        return self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    def _turned(self, x, cos, sin):
+        a, b = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+    def forward(self, x):
+        shape = (*x.shape[:-1], -1, WIDTH // HEADS)
+        h = self._norm(x)
+        q, k, v = (layer(h).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        speeds = torch.tensor([1.0, 0.1, 1.0, 0.1], device=x.device)
+        angles = torch.arange(x.shape[1], device=x.device)[:, None] * speeds
+        q, k = (self._turned(each, angles.cos().to(x.dtype), angles.sin().to(x.dtype)) for each in (q, k))
+        k, v = (each[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for each in (k, v))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).reshape(*x.shape[:-1], -1))
+        h = self._norm(x)
+        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+
+
+class Language(nn.Module):
+    def __init__(self, block: type[nn.Module]):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.randn(TOKENS, WIDTH))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens):
+        assert tokens.size(1) <= TOKENS, "too many tokens"
+        x = self.words(tokens) + self.places[: tokens.size(1)]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class OwnCase(Case):
+    """A model that is given as it is."""
+
+    @property
+    def model(self) -> nn.Module:
+        return structural_copy(self.config, torch.Tensor.double)
+
+    @property
+    def batches(self):
+        draw = torch.Generator().manual_seed(1)
+        sizes = [(samples, TOKENS) for samples in self.num_samples]
+        return [tuple(torch.randint(WORDS, size, generator=draw) for _ in range(2)) for size in sizes]
+
+
+def case_of(block: type[nn.Module]) -> OwnCase:
+    torch.manual_seed(1)
+    return OwnCase(block.__name__, Language(block), CrossEntropy(), num_tokens=TOKENS)
+
+
+CASES = {block.__name__: case_of(block) for block in (FusedBlock, GroupedBlock)}
+
+
+LINES = ("tp2", "tp4", "tp3", "dp2 tp2", "dp2/zero1 tp2", "dp2/zero3 tp2", "tp2 recompute:full")
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_of_operators_keeps_every_promise(name, line):
+    plan, _ = planned(line, CASES[name])
+    assert isinstance(plan.notes.get(""), PartsNote), "the model runs on parts"
+    for check in CHECKS:
+        check(line, CASES[name])
