@@ -119,10 +119,13 @@ def case_of(block: type[nn.Module]) -> OwnCase:
 CASES = {block.__name__: case_of(block) for block in (FusedBlock, GroupedBlock)}
 
 
-LINES = ("tp2", "tp4", "tp3", "dp2 tp2", "dp2/zero1 tp2", "dp2/zero3 tp2", "tp2 recompute:full")
+LINES = (
+    "tp2", "tp4", "tp3", "dp2 tp2", "dp2/zero1 tp2", "dp2/zero3 tp2", "tp2 recompute:full",
+    "tp2x2/2d", "tp2x2x2/2.5d", "tp2x2x2/3d", "tp2/sp", "dp2/zero3 tp2x2/2d", "tp3x2/2d recompute:full",
+)  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_of_operators_keeps_every_promise(name, line):

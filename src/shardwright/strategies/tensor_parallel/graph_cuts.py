@@ -27,10 +27,10 @@ from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, part
 
 @dataclass(frozen=True, slots=True)
 class GraphCuts:
-    """The parts of parameters and buffers that ranks hold, by name, and the share of parameter elements that is cut."""
+    """The parts of parameters and buffers that ranks hold, by name, and the modules that read each parameter."""
 
     parts: Mapping[str, TensorPart]
-    share: float
+    readers: Mapping[str, set[str]]
 
 
 @dataclass(slots=True)
@@ -50,20 +50,23 @@ def graph_cuts(model: nn.Module, inputs: Any, size: int) -> GraphCuts:
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).to("meta")
     >>> cuts = graph_cuts(model, torch.empty(2, 6, device="meta"), 2)
-    >>> {name: part.local_shape(0) for name, part in cuts.parts.items()}, round(cuts.share, 2)
-    ({'0.weight': (4, 6), '0.bias': (4,), '2.weight': (6, 4)}, 0.95)
+    >>> {name: part.local_shape(0) for name, part in cuts.parts.items()}
+    {'0.weight': (4, 6), '0.bias': (4,), '2.weight': (6, 4)}
     """
     recording = record_forward(model, inputs)
     axes = axes_of(recording)
-    cut = {axis: _balanced(axis.size, size) for axis in _chosen(recording, axes, size)}
+    cut = {} if size == 1 else {axis: _balanced(axis.size, size) for axis in _chosen(recording, axes, size)}
     found = {}
     for name, use in {**recording.parameters, **recording.buffers}.items():
         part = part_of(use.shape, [labels_of(axis, cut) for axis in axes.of(use)])
         if part is not None:
             found[name] = part
-    whole = sum(prod(use.shape) for use in recording.parameters.values())
-    held = sum(prod(use.shape) for name, use in recording.parameters.items() if name in found)
-    return GraphCuts(found, held / max(whole, 1))
+    readers: defaultdict[str, set[str]] = defaultdict(set)
+    for call in recording.calls:
+        for use in call.operands:
+            if use.kind == "parameter":
+                readers[use.name].add(call.module)
+    return GraphCuts(found, readers)
 
 
 def _balanced(num_elements: int, size: int) -> bytes:

@@ -1,26 +1,27 @@
 """Tensor parallelism for any model: the user's own forward on parts of its tensors, cut by what its operators do.
 
-Where no layer of a model is one that the grid modes know, the model is recorded (``graph_cuts.py``) and its parameters
-are cut along the axes found: heads, inner features of MLPs, groups. Its own code then runs under ``parts_mode.py``.
-
-::
+Where few layers of a model are ones that the grid modes know, the model is recorded (``graph_cuts.py``) and its
+parameters are cut along the axes found: heads, inner features of MLPs, groups. Its own code then runs under
+``parts_mode.py``. On a grid the axis of columns cuts these; over the others the samples are cut (role t), and each
+weight is stored in parts and gathered when its module runs::
 
     x --whole--> | q, k, v: columns of whole heads | --attention of these heads--> | o: rows | --sum--> y
 
 Traffic: per layer whose input is summed over, one all-reduce of its output forward; per tensor that cut layers read,
-    one all-reduce of its gradient backward; an all-gather of what an operator needs whole.
+    one all-reduce of its gradient backward; an all-gather of what an operator needs whole. For each weight that is
+    stored in parts one all-gather forward, and one reduce-scatter of its gradient.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
-from itertools import groupby
+from functools import partial, wraps
+from itertools import groupby, pairwise
 from math import prod
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,18 +32,21 @@ from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.structure import owners
+from shardwright.comm.autograd import cut_to_shared
 from shardwright.comm.axis import Axis
 from shardwright.comm.backends.fake import fake_world
 from shardwright.forward_stack import Forward, Rung, wrap
-from shardwright.mesh import Coord
+from shardwright.mesh import Coord, balanced
 from shardwright.plan.plan import Job, Plan
-from shardwright.plan.traffic import StepCalls, Traffic, sync_traffic
+from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.sharding.box import Ranges
-from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts
+from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
+from shardwright.strategies.tensor_parallel.sequence import cut_rows
 from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, held, tag
+from shardwright.strategy import check_samples_apart
 
 LEAST_SHARE = 0.2
 """The share of parameter elements that must be cut for a model to run on parts."""
@@ -58,115 +62,203 @@ def share_cut(plan: Plan, mode: Mode) -> float:
     return sum(size for size, cut in sizes if cut) / max(sum(size for size, _ in sizes), 1)
 
 
+@dataclass(frozen=True)
+class StoredParts:
+    """How a weight is stored in parts of ``dim`` over the axes that cut samples: its elements by index, slowest first.
+
+    ``sizes[n]`` are the elements that the indices of ``axes[n]`` hold, for each index on the axes before it.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+    sizes: tuple[tuple[tuple[int, ...], ...], ...]
+    everywhere: bool
+    """Whether other modules than its own read the weight: then it is gathered for the whole forward."""
+
+
 @dataclass(frozen=True, eq=False)
 class PartsNote:
-    """The parts of parameters and buffers that each rank of ``axis`` holds, by name, and the model, on meta."""
+    """What each rank holds, by name: parts over ``axis``, and weights stored in parts; the model is on meta."""
 
-    axis: str
+    axis: str | None
     parts: Mapping[str, TensorPart]
+    stored: Mapping[str, StoredParts]
     model: nn.Module
 
 
 def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | None:
     """Returns the plan with parameters cut along the axes of the model's run; None where less than ``least`` is cut.
 
-    That takes an example of the inputs, one axis without ``sp`` or ``seq``, and no stages.
+    That takes an example of the inputs, and samples that are cut rather than tokens; stages do not run on parts.
     """
-    if job.example is None or plan.layout.factor("pp") is not None or len(mode.axes) != 1 or mode.row_axes or job.roles:
+    if job.example is None or plan.layout.factor("pp") is not None or job.roles or mode.dim == 1 or mode.pinned:
         return None
-    (axis,) = mode.axes
+    columns = [axis for axis in mode.axes if axis.stream != "T"]
+    if len(columns) > 1 or (any(axis.stream == "C" for axis in columns) and mode.row_axes):
+        return None
+    name = columns[0].name if columns else None
     try:
-        cuts = graph_cuts(job.model, job.example, axis.size)
+        cuts = graph_cuts(job.model, job.example, columns[0].size if columns else 1)
     except (ValueReadError, RuntimeError, TypeError):  # the forward does not run without values
         return None
-    if cuts.share < least:
+    if mode.row_axes:
+        check_samples_apart(job.model, str(plan.layout.factor("tp")))
+        plan = cut_rows(plan, mode)
+    plan, parts = _cut_parts(plan, cuts.parts, name)
+    plan, stored = _store_parts(job.model, plan, cuts, mode, parts)
+    if share_cut(plan, mode) < least:
         return None
-    parts = {}
-    for name, part in cuts.parts.items():
-        (dim,) = (dim for dim, cut in enumerate(part.cuts) if cut is not None)
-        ranges = _ranges(part.cuts[dim] or b"", axis.size)
-        if name in plan.compute:
-            plan = plan.cut(name, axis.name, dim, ranges)
-        elif len(part.shape) == 1:
-            plan = plan.cut_buffer(name, part.shape[0], axis.name, ranges)
-        else:
-            continue  # it is sliced where it is used
-        parts[name] = part
-    for path, module, own, name in owners(job.model):
-        if name in parts:
-            local, whole = parts[name].local_shape(0), tuple(parts[name].shape)
-            plan = plan.role(path, mode.name, "parts", f"{own} {list(whole)}: {list(local)} on the first rank")
+    for path, module, own, whole in owners(job.model):
+        if whole in parts or whole in stored:
+            held = list(plan.compute[whole].local_shape(dict.fromkeys(plan.mesh.axes, 0)))
+            why = f"{own} {list(plan.compute[whole].shape)}: {held} on the first rank"
+            plan = plan.role(path, mode.name, "parts", why)
         elif path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
-    return plan.note("", PartsNote(axis.name, parts, job.model), by=mode.name, rung=Rung.ON_PARTS)
+    return plan.note("", PartsNote(name, parts, stored, job.model), by=mode.name, rung=Rung.ON_PARTS)
+
+
+def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str | None) -> tuple[Plan, dict[str, TensorPart]]:
+    """Cuts parameters and buffers into their parts over an axis."""
+    found = {}
+    for name, part in parts.items() if axis is not None else ():
+        assert axis is not None, "parts are of an axis"
+        (dim,) = (dim for dim, cut in enumerate(part.cuts) if cut is not None)
+        ranges = _ranges(part.cuts[dim] or b"", plan.mesh[axis])
+        if name in plan.compute:
+            plan = plan.cut(name, axis, dim, ranges)
+        elif len(part.shape) == 1:
+            plan = plan.cut_buffer(name, part.shape[0], axis, ranges)
+        else:
+            continue  # it is sliced where it is used
+        found[name] = part
+    return plan, found
 
 
 def _ranges(cut: bytes, size: int) -> Ranges:
     """The ranges of a dim that each index of the axis holds."""
 
     def runs(rank: int) -> tuple[tuple[int, int], ...]:
-        numbered = enumerate(held(cut, rank))
-        return tuple(
-            (run[0], run[-1] + 1)
-            for _, each in groupby(numbered, key=lambda pair: pair[1] - pair[0])
-            for run in [[index for _, index in each]]
-        )
+        runs = groupby(enumerate(held(cut, rank)), key=lambda pair: pair[1] - pair[0])
+        return tuple((run[0], run[-1] + 1) for run in ([index for _, index in each] for _, each in runs))
 
     return tuple(runs(rank) for rank in range(size))
 
 
-def apply_on_parts(model: nn.Module, axis: Axis, note: PartsNote, by: str) -> PartsMode:
+def _store_parts(
+    model: nn.Module, plan: Plan, cuts: GraphCuts, mode: Mode, parts: Mapping[str, TensorPart]
+) -> tuple[Plan, dict[str, StoredParts]]:
+    """Stores each weight in parts over the axes that cut samples, in its longest dim that is whole."""
+    names = tuple(axis.name for axis in mode.row_axes)
+    count = prod(axis.size for axis in mode.row_axes)
+    own = {name: {path for path, _, _, each in owners(model) if each == name} for name in plan.compute}
+    found = {}
+    for name, layout in plan.compute.items() if count > 1 else ():
+        taken = [dim for dim, cut in enumerate(parts[name].cuts) if cut is not None] if name in parts else []
+        free = [dim for dim, size in enumerate(layout.shape) if dim not in taken and size >= count]
+        if len(layout.shape) < 2 or not free:
+            continue  # every rank holds a copy, and the gradient is summed
+        dim = max(free, key=lambda each: layout.shape[each])
+        pieces, sizes = [(0, layout.shape[dim])], []
+        for axis in mode.row_axes:
+            cuts_of = ((start, pairwise(balanced(stop - start, axis.size))) for start, stop in pieces)
+            split = [[(start + a, start + b) for a, b in each] for start, each in cuts_of]
+            ranges = tuple(tuple(each[index] for each in split) for index in range(axis.size))
+            plan = plan.cut(name, axis.name, dim, ranges)
+            sizes.append(tuple(tuple(b - a for a, b in each) for each in split))
+            pieces = [piece for each in split for piece in each]
+        found[name] = StoredParts(dim, names, tuple(sizes), everywhere=bool(cuts.readers.get(name, set()) - own[name]))
+    return plan, found
+
+
+# ---- on a rank
+
+
+def apply_on_parts(model: nn.Module, axes: Mapping[str, Axis], note: PartsNote, by: str) -> None:
     """Lets every module of a rank's model run on parts; the model's outputs are gathered."""
-    mode = PartsMode(axis)
-    own: dict[str, list[tuple[dict[str, Any], str, TensorPart]]] = {}
-    for path, module, name, whole_name in owners(model):
-        if whole_name in note.parts:
-            own.setdefault(path, []).append((module._parameters, name, note.parts[whole_name]))
+    mode = PartsMode(axes[note.axis]) if note.axis is not None else None
+    own: dict[str, list[_Held]] = {}
+    for path, module, name, whole in owners(model):
+        if whole in note.parts or whole in note.stored:
+            stored = note.stored.get(whole)
+            fetch = partial(_fetched, stored, axes) if stored is not None else None
+            home = "" if stored is not None and stored.everywhere else path
+            own.setdefault(home, []).append(_Held(module, "_parameters", name, note.parts.get(whole), fetch))
     for path, module in model.named_modules():
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
             part = note.parts.get(f"{path}.{name}".lstrip("."))
             if part is not None:
-                own.setdefault(path, []).append((module._buffers, name, part))
-    every = [each for tagged in own.values() for each in tagged]
+                own.setdefault(path, []).append(_Held(module, "_buffers", name, part))
+    tags = [each for held in own.values() for each in held if each.fetch is None]
     for path, module in model.named_modules():
-        tags = every if path == "" else own.get(path, [])
-        around = _around(mode, tags, is_model=path == "")
+        mine = own.get(path, [])
+        held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
+        around = partial(_on_parts, mode, held, path == "")
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
-    return mode
 
 
-def _around(
-    mode: PartsMode, tags: list[tuple[dict[str, Any], str, TensorPart]], *, is_model: bool
-) -> Callable[[Forward], Forward]:
-    def around(forward: Forward) -> Forward:
-        @wraps(forward)
-        def on_parts(*args: Any, **named: Any) -> Any:
-            for store, name, part in tags:  # another strategy may have put another tensor there
-                if store[name] is not None:
-                    tag(store[name], part)
-            with nullcontext() if mode.depth else mode:
+class _Held(NamedTuple):
+    """A parameter or buffer of a module, the part that it is, and how it is gathered if it is stored in parts."""
+
+    module: nn.Module
+    kind: Literal["_parameters", "_buffers"]
+    name: str
+    part: TensorPart | None
+    fetch: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def store(self) -> dict[str, Any]:
+        """The module's parameters or buffers; another strategy may have put another dict there since."""
+        store: dict[str, Any] = getattr(self.module, self.kind)
+        return store
+
+
+def _on_parts(mode: PartsMode | None, held: Sequence[_Held], is_model: bool, forward: Forward) -> Forward:
+    @wraps(forward)
+    def on_parts(*args: Any, **named: Any) -> Any:
+        given = [(each, each.store[each.name]) for each in held]
+        for each, tensor in given:
+            if tensor is not None:
+                each.store[each.name] = tensor if each.fetch is None else each.fetch(tensor)
+                tag(each.store[each.name], each.part)
+        try:
+            with nullcontext() if mode is None or mode.depth else mode:
                 outputs = forward(*args, **named)
-            return tree_map_only(Tensor, mode.whole, outputs) if is_model else outputs
+        finally:
+            for each, tensor in given:
+                each.store[each.name] = tensor
+        return tree_map_only(Tensor, mode.whole, outputs) if is_model and mode is not None else outputs
 
-        return on_parts
-
-    return around
+    return on_parts
 
 
-def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote) -> tuple[Traffic, ...]:
+def _fetched(stored: StoredParts, axes: Mapping[str, Axis], tensor: Tensor) -> Tensor:
+    """Gathers a weight that is stored in parts, from the fastest axis on; its gradient is reduce-scattered."""
+    with torch._C.DisableTorchFunction():
+        for number in reversed(range(len(stored.axes))):
+            place = 0
+            for axis in (axes[name] for name in stored.axes[:number]):
+                place = place * axis.size + axis.index
+            tensor = cut_to_shared(tensor, axes[stored.axes[number]], stored.dim, stored.sizes[number][place])
+    return tensor
+
+
+# ---- traffic
+
+
+def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote, mode: Mode) -> tuple[Traffic, ...]:
     """Computes the collectives of one step by a rehearsal of each microbatch on the meta device."""
     found: list[Traffic] = []
-    size = plan.mesh[note.axis]
     by_shapes: dict[Any, list[Traffic]] = {}
     for inputs in batch.inputs:
         shapes = tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         if shapes not in by_shapes:
             calls = _rehearsed(plan, note, coord, inputs)
-            by_shapes[shapes] = [
-                Traffic(kind, note.axis, bytes_, size, times) for (kind, bytes_), times in calls.items()
-            ]
+            by_shapes[shapes] = [Traffic(*call, plan.mesh[call[1]], times) for call, times in calls.items()]
         found += by_shapes[shapes]
-    return (*found, *sync_traffic(plan, batch, coord, note.axis))
+    found += [each for axis in mode.axes for each in sync_traffic(plan, batch, coord, axis.name)]
+    found += [each for axis in mode.row_axes for each in statistics_traffic(plan, batch, coord, axis.name)]
+    return tuple(found)
 
 
 def _empty_part(model: nn.Module, plan: Plan, coord: Coord) -> nn.Module:
@@ -181,16 +273,15 @@ def _empty_part(model: nn.Module, plan: Plan, coord: Coord) -> nn.Module:
     return copied(model, memo)
 
 
-def _rehearsed(plan: Plan, note: PartsNote, coord: Coord, inputs: Any) -> Counter[tuple[str, int]]:
-    """Counts the collectives of one microbatch's forward and backward, by kind and bytes."""
+def _rehearsed(plan: Plan, note: PartsNote, coord: Coord, inputs: Any) -> Counter[tuple[str, str, int]]:
+    """Counts the collectives of one microbatch's forward and backward, by kind, axis and bytes."""
     model = _empty_part(note.model, plan, coord)
-    world = fake_world(coord[note.axis], plan.mesh[note.axis])
-    axis = world.axis(note.axis, [tuple(range(plan.mesh[note.axis]))])
-    apply_on_parts(model, axis, note, "rehearsal")
+    world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
+    apply_on_parts(model, world.axes(plan.mesh), note, "rehearsal")
     checkpoint_activations(Job(model, model), plan)
     model.eval()
     with world.recorder.recording() as records, torch.enable_grad(), on_meta(model):
         outputs = call_model(model, inputs)
         learning = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         torch.autograd.backward(learning, [torch.empty_like(leaf) for leaf in learning])
-    return Counter((record.kind, record.num_bytes) for record in records)
+    return Counter((record.kind, record.axis, record.num_bytes) for record in records)

@@ -100,7 +100,7 @@ class TensorParallel:
         """Gives each module of this rank its tensor-parallel forward."""
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
-            apply_on_parts(job.model, axes[note.axis], note, self.name)
+            apply_on_parts(job.model, axes, note, self.name)
             return Applied()
         return apply(job, axes, plan, self.mode(plan))
 
@@ -108,5 +108,5 @@ class TensorParallel:
         """Returns the collectives of one step: each microbatch's forward and backward, then gradient sync."""
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
-            return traffic_on_parts(plan, batch, coord, note)
+            return traffic_on_parts(plan, batch, coord, note, self.mode(plan))
         return traffic(plan, batch, coord, self.mode(plan))
