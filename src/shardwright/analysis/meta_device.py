@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from shardwright.analysis.meta_values import MetaValues
 
 
 @contextmanager
-def on_meta(model: nn.Module) -> Iterator[None]:
+def on_meta(model: nn.Module, *, values: bool = True) -> Iterator[None]:
     """Returns a context in which the model's forward can run on the meta device, also on no samples.
+
+    ``values``: small constants have values that the model's code may read; they are kept to the end.
 
     >>> class Masked(nn.Linear):
     ...     def forward(self, x):
@@ -28,8 +30,9 @@ def on_meta(model: nn.Module) -> Iterator[None]:
     ...     model(torch.empty(4, 2, device="meta")).shape
     torch.Size([4, 3])
     """
-    with IgnoresDeviceMoves(torch.device("meta")), _InterpolatesEmpty(), without_branches(model), MetaValues():
-        yield
+    with IgnoresDeviceMoves(torch.device("meta")), _InterpolatesEmpty(), without_branches(model):
+        with MetaValues() if values else nullcontext():
+            yield
 
 
 class _InterpolatesEmpty(TorchFunctionMode):

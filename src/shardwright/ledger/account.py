@@ -104,7 +104,7 @@ def predict_memory(
     if options.pop("fused", False):  # no such kernel on meta; one parameter after the other takes as little memory
         options["foreach"] = False
     steps = run.optimizer(optimizer, **{"lr": 1e-3, **options})
-    with _NativeAttentionOnMeta(), on_meta(run.model):
+    with _NativeAttentionOnMeta(), on_meta(run.model, values=False):
         run.step(microbatch)
         steps.step()
         return measure_memory(run, microbatch, steps)
