@@ -30,9 +30,9 @@ def on_meta(model: nn.Module, *, values: bool = True) -> Iterator[None]:
     ...     model(torch.empty(4, 2, device="meta")).shape
     torch.Size([4, 3])
     """
-    with IgnoresDeviceMoves(torch.device("meta")), _InterpolatesEmpty(), without_branches(model):
-        with MetaValues() if values else nullcontext():
-            yield
+    kept = MetaValues() if values else nullcontext()
+    with IgnoresDeviceMoves(torch.device("meta")), _InterpolatesEmpty(), without_branches(model), kept:
+        yield
 
 
 class _InterpolatesEmpty(TorchFunctionMode):

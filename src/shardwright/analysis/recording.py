@@ -8,13 +8,14 @@ device (``WHOLE_CALLS``) are recorded as one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -73,13 +74,14 @@ class RecordedCall:
 
 @dataclass(eq=False)
 class Recording:
-    """All operators of one run in order, and the tensors with names."""
+    """All operators of one run in order, the tensors with names, and the names of the user's autograd functions."""
 
     calls: list[RecordedCall] = field(default_factory=list)
     parameters: dict[str, TensorUse] = field(default_factory=dict)
     buffers: dict[str, TensorUse] = field(default_factory=dict)
     inputs: list[TensorUse] = field(default_factory=list)
     outputs: list[TensorUse] = field(default_factory=list)
+    functions: frozenset[str] = frozenset()
 
 
 class Recorded(MetaValues):
@@ -178,6 +180,18 @@ def _running(model: nn.Module) -> Iterator[Callable[[], tuple[str, int]]]:
             handle.remove()
 
 
+def _own_functions(outputs: Sequence[Tensor]) -> Iterator[str]:
+    """The names of the autograd functions of the user's own among those that lead to the outputs."""
+    to_visit, seen = list[Any](output.grad_fn for output in outputs), set[Any]()
+    while to_visit:
+        node = to_visit.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            to_visit += [before for before, _ in node.next_functions]
+            if isinstance(node, BackwardCFunction):
+                yield node.name()
+
+
 def record_forward(model: nn.Module, inputs: Any) -> Recording:
     """Runs one forward of a model on the meta device, and returns its operators.
 
@@ -197,7 +211,9 @@ def record_forward(model: nn.Module, inputs: Any) -> Recording:
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, Tensor):
                 recording.inputs.append(recorded.use(leaf, "input"))
-        with torch.no_grad(), recorded:
+        with torch.enable_grad(), recorded:
             outputs = call_model(model, inputs)
-    recording.outputs = [recorded.use(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    recording.outputs = [recorded.use(tensor) for tensor in tensors]
+    recording.functions = frozenset(_own_functions(tensors))
     return recording

@@ -27,10 +27,14 @@ from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, part
 
 @dataclass(frozen=True, slots=True)
 class GraphCuts:
-    """The parts of parameters and buffers that ranks hold, by name, and the modules that read each parameter."""
+    """The parts of parameters and buffers that ranks hold, by name, and the modules that read each parameter.
+
+    ``functions`` are the names of autograd functions of the user's own, whose backward is not read.
+    """
 
     parts: Mapping[str, TensorPart]
     readers: Mapping[str, set[str]]
+    functions: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -66,7 +70,7 @@ def graph_cuts(model: nn.Module, inputs: Any, size: int) -> GraphCuts:
         for use in call.operands:
             if use.kind == "parameter":
                 readers[use.name].add(call.module)
-    return GraphCuts(found, readers)
+    return GraphCuts(found, readers, recording.functions)
 
 
 def _balanced(num_elements: int, size: int) -> bytes:

@@ -89,7 +89,8 @@ class PartsNote:
 def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | None:
     """Returns the plan with parameters cut along the axes of the model's run; None where less than ``least`` is cut.
 
-    That takes an example of the inputs, and samples that are cut rather than tokens; stages do not run on parts.
+    That takes an example of the inputs, and samples that are cut rather than tokens. Stages do not run on parts, nor do
+    models with backwards of their own (hooks, autograd functions): these would see parts of gradients.
     """
     if job.example is None or plan.layout.factor("pp") is not None or job.roles or mode.dim == 1 or mode.pinned:
         return None
@@ -100,6 +101,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | Non
     try:
         cuts = graph_cuts(job.model, job.example, columns[0].size if columns else 1)
     except (ValueReadError, RuntimeError, TypeError):  # the forward does not run without values
+        return None
+    if columns and (cuts.functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
         return None
     if mode.row_axes:
         check_samples_apart(job.model, str(plan.layout.factor("tp")))

@@ -24,6 +24,7 @@ from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.run_axes import ALL
 from shardwright.comm.autograd import cut_to_whole, partial_to_whole, sum_gradient, whole_to_cut
 from shardwright.comm.axis import Axis
+from shardwright.errors import PlanError
 from shardwright.strategies.tensor_parallel.call_plans import (
     CallPlan,
     NotOnPartsError,
@@ -115,6 +116,8 @@ class PartsMode(TorchFunctionMode):
                 dim = args[1] if len(args) > 1 else named.get("dim")
                 return part.shape if dim is None else part.shape[dim]
         if func in _OF_PARTS:
+            if func is Tensor.register_hook:
+                _check_hook(args[1] if len(args) > 1 else named["hook"])
             return func(*args, **named)
         if func in _READS:
             args, named = tree_map_only(Tensor, self.whole, (args, named))
@@ -239,6 +242,18 @@ class PartsMode(TorchFunctionMode):
             if cut is not None:
                 x = self._gather(x, dim, cut)
         return x
+
+
+def _check_hook(hook: Any) -> None:
+    """Raises PlanError for a user's hook on the gradient of a part: it would be called with a part of the gradient."""
+    function = getattr(hook, "func", hook)
+    if not str(getattr(function, "__module__", "")).startswith("shardwright."):
+        raise PlanError(
+            "a hook is registered on the gradient of a tensor of which each rank holds a part",
+            given=getattr(function, "__qualname__", repr(function)),
+            allowed="hooks on the gradients of whole tensors, and hooks on parameters",
+            fix="leave out the hook, or tp",
+        )
 
 
 def _chosen(x: Tensor, dim: int, indices: Sequence[int]) -> Tensor:
