@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shardwright.analysis.batch_norms import iterates, sees_batch
+from shardwright.analysis.reached import tensors_outside
 from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
@@ -106,6 +107,20 @@ def check_renormed(model: nn.Module, plan: Plan) -> None:
                 "another copy of it",
                 allowed="with max_norm layouts in fp32 without zero, such as single",
                 fix="leave out max_norm, or bf16, fp16 and zero",
+            )
+
+
+def check_held(model: nn.Module, plan: Plan) -> None:
+    """Raises LayoutError for sharded parameters that code holds directly, and not by the module that owns them."""
+    held = tensors_outside(model)
+    for name, parameter in model.named_parameters():
+        cut = sorted({*plan.compute[name].axes, *plan.state[name].parameter.axes})
+        if id(parameter) in held and cut:
+            raise LayoutError(
+                f"the parameter '{name}' would be sharded where other code uses it whole",
+                given=f"{held[id(parameter)]}, which holds it, under {plan.layout}: sharded over {', '.join(cut)}",
+                allowed="parameters that code reads from the module that owns them",
+                fix="read it as module.weight where it is used, or choose a layout that leaves it whole, such as dp2",
             )
 
 
