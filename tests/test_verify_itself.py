@@ -77,6 +77,7 @@ def test_a_gradient_of_zeros_where_one_device_has_none_is_a_difference():
     verdict = verify(Unused(pair), "dp2", [batch()] * 2, loss=LOSS, alter=with_gradients(fill))
     assert not verdict.equal
     assert verdict.first_difference == "dropped.2.weight"
+    assert verdict.gradients_error == float("inf")
     assert "'dropped.2.weight' has no gradient on one device, and one of zeros on rank 1" in str(verdict)
     assert verdict.parameters_error > verdict.tolerance, "weight decay has moved it"
 

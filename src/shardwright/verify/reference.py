@@ -80,8 +80,10 @@ def reference(
     """
     model, rng = structural_copy(plain, torch.clone), RngTracker(seed)
     check_apart(plain, model)
-    place_parameters(model, {}, {}, seed, torch.device("cpu"))
     on_several = len({p.device for p in plain.parameters()}) > 1
+    if any(tensor.is_meta for tensor in (*plain.parameters(), *plain.buffers())):
+        place_parameters(model, {}, {}, seed, torch.device("cpu"))  # draws the values that the model does not have
+    model.to("cpu")
     for name, parameter in model.named_parameters():
         shift(name, parameter.data)
     key_dropout(model, rng)
