@@ -120,6 +120,35 @@ def test_a_model_with_closures_is_equal_to_one_device_and_the_callers_is_left_al
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("line", ["single", "dp2", "dp2/zero1", "dp2/zero3", "pp2/1f1b mb2"])
+def test_a_layer_that_keeps_its_weights_in_a_list_is_trained_by_its_own(line):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.table, self.line = nn.Linear(6, 6), nn.LSTM(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.line(self.table(self.first(x).unsqueeze(0))[0].squeeze(0))
+
+    torch.manual_seed(0)
+    verdict = verify(Last(), line, [batch()] * 2, loss=LOSS, alter=scaled_by_half)
+    assert verdict.first_difference == "table.weight_ih_l0", "it has a gradient"
+    verdict = verify(Last(), line, [batch()] * 2, loss=LOSS)
+    assert verdict.equal, str(verdict)
+
+
+def scaled_by_half(run):
+    step = run.step
+
+    def wrong(given):
+        loss = step(given)
+        if (weight := run.parameters.get("table.weight_ih_l0")) is not None and weight.grad is not None:
+            weight.grad.mul_(0.5)
+        return loss
+
+    run.step = wrong
+
+
 class ByName(nn.Module):
     def __init__(self):
         super().__init__()

@@ -71,7 +71,7 @@ def held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{number}]", each) for number, each in enumerate(value))
     elif isinstance(value, set | frozenset):
         yield from (("'s items", each) for each in value)
-    elif isinstance(value, ref):
+    elif isinstance(value, ref) and not isinstance(value(), Tensor):  # a tensor is not computed with by its reference
         yield "", value()
     yield from ((f".{name}", each) for name, each in attributes(value).items())
 

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from shardwright.analysis.batch_norms import iterates, sees_batch
 from shardwright.analysis.reached import tensors_outside
+from shardwright.axes import mesh_axes
 from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
@@ -111,11 +112,17 @@ def check_renormed(model: nn.Module, plan: Plan) -> None:
 
 
 def check_held(model: nn.Module, plan: Plan) -> None:
-    """Raises LayoutError for sharded parameters that code holds directly, and not by the module that owns them."""
+    """Raises LayoutError for sharded parameters that code holds directly, and not by the module that owns them.
+
+    What the module itself holds, as ``nn.LSTM`` does in a list, is whole while its forward runs, unless that is cut.
+    """
     held = tensors_outside(model)
-    for name, parameter in model.named_parameters():
-        cut = sorted({*plan.compute[name].axes, *plan.state[name].parameter.axes})
-        if id(parameter) in held and cut:
+    for name, parameter in model.named_parameters() if held else ():
+        in_compute = set(plan.compute[name].axes).difference(mesh_axes("stages"))
+        cut = sorted(in_compute | set(plan.state[name].parameter.axes).difference(mesh_axes("stages")))
+        owner = name.rpartition(".")[0]
+        own = not in_compute and held.get(id(parameter), "").startswith(f"{owner}." if owner else "")
+        if id(parameter) in held and cut and not own:
             raise LayoutError(
                 f"the parameter '{name}' would be sharded where other code uses it whole",
                 given=f"{held[id(parameter)]}, which holds it, under {plan.layout}: sharded over {', '.join(cut)}",
