@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from shardwright import verify
 from shardwright.models import GPT, GPTConfig, MeanSquaredError
+from shardwright.verify.reference import DeviceDifference
 
 LOSS = MeanSquaredError()
 
@@ -171,6 +174,20 @@ def test_a_tensor_that_float32_does_not_touch_keeps_its_tolerance():
     assert not verdict.equal
     assert verdict.first_difference == "exact.0.weight"
     assert verdict.allowed == verdict.tolerance == 1e-10
+
+
+@pytest.mark.parametrize("error", [1e30, float("inf"), float("nan")])
+def test_a_device_that_differs_from_itself_by_everything_allows_nothing_wrong(monkeypatch, error):
+    def measured(*args):
+        return DeviceDifference(torch.float32, error, dict.fromkeys(NAMES, error), dict.fromkeys(NAMES, error), {})
+
+    monkeypatch.setattr(sys.modules["shardwright.verify"], "own_errors", measured)
+    verdict = rounded("dp2", scaled("last.bias", 1.01))
+    assert not verdict.equal
+    assert verdict.allowed < 2e-4
+
+
+NAMES = [name for name, _ in Branches().named_parameters()]
 
 
 def test_a_model_without_float32_inside_keeps_its_tolerance():

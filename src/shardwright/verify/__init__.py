@@ -20,8 +20,8 @@ layout in bf16 or fp16 is compared with the same reference: the loss and gradien
 The tolerance is TOLERANCE, with one exception. If a tensor differs by more, and the model rounds to a narrower dtype
 inside (norms that compute in float32), the reference is run again to measure by how much one device differs from itself
 (``reference.py`` says how). Each tensor for which that is more than TOLERANCE is allowed SEVERAL times its own such
-difference, and at least one rounding of the narrow dtype. All other tensors keep TOLERANCE, and a model that rounds to
-no narrower dtype keeps it for all.
+difference, at least one rounding of the narrow dtype and at most MOST of them. All other tensors keep TOLERANCE, and a
+model that rounds to no narrower dtype keeps it for all.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ ROUNDINGS = 8
 
 SEVERAL = 3
 """How many times the difference of one device from itself a tensor may differ, where that is beyond the tolerance."""
+
+MOST = 1000
+"""The most that a tensor may differ for that reason, in roundings of the narrow dtype: beyond it nothing is proved."""
 
 NARROW_FLOOR = 0.1
 """FLOOR for layouts in bf16 and fp16."""
@@ -340,7 +343,7 @@ def _allowed(own: DeviceDifference | None, tolerance: float) -> tuple[Callable[[
 
     def allowed(kind: str, name: str) -> float:
         error = kinds[kind].get(name, 0.0)
-        return max(SEVERAL * error, rounding) if error > tolerance else tolerance
+        return min(max(SEVERAL * error, rounding), MOST * rounding) if error > tolerance else tolerance
 
     largest = max(error for errors in kinds.values() for error in errors.values())
     return allowed, largest if largest > tolerance else 0.0
