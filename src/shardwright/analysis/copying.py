@@ -1,32 +1,58 @@
-"""A deep copy of a model's structure in half the time of ``copy.deepcopy``; planning makes many."""
+"""A deep copy of a model's structure, functions included, in half the time of ``copy.deepcopy``; planning makes many.
+
+``deepcopy`` shares functions between the original and the copy, and with them the modules that their closures hold. A
+model whose forward calls ``self.run = lambda x: layer(x)`` would train the original's layer. So functions that hold
+something of the original are built again over the copies. :func:`check_apart` finds what cannot be: a global name.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 from torch import nn
 
+from shardwright.analysis.reached import (
+    DICTS,
+    attributes,
+    globals_read,
+    is_leaf,
+    outside_registration,
+    reached,
+    unregistered_attributes,
+)
+from shardwright.errors import PlanError
+
 M = TypeVar("M", bound=nn.Module)
+_HOOKS = frozenset(vars(nn.Module()))
+"""The attributes that every module has: their empty dicts belong to no other object."""
 
 
 def copied(model: M, memo: dict[int, Any]) -> M:
     """Returns a deep copy of ``model``, faster than ``deepcopy``, whose ``memo`` (ids of objects to copies) it takes.
 
-    Most of a module's attributes are empty dicts for hooks, which are copied here directly.
+    Most of a module's attributes are empty dicts for hooks, which are copied here directly. Functions that hold copied
+    objects, in a closure for instance, hold the copies there. Raises: PlanError: such a function cannot be copied.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> model.first = lambda x, layer=model[0]: layer(x)
     >>> other = copied(model, {id(p): p for p in model.parameters()})
-    >>> other[0] is model[0], other[0].weight is model[0].weight
-    (False, True)
+    >>> other[0] is model[0], other[0].weight is model[0].weight, other.first.__defaults__[0] is other[0]
+    (False, True, True)
     """
     plain = [module for module in model.modules() if id(module) not in memo and _is_plain(module)]
     for module in plain:
         memo[id(module)] = object.__new__(type(module))
     for module in plain:
-        memo[id(module)].__dict__.update((name, _copied(value, memo)) for name, value in vars(module).items())
-    return copy.deepcopy(model, memo)
+        memo[id(module)].__dict__.update((name, _copied(name, value, memo)) for name, value in vars(module).items())
+    other = copy.deepcopy(model, memo)
+    _CopiedFunctions(memo).rebind(other)
+    return other
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -37,7 +63,190 @@ def _is_plain(module: nn.Module) -> bool:
     return not customised and not hasattr(kind, "__slots__")
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if type(value) in (dict, OrderedDict) and not value:
+def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
+    if type(value) in DICTS and not value and name in _HOOKS:
         return type(value)()
     return copy.deepcopy(value, memo)
+
+
+class _CopiedFunctions:
+    """Replaces, in a deep copy, the functions that hold objects of the original by functions that hold their copies."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self.memo = memo
+        self._done: dict[int, tuple[Any, Any]] = {}  # by id: a part of the copy, and what has replaced it
+        self._apart: dict[int, Any] = {}  # by id: objects that hold nothing of the original
+        self._owned: set[int] = set()
+        self._size = 0  # of the memo when _owned was made from it
+        self._filled: set[int] = set()
+
+    def rebind(self, model: nn.Module) -> None:
+        """Replaces functions in the attributes of every module of the copied ``model``."""
+        self._done.update((id(module), (module, module)) for module in model.modules())
+        for path, module in model.named_modules():
+            for name, value in list(unregistered_attributes(module)):
+                try:
+                    now = self._inside(value)
+                except PlanError:
+                    raise
+                except Exception as failure:
+                    place = f"{path}.{name}".lstrip(".")
+                    raise PlanError(
+                        f"{place} holds a part of the model in a way that cannot be copied",
+                        given=f"{type(failure).__name__}: {failure}",
+                        allowed="functions whose closures and defaults can be copied by copy.deepcopy",
+                        fix="let the function hold the module alone, or make it a method of a module",
+                    ) from failure
+                if now is not value:
+                    vars(module)[name] = now
+
+    def _of(self, value: Any) -> Any:
+        """Returns the counterpart of a value in the copy; the value itself if it holds nothing of the original."""
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        return self._inside(copy.deepcopy(value, self.memo)) if self._holds_original(value) else value
+
+    def _holds_original(self, value: Any) -> bool:
+        entered = []
+        for _, each in reached(value, self._apart):
+            entered.append(id(each))
+            if id(each) in self.memo:
+                for key in entered:
+                    del self._apart[key]
+                return True
+        return False
+
+    def _is_copy(self, value: Any) -> bool:
+        """Whether the deep copy has made an object; what it shares with the original is left alone."""
+        if len(self.memo) != self._size:
+            self._owned, self._size = set(map(id, self.memo.values())), len(self.memo)
+        return id(value) in self._owned
+
+    def _inside(self, value: Any) -> Any:
+        """Replaces functions in a part of the copy, in place where that is possible, and returns the part."""
+        if is_leaf(value):
+            return value
+        if id(value) not in self._done:
+            self._done[id(value)] = value, value  # before entering: objects may hold themselves
+            self._done[id(value)] = value, self._entered(value)
+        return self._done[id(value)][1]
+
+    def _entered(self, value: Any) -> Any:
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, MethodType):
+            function, owner = self._inside(value.__func__), self._inside(value.__self__)
+            return value if function is value.__func__ and owner is value.__self__ else MethodType(function, owner)
+        if isinstance(value, BuiltinMethodType):  # deepcopy shares these
+            owner = self._of(value.__self__)
+            return value if owner is value.__self__ else getattr(owner, value.__name__)
+        if type(value) is weakref.ref:
+            target = self._of(value())
+            return value if target is value() else weakref.ref(target)
+        if isinstance(value, tuple):
+            items = [self._inside(each) for each in value]
+            if all(map(_same, items, value)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if self._is_copy(value):
+            self._enter_copy(value)
+        return value
+
+    def _enter_copy(self, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, each in list(dict.items(value)):
+                if (now := self._inside(each)) is not each:
+                    dict.__setitem__(value, key, now)
+        elif isinstance(value, list | deque):
+            for number, each in enumerate(list(value)):
+                if (now := self._inside(each)) is not each:
+                    value[number] = now
+        elif isinstance(value, set):
+            items = [self._inside(each) for each in value]
+            if not all(map(_same, items, value)):
+                value.clear()
+                value.update(items)
+        elif isinstance(value, partial):
+            named = {name: self._inside(each) for name, each in value.keywords.items()}
+            state: Any = value
+            state.__setstate__((self._inside(value.func), tuple(map(self._inside, value.args)), named, vars(value)))
+        if isinstance(value, nn.Module):
+            self.rebind(value)
+            return
+        for name, each in attributes(value).items():
+            if (now := self._inside(each)) is not each:
+                object.__setattr__(value, name, now)
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        """Returns a function of the same code that holds the copies; the same one if it holds nothing copied."""
+        if id(function) in self.memo:
+            found: FunctionType = self.memo[id(function)]
+            return found
+        if not self._holds_original(function):
+            return function
+        before = function.__closure__ or ()
+        cells = [self._cell(cell) for cell in before]
+        now = FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(cells))
+        self.memo[id(function)] = now
+        for old, new in zip(before, cells, strict=True):
+            if new is not old and id(new) not in self._filled:
+                self._filled.add(id(new))
+                new.cell_contents = self._of(old.cell_contents)
+        now.__defaults__, now.__kwdefaults__ = self._of(function.__defaults__), self._of(function.__kwdefaults__)
+        for name in ("__qualname__", "__doc__", "__module__", "__annotations__"):
+            setattr(now, name, getattr(function, name))
+        now.__dict__.update({name: self._of(value) for name, value in vars(function).items()})
+        return now
+
+    def _cell(self, cell: CellType) -> CellType:
+        """Returns the cell of a closure for the copy: a new, empty one if it holds something of the original."""
+        if id(cell) not in self.memo:
+            try:
+                held = self._holds_original(cell.cell_contents)
+            except ValueError:  # an empty cell
+                held = False
+            self.memo[id(cell)] = CellType() if held else cell
+        found: CellType = self.memo[id(cell)]
+        return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def check_apart(model: nn.Module, other: nn.Module) -> None:
+    """Raises PlanError, by name, where the copy ``other`` still holds a module, parameter or buffer of ``model``.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> check_apart(model, copied(model, {}))
+    """
+    wanted = {id(each): f"module '{name}'" if name else "the model" for name, each in model.named_modules()}
+    wanted |= {id(each): f"parameter '{name}'" for name, each in model.named_parameters()}
+    wanted |= {id(each): f"buffer '{name}'" for name, each in model.named_buffers()}
+    for place, each in (*outside_registration(other), *_held_by_classes(other)):
+        names = list(globals_read(each, wanted)) if isinstance(each, FunctionType) else []
+        if id(each) not in wanted and not names:
+            continue
+        what, how = wanted.get(id(each), "a part of the model"), ""
+        if names:
+            code = each.__code__
+            how = f" by the global name '{names[0]}', in line {code.co_firstlineno} of {code.co_filename}"
+            what = wanted.get(id(each.__globals__[names[0]]), what)
+        raise PlanError(
+            f"{place} holds a part of the model in a way that cannot be copied",
+            given=f"{what}{how}",
+            allowed="modules and tensors in attributes, lists, dicts, closures, partials and bound methods",
+            fix="give the module that uses it an attribute for it, and read that",
+        )
+
+
+def _held_by_classes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields what the classes of a model's modules hold: their functions with closures, and class attributes."""
+    seen: dict[int, Any] = {}
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
+        if kind.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc", "collections"):
+            for name, value in vars(kind).items():
+                if name == "__init__":
+                    continue  # it has run
+                yield from ((f"{kind.__qualname__}.{name}{words}", each) for words, each in reached(value, seen))

@@ -189,7 +189,7 @@ def _own_functions(outputs: Sequence[Tensor]) -> Iterator[str]:
             seen.add(node)
             to_visit += [before for before, _ in node.next_functions]
             if isinstance(node, BackwardCFunction):
-                yield node.name()
+                yield type(node).__name__
 
 
 def record_forward(model: nn.Module, inputs: Any) -> Recording:

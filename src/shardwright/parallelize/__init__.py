@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.analysis.batch_norms import batch_norms
+from shardwright.analysis.copying import check_apart
 from shardwright.axes import layout_axes
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
@@ -98,7 +99,9 @@ def parallelize(
     check_model(model)
     loss = structural_copy(loss if loss is not None else CrossEntropy())
     check_loss(loss)
-    job = job_for(structural_copy(model), loss, layout, example, num_tokens, roles)._replace(
+    own = structural_copy(model)
+    check_apart(model, own)
+    job = job_for(own, loss, layout, example, num_tokens, roles)._replace(
         seconds=seconds, offload_folder=None if offload_folder is None else Path(offload_folder)
     )
     plan, chosen = make_plan(job, layout, strategies)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shardwright.analysis.batch_norms import iterates, sees_batch
+from shardwright.analysis.reached import tensors_outside
+from shardwright.axes import mesh_axes
 from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
@@ -106,6 +108,26 @@ def check_renormed(model: nn.Module, plan: Plan) -> None:
                 "another copy of it",
                 allowed="with max_norm layouts in fp32 without zero, such as single",
                 fix="leave out max_norm, or bf16, fp16 and zero",
+            )
+
+
+def check_held(model: nn.Module, plan: Plan) -> None:
+    """Raises LayoutError for sharded parameters that code holds directly, and not by the module that owns them.
+
+    What the module itself holds, as ``nn.LSTM`` does in a list, is whole while its forward runs, unless that is cut.
+    """
+    held = tensors_outside(model)
+    for name, parameter in model.named_parameters() if held else ():
+        in_compute = set(plan.compute[name].axes).difference(mesh_axes("stages"))
+        cut = sorted(in_compute | set(plan.state[name].parameter.axes).difference(mesh_axes("stages")))
+        owner = name.rpartition(".")[0]
+        own = not in_compute and held.get(id(parameter), "").startswith(f"{owner}." if owner else "")
+        if id(parameter) in held and cut and not own:
+            raise LayoutError(
+                f"the parameter '{name}' would be sharded where other code uses it whole",
+                given=f"{held[id(parameter)]}, which holds it, under {plan.layout}: sharded over {', '.join(cut)}",
+                allowed="parameters that code reads from the module that owns them",
+                fix="read it as module.weight where it is used, or choose a layout that leaves it whole, such as dp2",
             )
 
 

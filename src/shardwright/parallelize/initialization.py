@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.structure import owners
 from shardwright.errors import PlanError
 from shardwright.mesh import Coord
@@ -36,6 +37,7 @@ def place_parameters(
     Raises: PlanError: a module on the meta device does not define its initial values.
     """
     names = {(id(module), own): name for _, module, own, name in owners(model)}
+    given = dict(model.named_parameters())
     placed: dict[str, nn.Parameter] = {}
     tied: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the old buffer: it, so that the id stays taken, and the new
     for path, module in model.named_modules():
@@ -55,7 +57,7 @@ def place_parameters(
                 now = _local_part(value, layouts.get(f"{path}.{key}".lstrip(".")), coord)
                 tied[id(before)], tied[id(now)] = (before, now), (now, now)
             module._buffers[key] = tied[id(before)][1]
-        for key, value in module._parameters.items():
+        for key, value in list(module._parameters.items()):
             if value is None:
                 continue
             name = names[id(module), key]
@@ -63,8 +65,28 @@ def place_parameters(
                 part = _local_part(value.detach(), layouts.get(name), coord)
                 placed[name] = nn.Parameter(part.to(device), requires_grad=requires_grad[key])
             module._parameters[key] = placed[name]
+            if _notes_assignments(module):
+                setattr(module, key, placed[name])  # nn.LSTM keeps its weights in a list as well
     for module in model.modules():
         _tie(module, tied)  # modules of other stages too: a tied buffer is one tensor under one name
+    held = tensors_outside(model)
+    for old, new in (*((given[name], now) for name, now in placed.items()), *tied.values()):
+        if id(old) in held and old is not new:
+            _put_into(model, old, new)
+
+
+def _notes_assignments(module: nn.Module) -> bool:
+    """Whether a module's class does more than torch's when a parameter is assigned."""
+    return any("__setattr__" in vars(kind) for kind in type(module).__mro__ if kind not in (nn.Module, object))
+
+
+def _put_into(model: nn.Module, old: Tensor, new: Tensor) -> None:
+    """Makes ``old``, which code holds by a closure or a list, the model's own tensor, with the contents of ``new``."""
+    torch.utils.swap_tensors(old, new)
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            own = [key for key, tensor in tensors.items() if tensor is new]
+            tensors.update(dict.fromkeys(own, old))  # type: ignore[arg-type]
 
 
 def _tie(module: nn.Module, tied: Mapping[int, tuple[Tensor, Tensor]]) -> None:

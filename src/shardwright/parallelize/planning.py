@@ -20,13 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.batch_norms import ignore_batch_statistics
 from shardwright.analysis.copying import copied
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
+from shardwright.analysis.reached import unregistered
 from shardwright.axes import mesh_axes
 from shardwright.errors import GridError, LayoutError
 from shardwright.forward_stack import Rung
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.parallelize.auto import num_shares, samples_of, settle, with_suggestions
-from shardwright.parallelize.checks import check_microbatches, check_renormed
+from shardwright.parallelize.checks import check_held, check_microbatches, check_renormed
 from shardwright.parallelize.rehearsal import crossings, values_crossing
 from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
 from shardwright.plan.layer_overrides import overrides_of
@@ -49,12 +50,14 @@ def without_storage(model: nn.Module) -> nn.Module:
 def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tensor.detach) -> nn.Module:
     """Returns a copy of the model's modules that shares its values: changing the modules leaves the original alone.
 
-    ``seen_as`` may replace the value of a parameter or buffer; tied ones stay tied.
+    ``seen_as`` may replace the value of a parameter or buffer; tied ones stay tied. Modules that the model has not
+    registered, but holds in a list or a closure for instance, are copied with it. Raises: PlanError: see ``copied``.
     """
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(seen_as(p).detach(), requires_grad=p.requires_grad) for p in model.parameters()
-    }
-    memo.update({id(b): seen_as(b).detach() for b in model.buffers()})
+    memo: dict[int, Any] = {}
+    for each in (model, *unregistered(model)):
+        for p in each.parameters():
+            memo[id(p)] = memo.get(id(p), nn.Parameter(seen_as(p).detach(), requires_grad=p.requires_grad))
+        memo.update({id(b): seen_as(b).detach() for b in each.buffers() if id(b) not in memo})
     return copied(model, memo)
 
 
@@ -78,6 +81,7 @@ def make_plan(
         except GridError as error:
             raise with_suggestions(error, on_meta, layout) from None
     check_renormed(on_meta.model, plan)
+    check_held(on_meta.model, plan)
     if plan.stages is not None:
         blocks = called_modules(on_meta.model, blocks, plan.stages.opened)
     offloads = activation_offload_target(layout) is not None

@@ -23,6 +23,7 @@ from shardwright.parallelize.planning import StepTraffic, make_plan, microbatch_
 from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
 from shardwright.plan.plan import INPUT, Job, Plan
 from shardwright.plan.schedule import Action
+from shardwright.plan.shares import Share, shares
 from shardwright.plan.traffic import partial_axes
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -86,8 +87,15 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
         "ranks": _ranks(job, plan, strategies, inputs),
         "parameters": [_parameter(plan, name) for name in plan.compute],
         "layers": _layers(job, plan),
+        "shares": [_share(each) for each in shares(plan)],
         **_pipeline(plan, timed=bool(job.seconds)),
     }
+
+
+def _share(share: Share) -> dict[str, Any]:
+    """Returns the entry of a factor of the layout: what share of the parameter bytes it cuts, and what it leaves."""
+    whole = [{"module": path, "share": size, "why": why} for path, size, why in share.whole]
+    return {"factor": share.factor, "share": share.share, "is_low": share.is_low, "whole": whole, "text": str(share)}
 
 
 def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:

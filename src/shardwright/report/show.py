@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from io import StringIO
+from textwrap import fill
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -41,13 +42,15 @@ def show_text(description: Description, width: int = 100) -> str:
     """
     ranks = f"{description['world_size']:,} rank{'s' * (description['world_size'] > 1)}"
     title = f"{description['layout']}: {ranks}, {format_count(description['num_parameters'])} parameters"
-    tables = [_layer_table(description), *_stage_table(description), _memory_table(description)]
+    cut = [fill(("warning: " * share["is_low"]) + share["text"], width) for share in description["shares"]]
+    tables = [*_stage_table(description), _memory_table(description)]
     if "samples" in description["ranks"][0]:
         tables.append(_traffic_table(description))
     drawn = [] if (timeline := timeline_of(description)) is None else [timeline_text([timeline], width)]
     drawn += [f"The prediction's seconds are from {description['seconds_from']}."] if drawn else []
     texts = (table_text(table, width) for table in tables)
-    return "\n".join([title, *_grid_texts(description, width), *texts, *drawn])
+    layers = table_text(_layer_table(description), width)
+    return "\n".join([title, *_grid_texts(description, width), layers, *cut, *[""] * bool(cut), *texts, *drawn])
 
 
 def _grid_texts(description: Description, width: int) -> Iterable[str]:

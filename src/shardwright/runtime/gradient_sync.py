@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -61,13 +62,18 @@ def is_reached(summed: Tensor) -> bool:
 
 @dataclass
 class _Message:
-    """The gradients of one param group that are summed over one axis: whole local gradients, or boxes of them."""
+    """The gradients of one param group that are summed over one axis: whole local gradients, or boxes of them.
+
+    ``filled``, which all messages share, are the parameters that this rank's backward has not reached and that have
+    boxes: one gradient may have boxes in several messages, so what is known of it is read when all have come.
+    """
 
     name: str
     names: tuple[str, ...]
     axis: Axis
     parameters: list[nn.Parameter]
     boxes: list[tuple[nn.Parameter, Piece, Box]]
+    filled: set[nn.Parameter]
 
     def start(self) -> Callable[[], None]:
         """Sends the message; returns a function that waits for the sum and writes it into the gradients."""
@@ -93,8 +99,12 @@ class _Message:
         return finish
 
     def _start_boxes(self) -> Callable[[], None]:
+        self.filled.update(p for p, _, _ in self.boxes if p.grad is None)
         parts = [read(_contiguous_gradient(p), piece, box) for p, piece, box in self.boxes]
         message = torch.cat([part.reshape(-1) for part in parts]).to(self.axis.device)
+        starts = accumulate((part.numel() for part in parts), initial=0)
+        boxes = zip(starts, parts, self.boxes, strict=False)
+        mark_reached([(message, [at for at, part, (p, *_) in boxes if part.numel() and p not in self.filled])])
         pending = self.axis.all_reduce_async(message)
 
         def finish() -> None:
@@ -134,6 +144,7 @@ class GradientSync:
         }
         self.sliced = frozenset(name for name in stored if plan.state[name].gradient != plan.compute[name])
         self.param_groups = held_param_groups(plan.param_groups, dict(model.named_parameters()))
+        self._filled: set[nn.Parameter] = set()
         self.messages = {group.name: self._messages(plan, group, coord, joined) for group in self.param_groups}
         self._num_left: Counter[str] = Counter()
         self._sent: list[Callable[[], None]] = []
@@ -152,8 +163,8 @@ class GradientSync:
             if ranks != axis.ranks:
                 axis = axis.subset([axis.ranks.index(rank) for rank in ranks])
             names = tuple(shares)
-            whole = _Message(f"{group.name} whole", names, axis, [], [])
-            parts = _Message(f"{group.name} parts", names, axis, [], [])
+            whole = _Message(f"{group.name} whole", names, axis, [], [], self._filled)
+            parts = _Message(f"{group.name} parts", names, axis, [], [], self._filled)
             for name, boxes in shares.items():
                 if name not in self.parameters:
                     continue  # frozen
@@ -207,6 +218,10 @@ class GradientSync:
     def _wait(self) -> None:
         while self._sent:
             self._sent.pop(0)()
+        for parameter in self._filled:
+            if parameter.grad is not None and parameter.numel() and not is_reached(parameter.grad):
+                parameter.grad = None  # no rank has used it: as on one device
+        self._filled.clear()
 
 
 def _contribute_once(model: nn.Module, plan: Plan, coord: Coord) -> None:

@@ -1,11 +1,14 @@
 """``verify`` compares a layout with one device: the loss, every gradient, parameters and buffers after some steps.
 
-The reference is a copy of the plain model trained by plain torch in one process, on the whole batch at once. If
-microbatches have batch statistics of their own, it takes them one after the other and accumulates gradients. Only
-dropout is the library's, since different masks would hide every other difference.
+The reference is a copy of the plain model, made before any strategy sees it and with values of its own, and trained by
+plain torch in one process, on the whole batch at once. If microbatches have batch statistics of their own, it takes
+them one after the other and accumulates gradients. Only dropout is the library's, since different masks would hide
+every other difference. The caller's model must come out as it went in, or the comparison is an error: see
+``check_untouched``.
 
 The error of a gradient is its largest difference divided by its largest entry, but never by less than FLOOR times the
 model's largest entry: a gradient that is zero in exact arithmetic (an attention's key bias) holds only rounding.
+A gradient on one side alone is a difference, even one of zeros: with it an optimizer applies weight decay.
 
 AdamW amplifies such rounding: it divides each entry by its own size plus an ``eps`` of 1e-8. So both sides step with an
 ``eps`` of FLOOR times the model's largest gradient entry. Rounding then stays rounding, no entry is exempt, and a wrong
@@ -13,17 +16,19 @@ factor that AdamW's division would cancel is visible.
 
 A floating-point buffer that the steps change is compared like a parameter; any other must be equal bit for bit. A
 layout in bf16 or fp16 is compared with the same reference: the loss and gradients of one step, within a few roundings.
+
+The tolerance is TOLERANCE, with one exception. If a tensor differs by more, and the model rounds to a narrower dtype
+inside (norms that compute in float32), the reference is run again to measure by how much one device differs from itself
+(``reference.py`` says how). Each tensor for which that is more than TOLERANCE is allowed SEVERAL times its own such
+difference, at least one rounding of the narrow dtype and at most MOST of them. All other tensors keep TOLERANCE, and a
+model that rounds to no narrower dtype keeps it for all.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -31,26 +36,40 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.device_moves import IgnoresDeviceMoves
-from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.copying import check_apart
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.world import World
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
-from shardwright.models.losses import CrossEntropy, mean_of, sum_and_count
+from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.checks import check_loss, check_model, check_trains
-from shardwright.parallelize.initialization import place_parameters
-from shardwright.parallelize.planning import job_for, make_plan, num_rows, structural_copy
+from shardwright.parallelize.planning import job_for, make_plan, structural_copy
 from shardwright.parallelize.run import Run
-from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Plan, compute_dtype
-from shardwright.rng import RngTracker, key_dropout
+from shardwright.plan.shares import shares
 from shardwright.runtime.executor import Microbatch
 from shardwright.sharding.box import cut
 from shardwright.sharding.tensor_layout import TensorLayout
+from shardwright.verify.reference import (
+    FLOOR,
+    LEARNING_RATE,
+    Batch,
+    DeviceDifference,
+    Named,
+    Outcome,
+    cloned,
+    copied_buffers,
+    copied_gradients,
+    own_errors,
+    reference,
+    scales,
+)
+from shardwright.verify.verdict import Verdict
+
+__all__ = ["Verdict", "verify"]
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The largest error that counts as equal."""
@@ -58,54 +77,14 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 ROUNDINGS = 8
 """The largest error that counts as equal in bf16 and fp16, in units of that dtype's rounding."""
 
-FLOOR, NARROW_FLOOR = 1e-3, 0.1
-"""The least entry that an error is divided by, as a share of the model's largest; the second in bf16 and fp16."""
+SEVERAL = 3
+"""How many times the difference of one device from itself a tensor may differ, where that is beyond the tolerance."""
 
-LEARNING_RATE = 1e-3
+MOST = 1000
+"""The most that a tensor may differ for that reason, in roundings of the narrow dtype: beyond it nothing is proved."""
 
-Batch = tuple[Any, Any]
-Named = dict[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The result of ``verify``: whether a layout equals one device within ``tolerance``, and the largest errors.
-
-    ``first_difference`` names the first parameter in forward order whose error is beyond the tolerance.
-    ``max_relative_error`` is the largest error of any gradient, parameter or buffer; ``worst_parameter`` names it.
-    """
-
-    equal: bool
-    max_relative_error: float
-    worst_parameter: str
-    first_difference: str
-    first_error: float
-    loss_error: float
-    gradients_error: float
-    parameters_error: float
-    buffers_error: float
-    tolerance: float
-    parameters: int
-    world_size: int
-    steps: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the verdict as a dict for JSON."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        if self.equal:
-            return (
-                f"equal to one device: loss, {self.parameters} gradients and {self.steps} steps on "
-                f"{self.world_size} ranks, largest error {self.max_relative_error:.1e} "
-                f"({self.worst_parameter}), allowed {self.tolerance:.0e}"
-            )
-        return (
-            f"NOT equal to one device: first at {self.first_difference or 'the loss'} by {self.first_error:.1e}, worst "
-            f"at {self.worst_parameter} by {self.max_relative_error:.1e}, allowed {self.tolerance:.0e}; "
-            f"loss off by {self.loss_error:.1e}, gradients by {self.gradients_error:.1e}, "
-            f"parameters after {self.steps} steps by {self.parameters_error:.1e}, buffers by {self.buffers_error:.1e}"
-        )
+NARROW_FLOOR = 0.1
+"""FLOOR for layouts in bf16 and fp16."""
 
 
 def verify(
@@ -144,13 +123,14 @@ def verify(
     loss = CrossEntropy() if loss is None else loss
     check_model(model)
     check_loss(loss)
-    plain = structural_copy(model, partial(_cast, dtype))
+    before, plain = _marks(model), structural_copy(model, partial(_cast, dtype))
+    check_apart(model, plain)
     batches = [tree_map_only(Tensor, partial(_cast, dtype), batch) for batch in batches]
     job = job_for(plain, loss, layout, batches[0][0], tokens_of(batches[0][0], layout), dict(roles))
     job = job._replace(seconds=dict(seconds))
     plan, _ = make_plan(job, layout, strategies)  # raises LayoutError before any rank starts
     check_trains(plan)
-    expected = _reference(plain, loss, batches, seed, plan)
+    expected = reference(plain, loss, batches, seed, plan)
     work = (plain, layout, batches, loss, seed, expected.eps, job.roles, job.seconds)
     if launcher is not None:
         found = launcher(_rank, *work, strategies, alter)
@@ -160,75 +140,16 @@ def verify(
         found = launch(_rank, layout, *work, ranks="processes", debug=True)
     else:
         found = launch(_rank, layout, *work, strategies, alter, ranks="threads")
-    return _compare(plan, expected, found, dtype, len(batches))
-
-
-@dataclass
-class _Outcome:
-    losses: list[float]
-    gradients: Named
-    parameters: Named
-    buffers: Named = field(default_factory=dict)
-    eps: float = 0.0
-    changed: frozenset[str] = frozenset()
-    """The names of the floating-point buffers that the steps changed."""
-
-
-def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan) -> _Outcome:
-    """Trains the plain model with plain torch in this process."""
-    model, rng = structural_copy(plain), RngTracker(seed)
-    place_parameters(model, {}, {}, seed, torch.device("cpu"))
-    on_several = len({p.device for p in plain.parameters()}) > 1
-    for parameter in model.parameters():  # the copy shares storage with the caller's model, which must not be trained
-        parameter.data = parameter.data.to("cpu", copy=True) if on_several else parameter.data.clone()
-    key_dropout(model, rng)
-    before = _buffers(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    outcome = _Outcome([], {}, {})
-    for step, batch in enumerate(map(_clone, batches)):
-        rng.step, sums = step, []
-        optimizer.zero_grad()
-        for rng.samples, (inputs, targets) in _parts(plan, batch):
-            with IgnoresDeviceMoves(torch.device("cpu")) if on_several else nullcontext():
-                sums.append(sum_and_count(loss(call_model(model, inputs), targets)))
-        loss_sum = torch.stack([each for each, _ in sums]).sum()
-        mean, _ = mean_of(loss_sum, sum(float(count) for _, count in sums))
-        mean.backward()
-        outcome.losses.append(mean.item())
-        if step == 0:
-            outcome.gradients = _gradients(dict(model.named_parameters()))
-            outcome.eps = FLOOR * _largest(outcome.gradients) or 1e-8
-            optimizer.param_groups[0]["eps"] = outcome.eps
-        optimizer.step()
-    outcome.parameters = {name: p.detach() for name, p in model.named_parameters()}
-    outcome.buffers = _buffers(model)
-    different = (name for name, buffer in outcome.buffers.items() if not torch.equal(buffer, before[name]))
-    outcome.changed = frozenset(
-        name for name in different if before[name].is_floating_point() or before[name].is_complex()
-    )
-    return outcome
-
-
-def _parts(plan: Plan, batch: Batch) -> Iterator[tuple[Sequence[int], Batch]]:
-    """The parts that the reference runs one after the other, each with the indices of its samples.
-
-    One part, the whole batch; with batch statistics per microbatch, each microbatch of all ranks together.
-    """
-    num_microbatches, num_samples = plan.layout.num_microbatches, num_rows(batch)
-    if not plan.layout.own_statistics:
-        yield range(num_samples), batch
-        return
-    shards = (plan.batch_shard(at).local_samples(num_samples) for at in plan.mesh.coords(plan.row_axes))
-    for by_shard in zip(*(microbatch_samples(shard, num_microbatches) for shard in shards), strict=True):
-        samples = sorted(chain.from_iterable(by_shard))
-        yield samples, tree_map_only(Tensor, itemgetter(samples), batch)
+    check_untouched(model, before)
+    measure = partial(own_errors, plain, loss, batches, seed, plan, dtype, expected)
+    return _compare(plan, expected, found, dtype, measure)
 
 
 def _rank(
     world: World, plain: nn.Module, layout: Layout, batches: Sequence[Batch], loss: nn.Module, seed: int, eps: float,
     roles: Mapping[str, str], seconds: Mapping[str, float], strategies: Any = None,
     alter: Callable[[Any], None] | None = None,
-) -> _Outcome:  # fmt: skip
+) -> Outcome:  # fmt: skip
     num_tokens = tokens_of(batches[0][0], layout)
     run = parallelize(
         plain, layout, world, loss=loss, seed=seed, num_tokens=num_tokens, strategies=strategies, roles=roles,
@@ -237,14 +158,14 @@ def _rank(
     if alter is not None:
         alter(run)
     optimizer = run.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, eps=eps)
-    outcome = _Outcome([], {}, {})
-    for step, batch in enumerate(run.shard(map(_clone, batches))):
+    outcome = Outcome([], {}, {})
+    for step, batch in enumerate(run.shard(map(cloned, batches))):
         outcome.losses.append(_step(run, batch))
         if step == 0:
-            outcome.gradients = _gradients(run.parameters)
+            outcome.gradients = copied_gradients(run.parameters)
         optimizer.step()
     outcome.parameters = {name: p.detach().cpu() for name, p in run.parameters.items()}
-    outcome.buffers = _buffers(run.model)
+    outcome.buffers = copied_buffers(run.model)
     return outcome
 
 
@@ -258,35 +179,43 @@ def _step(run: Run, batch: Microbatch) -> float:
         run.num_steps -= 1  # the repeated step must draw the same random numbers
 
 
-def _gradients(named: Mapping[str, nn.Parameter]) -> Named:
-    return {
-        name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().to("cpu", copy=True)
-        for name, p in named.items()
-        if p.requires_grad
-    }
-
-
-def _buffers(model: nn.Module) -> Named:
-    return {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers() if not buffer.is_meta}
-
-
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """A copy of the tensor: floating-point ones in ``dtype``, complex ones in its complex dtype."""
     if tensor.is_complex():
-        return tensor.to(dtype.to_complex())
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(dtype.to_complex(), copy=True)
+    return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
-def _clone(batch: Batch) -> Batch:
-    """A copy of the batch, since a model may write into its inputs."""
-    copied: Batch = tree_map_only(Tensor, torch.clone, batch)
-    return copied
+def _marks(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """What changes if code trains a model: which tensors and gradients it has, and how often each was written to."""
+    tensors = [(name, each) for named in (model.named_parameters, model.named_buffers) for name, each in named()]
+    pairs = ((name, (each, *([] if each.grad is None else [each.grad]))) for name, each in tensors)
+    return {n: tuple(x for t in pair for x in (id(t), 0 if t.is_inference() else t._version)) for n, pair in pairs}
 
 
-def _largest(named: Named) -> float:
-    return max((float(tensor.abs().max()) for tensor in named.values() if tensor.numel()), default=0.0)
+def check_untouched(model: nn.Module, before: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises PlanError if the caller's model was written to: then code in a copy of it uses it, and both sides did.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> before = _marks(layer)
+    >>> layer(torch.ones(2)).sum().backward()
+    >>> check_untouched(layer, before)
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: code in a copy of the model has used the model itself: 'weight' has changed
+      ...
+    """
+    after = _marks(model)
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if changed:
+        raise PlanError(
+            f"code in a copy of the model has used the model itself: '{changed[0]}' has changed",
+            given=f"{len(changed)} parameters or buffers that the steps wrote to, or gave a gradient",
+            allowed="models whose copies are models of their own",
+            fix="reach modules and tensors by attributes of modules, and not by global names",
+        )
 
 
-def _buffer_errors(plan: Plan, expected: _Outcome, found: Mapping[int, Named]) -> dict[str, float]:
+def _buffer_errors(plan: Plan, expected: Outcome, found: Mapping[int, Named]) -> dict[str, float]:
     """The error of each buffer; 0 or infinite for integers and for buffers that the steps do not change."""
     layouts = {name: plan.buffers.get(name, TensorLayout.whole(tuple(b.shape))) for name, b in expected.buffers.items()}
     changed = {name: buffer for name, buffer in expected.buffers.items() if name in expected.changed}
@@ -306,16 +235,21 @@ def _buffer_errors(plan: Plan, expected: _Outcome, found: Mapping[int, Named]) -
 
 
 def _errors(
-    layouts: Mapping[str, TensorLayout], mesh: Mesh, expected: Named, found: Mapping[int, Named], floor: float = FLOOR
+    layouts: Mapping[str, TensorLayout],
+    mesh: Mesh,
+    expected: Mapping[str, Tensor | None],
+    found: Mapping[int, Mapping[str, Tensor | None]],
+    floor: float = FLOOR,
 ) -> dict[str, float]:
-    """The largest error of each tensor over all ranks, in the model's order."""
-    least = floor * _largest(expected)
+    """The largest error of each tensor over all ranks, in the model's order; infinite where one side has none."""
     errors = {}
-    for name, whole in expected.items():
-        scale = max(_largest({name: whole}), least) or 1.0
-        worst = 0.0
+    for name, scale in scales(expected, floor).items():
+        whole, worst = expected[name], 0.0
         for rank, local in found.items():
             coord, layout, actual = mesh.coord(rank), layouts[name], local.get(name)
+            if whole is None:
+                worst = worst if actual is None or not actual.numel() else float("inf")
+                continue
             part = cut(whole, layout.pieces(coord), layout.local_shape(coord))
             if not part.numel() and (actual is None or not layout.pieces(coord)):
                 continue  # this tensor belongs to another pipeline stage
@@ -328,7 +262,27 @@ def _errors(
     return errors
 
 
-def _compare(plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: torch.dtype, steps: int) -> Verdict:
+def _presence(name: str, expected: Outcome, found: Mapping[int, Outcome]) -> str:
+    """Says of a gradient that one side does not have, which side; empty for any other."""
+    whole = expected.gradients.get(name)
+    for rank, each in found.items() if name in expected.gradients else ():
+        actual = each.gradients.get(name)
+        if whole is None and actual is not None and actual.numel():
+            kind = "one" if actual.any() else "one of zeros"
+            return f"'{name}' has no gradient on one device, and {kind} on rank {rank}: with it, weight decay applies"
+        if whole is not None and actual is None and name in each.gradients and name in each.parameters:
+            return f"'{name}' has a gradient on one device, and none on rank {rank}"
+    return ""
+
+
+def _compare(
+    plan: Plan,
+    expected: Outcome,
+    found: Sequence[Outcome],
+    dtype: torch.dtype,
+    measure: Callable[[], DeviceDifference | None],
+) -> Verdict:
+    """The verdict; ``measure`` returns by how much one device differs from itself, and is called if that may matter."""
     narrow = compute_dtype(dtype, plan.layout)
     tolerance = TOLERANCE[dtype] if narrow == dtype else ROUNDINGS * torch.finfo(narrow).eps
     mesh, exact = plan.mesh, narrow == torch.float64
@@ -340,8 +294,8 @@ def _compare(plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: t
     parameters, buffers = dict[str, float](), dict[str, float]()
     if exact:
         layouts = {name: state.parameter for name, state in plan.state.items()}
-        local = {rank: each.parameters for rank, each in by_rank.items()}
-        parameters = _errors(layouts, mesh, expected.parameters, local)
+        after = {rank: each.parameters for rank, each in by_rank.items()}
+        parameters = _errors(layouts, mesh, expected.parameters, after)
         buffers = _buffer_errors(plan, expected, {rank: each.buffers for rank, each in by_rank.items()})
     num_losses = len(expected.losses) if exact else 1
     loss_error = max(
@@ -349,12 +303,17 @@ def _compare(plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: t
         for each in by_rank.values()
         for actual, reference in list(zip(each.losses, expected.losses, strict=True))[:num_losses]
     )
+    later = parameters | buffers
+    differs = not all(error <= tolerance for error in (loss_error, *gradients.values(), *later.values()))
+    own = measure() if differs and narrow == dtype else None
+    allowed, own_error = _allowed(own, tolerance)
     errors = {name: max(gradients.get(name, 0.0), parameters.get(name, 0.0)) for name in expected.parameters} | buffers
     worst = max(errors, key=lambda name: errors[name])
-    beyond = [name for name, error in gradients.items() if not error <= tolerance]
-    beyond += [name for name, error in (parameters | buffers).items() if not error <= tolerance and name not in beyond]
+    beyond = [name for name, error in gradients.items() if not error <= allowed("gradients", name)]
+    beyond += [name for name, error in later.items() if not error <= allowed("later", name) and name not in beyond]
+    cuts = shares(plan)
     return Verdict(
-        equal=not beyond and loss_error <= tolerance,
+        equal=not beyond and loss_error <= allowed("loss", ""),
         max_relative_error=errors[worst],
         worst_parameter=worst,
         first_difference=beyond[0] if beyond else "",
@@ -366,5 +325,25 @@ def _compare(plan: Plan, expected: _Outcome, found: Sequence[_Outcome], dtype: t
         tolerance=tolerance,
         parameters=len(gradients),
         world_size=mesh.size,
-        steps=steps,
+        steps=len(expected.losses),
+        allowed=max(allowed(kind, beyond[0] if beyond else worst) for kind in ("gradients", "later")),
+        own_error=own_error,
+        presence=next(filter(None, (_presence(name, expected, by_rank) for name in beyond)), ""),
+        shares={each.factor: each.share for each in cuts},
+        left_whole="; ".join(str(each) for each in cuts if each.is_low),
     )
+
+
+def _allowed(own: DeviceDifference | None, tolerance: float) -> tuple[Callable[[str, str], float], float]:
+    """Returns the largest error that counts as equal, by kind and name, and the most that one device differs."""
+    if own is None:
+        return lambda kind, name: tolerance, 0.0
+    kinds = {"loss": {"": own.loss}, "gradients": own.gradients, "later": own.parameters | own.buffers}
+    rounding = torch.finfo(own.narrowest).eps
+
+    def allowed(kind: str, name: str) -> float:
+        error = kinds[kind].get(name, 0.0)
+        return min(max(SEVERAL * error, rounding), MOST * rounding) if error > tolerance else tolerance
+
+    largest = max(error for errors in kinds.values() for error in errors.values())
+    return allowed, largest if largest > tolerance else 0.0

@@ -1,0 +1,184 @@
+"""What an object holds: through attributes, containers, closures, defaults, bound methods and partials.
+
+``model.parameters()`` and ``model.modules()`` list what is registered. A model's code may also reach modules and
+tensors through a closure, a plain list or a hook; copying and checking a model must see those.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from types import BuiltinMethodType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+ATOMS = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.Size)
+)
+"""Types that hold nothing."""
+DICTS = (dict, OrderedDict)
+REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value holds nothing that a search should see; a class and an imported module belong to no model."""
+    return type(value) in ATOMS or isinstance(value, type | ModuleType | Tensor)
+
+
+def held_by(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a value holds directly, each with the words that lead there.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> def run(x, scale=2):
+    ...     return layer(x) * scale
+    >>> [(words, type(each).__name__) for words, each in held_by(partial(run, scale=3))]
+    [('', 'function'), (", argument 'scale'", 'int')]
+    >>> [(words, type(each).__name__) for words, each in held_by(run)]
+    [("'s default", 'int')]
+    """
+    if isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a cell may be empty
+                yield f"'s closure '{name}'", cell.cell_contents
+        for each in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            yield "'s default", each
+    elif isinstance(value, MethodType):
+        yield "", value.__func__
+        yield "", value.__self__
+    elif isinstance(value, BuiltinMethodType):
+        yield "", value.__self__
+    elif isinstance(value, partial):
+        yield "", value.func
+        for each in value.args:
+            yield ", an argument", each
+        for name, each in value.keywords.items():
+            yield f", argument '{name}'", each
+    elif isinstance(value, property):
+        yield from (("", each) for each in (value.fget, value.fset, value.fdel))
+    elif isinstance(value, staticmethod | classmethod):
+        yield "", value.__func__
+    elif isinstance(value, dict | MappingProxyType):
+        for key, each in dict.items(value) if isinstance(value, dict) else value.items():
+            yield "'s keys", key
+            yield f"[{key!r}]" if type(key) in (str, int) else "'s values", each
+    elif isinstance(value, list | tuple | deque):
+        yield from ((f"[{number}]", each) for number, each in enumerate(value))
+    elif isinstance(value, set | frozenset):
+        yield from (("'s items", each) for each in value)
+    elif isinstance(value, ref) and not isinstance(value(), Tensor):  # a tensor is not computed with by its reference
+        yield "", value()
+    yield from ((f".{name}", each) for name, each in attributes(value).items())
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Returns the attributes that an object stores itself, in its ``__dict__`` and its slots.
+
+    >>> attributes(nn.Identity())["training"], attributes(3)
+    (True, {})
+    """
+    found = {}
+    for kind in type(value).__mro__ if type(value).__module__ != "builtins" else ():
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(AttributeError):
+                found[name] = object.__getattribute__(value, name)
+    own = getattr(value, "__dict__", None)
+    return {**found, **own} if isinstance(own, dict) else found
+
+
+def reached(value: Any, seen: dict[int, Any], closed: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields everything that a value holds, itself first, each with the words that lead there from it.
+
+    What is in ``seen``, by id, is left out; what is found is added. Objects with an id in ``closed`` are not entered.
+    """
+    waiting = [("", value)]
+    while waiting:
+        words, each = waiting.pop()
+        if type(each) in ATOMS or id(each) in seen:
+            continue
+        seen[id(each)] = each
+        yield words, each
+        if id(each) not in closed and not is_leaf(each):
+            waiting += [(words + more, part) for more, part in held_by(each) if type(part) not in ATOMS]
+
+
+def unregistered_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes of one module that may hold something beside its registered modules and tensors."""
+    for name, value in vars(module).items():
+        kind = type(value)
+        if kind not in ATOMS and (kind not in DICTS or value) and name not in REGISTERED:
+            yield name, value
+
+
+def outside_registration(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields all that a model holds beside what is registered: in plain attributes, containers, closures and hooks.
+
+    Each comes with a name for its place. Registered modules, parameters and buffers are among them where something
+    holds them beside their registration.
+
+    >>> class Model(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layer, self.others = nn.Linear(2, 2), {"a": nn.Linear(2, 2)}
+    ...         self.run = lambda x: self.layer(x)
+    >>> [(place, type(each).__name__) for place, each in outside_registration(Model()) if isinstance(each, nn.Module)]
+    [("others['a']", 'Linear'), ("run's closure 'self'", 'Model')]
+    """
+    modules = dict(model.named_modules())
+    registered = {id(module) for module in modules.values()}
+    seen: dict[int, Any] = {}
+    for path, module in modules.items():
+        for name, value in unregistered_attributes(module):
+            place = f"{path}.{name}".lstrip(".")
+            yield from ((place + words, each) for words, each in reached(value, seen, registered))
+
+
+def unregistered(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Returns the modules that a model holds in plain lists, dicts, closures and the like, and has not registered."""
+    registered = {id(module) for module in model.modules()}
+    found = (each for _, each in outside_registration(model) if isinstance(each, nn.Module))
+    return tuple(each for each in found if id(each) not in registered)
+
+
+def tensors_outside(model: nn.Module) -> dict[int, str]:
+    """Returns the ids of tensors that something holds beside their registration, with the place of each.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> layer.again = [layer.weight]
+    >>> list(tensors_outside(layer).values())
+    ['again[0]']
+    """
+    return {id(each): place for place, each in outside_registration(model) if isinstance(each, Tensor)}
+
+
+def globals_read(function: FunctionType, wanted: Collection[int]) -> Iterator[str]:
+    """Yields the global names that a function reads whose values, or items, have an id in ``wanted``.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> def run(x):
+    ...     return layer(x).layer
+    >>> list(globals_read(run, {id(layer)})), list(globals_read(run, {}))
+    (['layer'], [])
+    """
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        names = [name for name in code.co_names if _holds(function.__globals__.get(name), wanted)]
+        if names:  # a name may be that of an attribute, too
+            loaded = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+            yield from (name for name in names if name in loaded)
+
+
+def _holds(value: Any, wanted: Collection[int]) -> bool:
+    if isinstance(value, Mapping):
+        return any(id(each) in wanted for each in value.values())
+    if isinstance(value, list | tuple):
+        return any(id(each) in wanted for each in value)
+    return id(value) in wanted

@@ -1,0 +1,253 @@
+"""One device, trained by plain torch: what ``verify`` compares with, and by how much one device differs from itself.
+
+A model may compute in float32 inside, in its norms for instance, though its parameters are float64. Then one device is
+determined only up to float32 rounding: an error of 1e-16 before the cast moves a number to the neighbouring float32,
+6e-8 away, or does not move it at all. A layout sums in another order, and so rounds some numbers otherwise. How much
+that matters is measured on one device alone, as the second difference of three runs, whose parameters are ``p (1 + h
+s)``, ``p`` and ``p (1 - h s)``, with random signs ``s`` and ``h`` one rounding of the narrow dtype::
+
+    f(p + h s p) + f(p - h s p) - 2 f(p)  =  h^2 f''  +  rounding of three runs
+
+The first order cancels, and the second is 1e-14 for float32. What is left is rounding, drawn anew in each run since
+every number before a cast has moved by about a rounding. Its size over sqrt(3) is that of the difference of two runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from operator import itemgetter
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.analysis.copying import check_apart
+from shardwright.analysis.device_moves import IgnoresDeviceMoves
+from shardwright.analysis.module_calls import call_model
+from shardwright.models.losses import mean_of, sum_and_count
+from shardwright.parallelize.initialization import place_parameters
+from shardwright.parallelize.planning import num_rows, structural_copy
+from shardwright.plan.batch_shard import microbatch_samples
+from shardwright.plan.plan import Plan
+from shardwright.rng import RngTracker, key_dropout
+
+FLOOR = 1e-3
+"""The least entry that an error is divided by, as a share of the model's largest."""
+
+LEARNING_RATE = 1e-3
+_NUM_PAIRS = 3
+"""The pairs of runs beside the reference; of their second differences the median counts, so that one pair that moves a
+number across a kink of the model counts for nothing."""
+
+Batch = tuple[Any, Any]
+Named = dict[str, Tensor]
+
+
+@dataclass
+class Outcome:
+    """What the steps gave, on one device or on one rank. A gradient is None where the loss does not reach."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor | None]
+    parameters: Named
+    buffers: Named = field(default_factory=dict)
+    eps: float = 0.0
+    changed: frozenset[str] = frozenset()
+    """The names of the floating-point buffers that the steps changed."""
+
+
+def reference(
+    plain: nn.Module,
+    loss: nn.Module,
+    batches: Sequence[Batch],
+    seed: int,
+    plan: Plan,
+    *,
+    eps: float | None = None,
+    shift: Callable[[str, Tensor], None] = lambda name, value: None,
+    forward: AbstractContextManager[Any] | None = None,
+) -> Outcome:
+    """Trains a copy of the plain model with plain torch in this process.
+
+    ``eps`` is AdamW's; by default it is made from the gradients. ``shift`` may change each initial value, in place.
+    """
+    model, rng = structural_copy(plain, torch.clone), RngTracker(seed)
+    check_apart(plain, model)
+    on_several = len({p.device for p in plain.parameters()}) > 1
+    if any(tensor.is_meta for tensor in (*plain.parameters(), *plain.buffers())):
+        place_parameters(model, {}, {}, seed, torch.device("cpu"))  # draws the values that the model does not have
+    model.to("cpu")
+    for name, parameter in model.named_parameters():
+        shift(name, parameter.data)
+    key_dropout(model, rng)
+    before = copied_buffers(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    outcome = Outcome([], {}, {})
+    for step, batch in enumerate(map(cloned, batches)):
+        rng.step, sums = step, []
+        optimizer.zero_grad()
+        for rng.samples, (inputs, targets) in _parts(plan, batch):
+            moves = IgnoresDeviceMoves(torch.device("cpu")) if on_several else nullcontext()
+            with moves, forward or nullcontext():
+                sums.append(sum_and_count(loss(call_model(model, inputs), targets)))
+        loss_sum = torch.stack([each for each, _ in sums]).sum()
+        mean, _ = mean_of(loss_sum, sum(float(count) for _, count in sums))
+        mean.backward()
+        outcome.losses.append(mean.item())
+        if step == 0:
+            outcome.gradients = copied_gradients(dict(model.named_parameters()))
+            outcome.eps = (FLOOR * _largest(outcome.gradients) or 1e-8) if eps is None else eps
+            optimizer.param_groups[0]["eps"] = outcome.eps
+        optimizer.step()
+    outcome.parameters = {name: p.detach() for name, p in model.named_parameters()}
+    outcome.buffers = copied_buffers(model)
+    different = (name for name, buffer in outcome.buffers.items() if not torch.equal(buffer, before[name]))
+    outcome.changed = frozenset(
+        name for name in different if before[name].is_floating_point() or before[name].is_complex()
+    )
+    return outcome
+
+
+def _parts(plan: Plan, batch: Batch) -> Iterator[tuple[Sequence[int], Batch]]:
+    """The parts that the reference runs one after the other, each with the indices of its samples.
+
+    One part, the whole batch; with batch statistics per microbatch, each microbatch of all ranks together.
+    """
+    num_microbatches, num_samples = plan.layout.num_microbatches, num_rows(batch)
+    if not plan.layout.own_statistics:
+        yield range(num_samples), batch
+        return
+    shards = (plan.batch_shard(at).local_samples(num_samples) for at in plan.mesh.coords(plan.row_axes))
+    for by_shard in zip(*(microbatch_samples(shard, num_microbatches) for shard in shards), strict=True):
+        samples = sorted(chain.from_iterable(by_shard))
+        yield samples, tree_map_only(Tensor, itemgetter(samples), batch)
+
+
+def copied_gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """Returns the gradients of the parameters that train, by name; None for one that the backward has not reached."""
+    trained = {name: p.grad for name, p in named.items() if p.requires_grad}
+    return {name: None if grad is None else grad.detach().to("cpu", copy=True) for name, grad in trained.items()}
+
+
+def copied_buffers(model: nn.Module) -> Named:
+    """Returns copies of the model's buffers that have values, by name."""
+    return {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers() if not buffer.is_meta}
+
+
+def cloned(batch: Batch) -> Batch:
+    """Returns a copy of the batch, since a model may write into its inputs."""
+    copied: Batch = tree_map_only(Tensor, torch.clone, batch)
+    return copied
+
+
+def scales(named: Mapping[str, Tensor | None], floor: float) -> dict[str, float]:
+    """Returns what the error of each tensor is divided by: its largest entry, or ``floor`` times that of all."""
+    least = floor * _largest(named)
+    return {name: max(_largest({name: tensor}), least) or 1.0 for name, tensor in named.items()}
+
+
+def _largest(named: Mapping[str, Tensor | None]) -> float:
+    held = (tensor for tensor in named.values() if tensor is not None and tensor.numel())
+    return max((float(tensor.abs().max()) for tensor in held), default=0.0)
+
+
+# ---- by how much one device differs from itself
+
+
+class RoundingRecorder(TorchDispatchMode):
+    """A context that notes in ``narrowest`` the narrowest dtype to which an operator has rounded a tensor of ``dtype``.
+
+    >>> with RoundingRecorder(torch.float64) as inside:
+    ...     torch.ones(2, dtype=torch.float64).softmax(0, dtype=torch.float32)
+    tensor([0.5000, 0.5000])
+    >>> inside.narrowest
+    torch.float32
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype, self.narrowest = dtype, dtype
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = _dtypes((args, kwargs or {}))
+        output = function(*args, **(kwargs or {}))
+        if self.dtype in given:
+            self.narrowest = min((self.narrowest, *_dtypes(output)), key=lambda dtype: torch.finfo(dtype).bits)
+        return output
+
+
+def _dtypes(tree: Any) -> set[torch.dtype]:
+    """The floating-point dtypes of a tree's tensors; of complex ones, that of their parts."""
+    found = {leaf.dtype for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+    real = {dtype.to_real() if dtype.is_complex else dtype for dtype in found}
+    return {dtype for dtype in real if dtype.is_floating_point}
+
+
+@dataclass
+class DeviceDifference:
+    """By how much one device differs from itself, relative as errors are; it rounds to the dtype ``narrowest``."""
+
+    narrowest: torch.dtype
+    loss: float
+    gradients: dict[str, float]
+    parameters: dict[str, float]
+    buffers: dict[str, float]
+
+
+def own_errors(
+    plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan, dtype: torch.dtype,
+    expected: Outcome,
+) -> DeviceDifference | None:  # fmt: skip
+    """Returns by how much one device differs from itself in rounding; None if nothing is rounded below ``dtype``."""
+    recorder = RoundingRecorder(dtype)
+    reference(plain, loss, batches[:1], seed, plan, eps=expected.eps, forward=recorder)
+    if recorder.narrowest == dtype:
+        return None
+    h = torch.finfo(recorder.narrowest).eps
+    shifts = [(partial(_shift, h, number), partial(_shift, -h, number)) for number in range(_NUM_PAIRS)]
+    shifted = partial(reference, plain, loss, batches, seed, plan, eps=expected.eps)
+    pairs = [(shifted(shift=up), shifted(shift=down)) for up, down in shifts]
+    changed = {name: expected.buffers[name] for name in expected.changed}
+    every = [zip(up.losses, down.losses, expected.losses, strict=True) for up, down in pairs]
+    losses = [max(abs(a + b - 2 * c) / max(abs(c), 1e-30) for a, b, c in each) for each in every]
+    return DeviceDifference(
+        recorder.narrowest,
+        median(losses) / 3**0.5,
+        _medians(_second(up.gradients, down.gradients, expected.gradients) for up, down in pairs),
+        _medians(_second(up.parameters, down.parameters, expected.parameters) for up, down in pairs),
+        _medians(_second(up.buffers, down.buffers, changed) for up, down in pairs),
+    )
+
+
+def _shift(step: float, number: int, name: str, value: Tensor) -> None:
+    """Changes a parameter's values by the share ``step``, each up or down, as pair ``number`` has it."""
+    if value.is_floating_point() or value.is_complex():
+        generator = torch.Generator().manual_seed(number)
+        signs = torch.randint(2, value.shape, generator=generator).to(value.dtype) * 2 - 1
+        value.mul_(1 + step * signs)
+
+
+def _second(
+    up: Mapping[str, Tensor | None], down: Mapping[str, Tensor | None], middle: Mapping[str, Tensor | None]
+) -> dict[str, float]:
+    """The second difference of each tensor, over sqrt(3), relative as errors are."""
+    errors = {}
+    for name, scale in scales(middle, FLOOR).items():
+        a, b, c = up.get(name), down.get(name), middle[name]
+        if a is not None and b is not None and c is not None and c.numel():
+            errors[name] = float((a + b - 2 * c).abs().max()) / scale / 3**0.5
+    return errors
+
+
+def _medians(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    every = tuple(found)
+    return {name: median(each.get(name, 0.0) for each in every) for name in every[0]}

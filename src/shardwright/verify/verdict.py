@@ -1,0 +1,64 @@
+"""The ``Verdict`` of ``verify``, as data and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result of ``verify``: whether a layout equals one device within ``tolerance``, and the largest errors.
+
+    ``first_difference`` names the first parameter in forward order whose error is beyond the tolerance.
+    ``max_relative_error`` is the largest error of any gradient, parameter or buffer; ``worst_parameter`` names it.
+    ``own_error`` is the most by which one device differs from itself, where that is beyond ``tolerance``; else 0. Then
+    ``allowed`` is what the tensor named in the text was allowed. ``presence`` says where one side has no gradient.
+    ``shares`` is the share of parameter bytes that each factor of the layout cuts; ``left_whole`` names the largest
+    layers left whole by a factor that cuts little.
+    """
+
+    equal: bool
+    max_relative_error: float
+    worst_parameter: str
+    first_difference: str
+    first_error: float
+    loss_error: float
+    gradients_error: float
+    parameters_error: float
+    buffers_error: float
+    tolerance: float
+    parameters: int
+    world_size: int
+    steps: int
+    allowed: float = 0.0
+    own_error: float = 0.0
+    presence: str = ""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    left_whole: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the verdict as a dict for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        allowed = self.allowed or self.tolerance
+        own = f"; one device itself differs by {self.own_error:.0e}" if self.own_error else ""
+        if self.equal:
+            low = self.left_whole  # names its factors itself
+            cuts = [f"{factor} cuts {100 * share:.3g} %" for factor, share in self.shares.items() if factor not in low]
+            of = f"; {', '.join(cuts)} of the parameters" if cuts else ""
+            return (
+                f"equal to one device: loss, {self.parameters} gradients and {self.steps} steps on "
+                f"{self.world_size} ranks, largest error {self.max_relative_error:.1e} "
+                f"({self.worst_parameter}), allowed {allowed:.0e}{own}"
+                f"{of}{low and f'; {low}'}"
+            )
+        return (
+            f"NOT equal to one device: first at {self.first_difference or 'the loss'} by {self.first_error:.1e}, worst "
+            f"at {self.worst_parameter} by {self.max_relative_error:.1e}, allowed {allowed:.0e}; "
+            f"loss off by {self.loss_error:.1e}, gradients by {self.gradients_error:.1e}, "
+            f"parameters after {self.steps} steps by {self.parameters_error:.1e}, buffers by {self.buffers_error:.1e}"
+            f"{f'; {self.presence}' if self.presence else ''}{own}"
+        )

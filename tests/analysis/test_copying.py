@@ -1,0 +1,222 @@
+"""A copy of a model is a model of its own, however its code holds modules and tensors."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import launch, parallelize, verify
+from shardwright.analysis.copying import check_apart
+from shardwright.errors import LayoutError, PlanError, RankFailedError
+from shardwright.models import MeanSquaredError
+from shardwright.parallelize.planning import structural_copy
+
+LOSS = MeanSquaredError()
+GLOBAL = nn.Linear(6, 6)
+NESTED = {"a": {"b": nn.Linear(6, 6)}}
+
+
+def batch():
+    return torch.randn(4, 6), torch.randn(4, 6)
+
+
+class Block(nn.Module):
+    """An MLP whose forward is a closure over its modules; ``how`` says what else its code holds, and where."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.mlp = nn.ModuleDict({"up": nn.Linear(6, 8), "act": nn.GELU(), "down": nn.Linear(8, 6)})
+        self.other = nn.Linear(6, 6)
+        m, other = self.mlp, self.other
+        self.run = lambda x: m.down(m.act(m.up(x)))
+        self.more = lambda x: x
+        HOLDERS[how](self, other)
+
+    def forward(self, x):
+        return self.run(x) + self.more(x)
+
+
+def nested(self, other):
+    def one(x):
+        return other(x)
+
+    def two(x, inner=one):
+        return inner(x)
+
+    self.more = two
+
+
+def counting(self, other):
+    """Two functions with one cell, which both write to."""
+    last = other.weight
+
+    def keep(x):
+        nonlocal last
+        last = other.weight * 2
+        return other(x)
+
+    self.more = lambda x: keep(x) + last.sum()
+
+
+def hooked(self, other):
+    self.mlp["up"].register_forward_hook(lambda module, args, y: y + other(args[0]).sum(-1, keepdim=True))
+
+
+def partially(self, other):
+    self.more = functools.partial(lambda f, x: other(f(x)), other)
+
+
+def method(self, x):
+    return self.other(x) * 2
+
+
+HOLDERS = {
+    "nothing": lambda self, other: None,
+    "a nested function": nested,
+    "a cell that two functions share": counting,
+    "a bound method": lambda self, other: setattr(self, "more", other.forward),
+    "a function bound to the module": lambda self, other: setattr(self, "more", types.MethodType(method, self)),
+    "a partial of a closure": partially,
+    "a dict": lambda self, other: setattr(self, "more", (lambda held: lambda x: held["a"][0](x))({"a": [other]})),
+    "the weight of a tied table": lambda self, other: setattr(self, "more", lambda x: x @ self.other.weight.t()),
+    "a parameter itself": lambda self, other: setattr(self, "more", lambda x, w=other.weight: x @ w.t()),
+    "parameters in a list": lambda self, other: setattr(self, "more", (lambda ws: lambda x: x @ ws[0])([other.weight])),
+    "a method of a tensor": lambda self, other: setattr(self, "more", (lambda t: lambda x: x @ t())(other.weight.t)),
+    "a hook": hooked,
+    "a module that is not registered": lambda self, other: setattr(self, "more", {"a": nn.Linear(6, 6)}["a"].forward),
+}
+DIRECT = ("a parameter itself", "parameters in a list", "a method of a tensor", "a cell that two functions share")
+
+
+@pytest.mark.parametrize("how", HOLDERS)
+def test_a_copy_computes_with_its_own_values_only(how):
+    model = nn.Sequential(Block(how), Block(how))
+    other = structural_copy(model, torch.clone)
+    check_apart(model, other)
+    x = torch.randn(3, 6)
+    assert torch.equal(model(x), other(x))
+    other(x).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for name, parameter in other.named_parameters() if "mlp" in name)
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", "tp2", "dp2/zero3", "dp2 mb2"])
+@pytest.mark.parametrize("how", HOLDERS)
+def test_a_model_with_closures_is_equal_to_one_device_and_the_callers_is_left_alone(how, line):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(how), Block(how), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    if how in DIRECT and line == "dp2/zero3":
+        with pytest.raises(LayoutError, match="would be sharded where other code uses it whole"):
+            verify(model, line, [batch()] * 2, loss=LOSS)
+        return
+    verdict = verify(model, line, [batch()] * 2, loss=LOSS)
+    assert verdict.equal, str(verdict)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", "dp2/zero1", "dp2/zero3", "pp2/1f1b mb2"])
+def test_a_layer_that_keeps_its_weights_in_a_list_is_trained_by_its_own(line):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.table, self.line = nn.Linear(6, 6), nn.LSTM(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.line(self.table(self.first(x).unsqueeze(0))[0].squeeze(0))
+
+    torch.manual_seed(0)
+    verdict = verify(Last(), line, [batch()] * 2, loss=LOSS, alter=scaled_by_half)
+    assert verdict.first_difference == "table.weight_ih_l0", "it has a gradient"
+    verdict = verify(Last(), line, [batch()] * 2, loss=LOSS)
+    assert verdict.equal, str(verdict)
+
+
+def scaled_by_half(run):
+    step = run.step
+
+    def wrong(given):
+        loss = step(given)
+        if (weight := run.parameters.get("table.weight_ih_l0")) is not None and weight.grad is not None:
+            weight.grad.mul_(0.5)
+        return loss
+
+    run.step = wrong
+
+
+class ByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = GLOBAL
+
+    def forward(self, x):
+        return GLOBAL(x)
+
+
+class Attribute(nn.Module):
+    """Its attribute has the name of a global that is the same module, and its code does not read the global."""
+
+    def __init__(self):
+        super().__init__()
+        self.GLOBAL = GLOBAL
+
+    def forward(self, x):
+        return self.GLOBAL(x)
+
+
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.run = functools.lru_cache(lambda x: self.layer(x))
+
+    def forward(self, x):
+        return self.run(x)
+
+
+@pytest.mark.parametrize(("kind", "names"), [(ByName, "ByName.forward.*GLOBAL"), (Cached, "run.*the model")])
+def test_what_cannot_be_copied_is_refused_by_name(kind, names):
+    with pytest.raises(PlanError, match=f"(?s){names}"):
+        verify(kind(), "dp2", [batch()], loss=LOSS)
+    with pytest.raises((PlanError, RankFailedError), match=f"(?s){names}"):
+        launch(lambda world: parallelize(kind(), "dp2", world, loss=LOSS), 2, ranks="threads")
+
+
+def test_an_attribute_with_the_name_of_a_global_is_not_refused():
+    assert verify(Attribute(), "dp2", [batch()], loss=LOSS).equal
+
+
+class Hidden(nn.Module):
+    """Uses its layer by a way that no search finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = NESTED["a"]["b"]
+
+    def forward(self, x):
+        return NESTED["a"]["b"](x.float()).to(x.dtype) if x.is_meta is False else self.layer(x)
+
+
+def test_verify_raises_where_the_callers_model_was_trained_after_all():
+    with pytest.raises(PlanError, match="has used the model itself: 'layer"):
+        verify(Hidden(), "single", [batch()], loss=LOSS)
+
+
+def test_a_function_that_holds_nothing_of_the_model_is_shared():
+    seen = []
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(lambda module, args, y: seen.append(len(args[0])))
+    structural_copy(layer)(torch.ones(3, 2))
+    assert seen == [3]
+
+
+def test_closures_on_the_meta_device_hold_the_values_that_are_drawn():
+    with torch.device("meta"):
+        model = nn.Sequential(Block("a parameter itself"), Block("nothing"))
+    verdict = verify(model, "dp2", [batch()], loss=LOSS)
+    assert verdict.equal, str(verdict)
