@@ -24,7 +24,8 @@ INTRODUCTION = """\
 
 {models} models that others wrote, by name from packages of PyPI, unmodified, in tiny configs with random values
 ([`tests/zoo/models.py`](../tests/zoo/models.py) has each in a line). Each was trained for two steps under each layout,
-on threads, in float64, with the dropout that its package has by default, and compared with one device by `verify`.
+on threads, with the dropout that its package has by default, and compared with one device by `verify`: in float64, but
+for models marked float32, which plain torch runs in that alone.
 `make zoo` measures all of them again; [CONTRIBUTING.md](../CONTRIBUTING.md#the-zoo) says how to measure a part.
 
 Packages: {versions}.
@@ -32,7 +33,7 @@ Packages: {versions}.
 A cell says *equal*; **NOT equal** and the largest error; *refused*, an error or the time limit, with the number of the
 reason [below](#reasons). Under `tp` the percentage is the share of the parameters of blocks that lie in tensors that
 are cut (of all parameters in a model without a list of blocks). Under `pp` it is the largest stage's share of all
-parameters. Behind `eval:` is the result without dropout, where that was measured and the first was not equal."""
+parameters. Behind `eval:` is the result without dropout, where that was measured and is another."""
 
 NOTE = """
 *Equal and divided* asks more: that tensor parallelism cuts at least half of the parameters of blocks, and that the
@@ -58,7 +59,8 @@ def page_of(data: Mapping[str, Any]) -> str:
         ]
         for name in names:
             cells = (cell([by_key.get((name, each, mode)) for mode in ("train", "eval")], reasons) for each in layouts)
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+            narrow = {row.get("dtype") for row in rows if row["model"] == name} & {"float32"}
+            lines.append(f"| {name}{' (float32)' if narrow else ''} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     parts.append(reasons.text())
     return "\n\n".join(parts) + "\n"
@@ -126,10 +128,10 @@ def plain(text: str) -> str:
 def cell(rows: Sequence[Row | None], reasons: Reasons) -> str:
     """What came of one model under one layout, in training and, if that was not equal, without dropout."""
     trained, evaluated = rows
-    texts = [] if trained is None else [result(trained, reasons)]
-    if evaluated is not None and (trained is None or trained["result"] != "equal"):
-        texts.append(f"eval: {result(evaluated, reasons)}")
-    return "; ".join(texts)
+    if evaluated is None or (trained is not None and trained["result"] == "equal"):
+        return "" if trained is None else result(trained, reasons)
+    texts = ["not measured" if trained is None else result(trained, reasons), result(evaluated, reasons)]
+    return "; eval: ".join(dict.fromkeys(texts))
 
 
 def result(row: Row, reasons: Reasons) -> str:
@@ -137,7 +139,7 @@ def result(row: Row, reasons: Reasons) -> str:
     if row["result"] == "NOT equal":
         return f"**NOT equal** {row['off']:.0e}"
     if row["result"] != "equal":
-        return f"{row['result']} [{reasons.of(row)}](#reasons)"
+        return f"{row['result']} [{reasons.of(row)}]"
     shares = [f"{100 * row[key]:.0f} %" for key in ("cut_in_blocks", "largest") if key in row]
     return " ".join(["equal", " / ".join(shares)]).strip()
 

@@ -48,14 +48,16 @@ def test_a_cell_hides_neither_a_wrong_result_nor_what_dropout_prevents():
     )
     reasons = Reasons([refused])
     assert cell([wrong, None], reasons) == "**NOT equal** 2e-07"
-    assert cell([refused, without], reasons) == "refused [1](#reasons); eval: equal 50 %"
+    assert cell([refused, without], reasons) == "refused [1]; eval: equal 50 %"
+    assert cell([refused, {**refused, "mode": "eval"}], reasons) == "refused [1]"
+    assert cell([None, without], reasons) == "not measured; eval: equal 50 %"
 
 
 def test_a_page_has_a_row_for_each_model_and_a_column_for_each_layout():
     data = {"versions": {"p": "1"}, "layouts": LAYOUTS, "rows": [row("equal", "dp2"), row("refused", why="no")]}
     text = page_of(data)
     assert "| model | `dp2` | `tp2` |" in text
-    assert "| m | equal | refused [1](#reasons) |" in text
+    assert "| m | equal | refused [1] |" in text
     assert "| `dp2` | 1 | 1 (100 %) |" in text
 
 
