@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+ZOO := .venv-zoo
+ZOO_READY := $(ZOO)/.ready
+ZOO_OPTIONS ?=
 
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test contract test-dist lint types size check docs bench bench-smallest tables format clean
+.PHONY: help demo test contract test-dist zoo zoo-contract zoo-page lint types size check docs bench bench-smallest tables format clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -31,11 +34,29 @@ contract: $(READY) ## the whole product: every strategy, size, pair, model, sche
 test-dist: $(READY)  ## the contract over processes: gloo on CPU, NCCL where there are GPUs
 	$(BIN)/python -m pytest -q tests_dist
 
+$(ZOO_READY): pyproject.toml constraints.txt constraints-zoo.txt
+	$(PYTHON) -m venv $(ZOO)
+	$(ZOO)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --constraint constraints-zoo.txt --editable '.[zoo]'
+	@# vit-pytorch asks for torchvision, which the models that the zoo takes from it do not import
+	$(ZOO)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints-zoo.txt vit-pytorch
+	@touch $@
+
+zoo: $(ZOO_READY) ## models of others under every layout, and docs/models.md; ZOO_OPTIONS="--only llama --layouts tp2" for a part
+	PYTHONPATH=src:tests HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m zoo $(ZOO_OPTIONS)
+
+zoo-contract: $(ZOO_READY) ## the models of others that make contract leaves out where their packages are missing
+	HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m pytest -q tests/contract/test_the_zoo.py
+
+zoo-page: $(READY) ## docs/models.md, rebuilt from the rows that were measured
+	PYTHONPATH=src:tests $(BIN)/python -m zoo.page
+
 lint: $(READY)  ## ruff, the layers of imports, no table out of date
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python tools/tables.py --check
+	PYTHONPATH=src:tests $(BIN)/python -m zoo.page --check
 
 types: $(READY) ## mypy --strict on src
 	$(BIN)/mypy
@@ -61,4 +82,4 @@ format: $(READY) ## ruff's fixes
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean:          ## removes the virtual environment and caches
-	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
