@@ -95,7 +95,8 @@ def _chosen(recording: Recording, axes: RunAxes, size: int) -> list[DimAxis]:
             if cut is not None and ALL in cut:
                 for leaf in leaves(axis):
                     taken.pop(leaf, None)
-    return list(taken)
+    inner = any(not each.in_output for each in taken.values())  # an output alone would be cut to be gathered at once
+    return list(taken) if inner else []
 
 
 def _candidates(recording: Recording, axes: RunAxes, size: int) -> dict[DimAxis, _Candidate]:
