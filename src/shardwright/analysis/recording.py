@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,14 +75,15 @@ class RecordedCall:
 
 @dataclass(eq=False)
 class Recording:
-    """All operators of one run in order, the tensors with names, and the names of the user's autograd functions."""
+    """All operators of one run in order, and the tensors with names."""
 
     calls: list[RecordedCall] = field(default_factory=list)
     parameters: dict[str, TensorUse] = field(default_factory=dict)
     buffers: dict[str, TensorUse] = field(default_factory=dict)
     inputs: list[TensorUse] = field(default_factory=list)
     outputs: list[TensorUse] = field(default_factory=list)
-    functions: frozenset[str] = frozenset()
+    functions: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)
+    """The operators in the backward of the user's own autograd functions, by name."""
 
 
 class Recorded(MetaValues):
@@ -180,16 +182,33 @@ def _running(model: nn.Module) -> Iterator[Callable[[], tuple[str, int]]]:
             handle.remove()
 
 
-def _own_functions(outputs: Sequence[Tensor]) -> Iterator[str]:
-    """The names of the autograd functions of the user's own among those that lead to the outputs."""
+def _own_functions(outputs: Sequence[Tensor]) -> dict[str, list[RecordedCall]]:
+    """The operators in the backward of each autograd function of the user's own that leads to the outputs."""
     to_visit, seen = list[Any](output.grad_fn for output in outputs), set[Any]()
+    found: dict[str, list[RecordedCall]] = {}
+    recorded = Recorded()
     while to_visit:
         node = to_visit.pop()
         if node is not None and node not in seen:
             seen.add(node)
             to_visit += [before for before, _ in node.next_functions]
             if isinstance(node, BackwardCFunction):
-                yield type(node).__name__
+                calls = found.setdefault(type(node).__name__, [])
+                node.register_prehook(partial(_begin, recorded))
+                node.register_hook(partial(_end, recorded, calls))
+    if found:
+        learning = [output for output in outputs if output.requires_grad]
+        with recorded:
+            torch.autograd.backward(learning, [torch.empty_like(output) for output in learning])
+    return found
+
+
+def _begin(recorded: Recorded, gradients: Any) -> None:
+    recorded.recording.calls.clear()
+
+
+def _end(recorded: Recorded, calls: list[RecordedCall], *gradients: Any) -> None:
+    calls += recorded.recording.calls
 
 
 def record_forward(model: nn.Module, inputs: Any) -> Recording:
@@ -215,5 +234,5 @@ def record_forward(model: nn.Module, inputs: Any) -> Recording:
             outputs = call_model(model, inputs)
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     recording.outputs = [recorded.use(tensor) for tensor in tensors]
-    recording.functions = frozenset(_own_functions(tensors))
+    recording.functions = _own_functions(tensors)
     return recording

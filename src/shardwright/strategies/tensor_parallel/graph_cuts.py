@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.analysis.operator_dims import Role
-from shardwright.analysis.recording import Recording, record_forward
+from shardwright.analysis.operator_dims import Role, relation_of
+from shardwright.analysis.recording import RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import ALL, DimAxis, RunAxes, axes_of, labels_of, leaves, root
 from shardwright.mesh import balanced
 from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, part_of
@@ -29,7 +29,7 @@ from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, part
 class GraphCuts:
     """The parts of parameters and buffers that ranks hold, by name, and the modules that read each parameter.
 
-    ``functions`` are the names of autograd functions of the user's own, whose backward is not read.
+    ``functions`` are the names of autograd functions of the user's own whose backward does not run on parts.
     """
 
     parts: Mapping[str, TensorPart]
@@ -70,7 +70,13 @@ def graph_cuts(model: nn.Module, inputs: Any, size: int) -> GraphCuts:
         for use in call.operands:
             if use.kind == "parameter":
                 readers[use.name].add(call.module)
-    return GraphCuts(found, readers, recording.functions)
+    mixing = (name for name, calls in recording.functions.items() if any(map(_mixes, calls)))
+    return GraphCuts(found, readers, frozenset(mixing))
+
+
+def _mixes(call: RecordedCall) -> bool:
+    """Whether an operator is more than elementwise."""
+    return any(role is not Role.SAME for role in relation_of(call).letters.roles)
 
 
 def _balanced(num_elements: int, size: int) -> bytes:

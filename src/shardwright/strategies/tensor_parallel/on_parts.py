@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import ValueReadError
@@ -37,6 +38,7 @@ from shardwright.comm.axis import Axis
 from shardwright.comm.backends.fake import fake_world
 from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.mesh import Coord, balanced
+from shardwright.operators.batch_norm import share_statistics
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
@@ -78,9 +80,13 @@ class StoredParts:
 
 @dataclass(frozen=True, eq=False)
 class PartsNote:
-    """What each rank holds, by name: parts over ``axis``, and weights stored in parts; the model is on meta."""
+    """What each rank holds, by name: parts over ``axis``, and weights stored in parts over ``rows``.
+
+    ``model`` is the plain model on the meta device, from which traffic is rehearsed.
+    """
 
     axis: str | None
+    rows: tuple[str, ...]
     parts: Mapping[str, TensorPart]
     stored: Mapping[str, StoredParts]
     model: nn.Module
@@ -118,7 +124,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | Non
             plan = plan.role(path, mode.name, "parts", why)
         elif path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
-    return plan.note("", PartsNote(name, parts, stored, job.model), by=mode.name, rung=Rung.ON_PARTS)
+    rows = tuple(axis.name for axis in mode.row_axes)
+    return plan.note("", PartsNote(name, rows, parts, stored, job.model), by=mode.name, rung=Rung.ON_PARTS)
 
 
 def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str | None) -> tuple[Plan, dict[str, TensorPart]]:
@@ -179,6 +186,8 @@ def _store_parts(
 
 def apply_on_parts(model: nn.Module, axes: Mapping[str, Axis], note: PartsNote, by: str) -> None:
     """Lets every module of a rank's model run on parts; the model's outputs are gathered."""
+    if note.rows:
+        share_statistics((norm for _, norm in batch_norms(model)), [axes[name] for name in note.rows], by=by)
     mode = PartsMode(axes[note.axis]) if note.axis is not None else None
     own: dict[str, list[_Held]] = {}
     for path, module, name, whole in owners(model):
