@@ -211,7 +211,7 @@ def test_an_equal_verdict_says_what_share_of_the_parameters_each_factor_cuts():
 
 
 def test_a_verdict_names_the_layers_that_a_factor_leaves_whole_where_it_cuts_little():
-    model = nn.Sequential(pair(), nn.Softmax(-1), nn.Linear(6, 50), nn.Softmax(-1), nn.Linear(50, 6))
+    model = nn.Sequential(pair(), nn.Softmax(-1), nn.Linear(6, 50), nn.Softmax(-1), nn.Linear(50, 6), nn.Softmax(-1))
     verdict = verify(model, "tp2", [batch()], loss=LOSS)
     assert verdict.equal
     assert verdict.shares["tp2"] < 0.5

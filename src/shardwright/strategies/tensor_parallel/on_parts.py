@@ -47,7 +47,7 @@ from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_c
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 from shardwright.strategies.tensor_parallel.sequence import cut_rows
-from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, held, tag
+from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, held, tag, tagged
 from shardwright.strategy import check_samples_apart
 
 LEAST_SHARE = 0.2
@@ -205,7 +205,8 @@ def apply_on_parts(model: nn.Module, axes: Mapping[str, Axis], note: PartsNote, 
     for path, module in model.named_modules():
         mine = own.get(path, [])
         held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
-        around = partial(_on_parts, mode, held, path == "")
+        norms = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        around = partial(_norm_on_parts, mode, held) if norms and mode else partial(_on_parts, mode, held, path == "")
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
 
 
@@ -242,6 +243,23 @@ def _on_parts(mode: PartsMode | None, held: Sequence[_Held], is_model: bool, for
         return tree_map_only(Tensor, mode.whole, outputs) if is_model and mode is not None else outputs
 
     return on_parts
+
+
+def _norm_on_parts(mode: PartsMode, held: Sequence[_Held], forward: Forward) -> Forward:
+    """A BatchNorm computes this rank's channels: its statistics are shared over the axes that cut samples alone."""
+    channels = next((each.part.cuts[0] for each in held if each.part is not None), None)
+
+    def on_parts(input: Tensor) -> Tensor:
+        part = tagged(input)
+        if part is None or part.cuts[1] != channels:
+            return run(input)  # type: ignore[no-any-return]
+        with torch._C.DisableTorchFunction():
+            output: Tensor = forward(input)
+        tag(output, part)
+        return output
+
+    run = _on_parts(mode, held, False, forward)
+    return wraps(forward)(on_parts)
 
 
 def _fetched(stored: StoredParts, axes: Mapping[str, Axis], tensor: Tensor) -> Tensor:
