@@ -71,6 +71,12 @@ class Letters:
         self.roles.append(role)
         return (len(self.sizes) - 1,)
 
+    def piece(self, size: int) -> Dim:
+        """Returns a dim of one new letter, which may be one of several dims end to end."""
+        self.sizes.append(int(size))
+        self.roles.append(Role.SAME)
+        return (len(self.sizes) - 1,)
+
     def of(self, shape: Sequence[int], role: Role = Role.SAME) -> Dims:
         """Returns a new letter for each dim of a shape."""
         return tuple(self.new(size, role) for size in shape)
@@ -258,8 +264,8 @@ def _slice(call: RecordedCall, a: Letters) -> Any:
     own = list(a.of([1 if d == dim else size for d, size in enumerate(x)]))
     out = list(own)
     if step == 1:
-        kept = a.new(m)
-        parts = tuple(p for p in ((a.new(start), start), (kept, m), (a.new(n - start - m), n - start - m)) if p[1])
+        kept = a.piece(m)
+        parts = tuple(p for p in ((a.piece(start), start), (kept, m), (a.piece(n - start - m), n - start - m)) if p[1])
         own[dim] = parts[0][0] if len(parts) == 1 else (Concat(tuple(p for p, _ in parts)),)
         out[dim] = kept
     elif n % step == 0 and m == n // step:
@@ -291,7 +297,7 @@ def _split(call: RecordedCall, a: Letters) -> Any:
     x = call.operands[0].shape
     dim = call.argument(2, "dim", 0) % len(x)
     own = list(a.of([1 if d == dim else n for d, n in enumerate(x)]))
-    pieces = [(a.new(r.shape[dim]), r.shape[dim]) for r in call.results]
+    pieces = [(a.piece(r.shape[dim]), r.shape[dim]) for r in call.results]
     outs = [(*own[:dim], piece, *own[dim + 1 :]) for piece, _ in pieces]
     kept = tuple(piece for piece, n in pieces if n)
     own[dim] = kept[0] if len(kept) == 1 else (Concat(kept),)
@@ -308,7 +314,7 @@ def _cat(call: RecordedCall, a: Letters) -> Any:
         if len(v.shape) != len(y):  # an old rule: an empty 1-D tensor joins anything
             operands.append(a.of(v.shape))
         else:
-            operands.append((*rest[:dim], a.new(v.shape[dim]), *rest[dim + 1 :]))
+            operands.append((*rest[:dim], a.piece(v.shape[dim]), *rest[dim + 1 :]))
     joined = [o[dim] for o, v in zip(operands, call.operands, strict=True) if len(v.shape) == len(y) and v.shape[dim]]
     pieces = tuple(joined)
     return operands, [(*rest[:dim], pieces[0] if len(pieces) == 1 else (Concat(pieces),), *rest[dim + 1 :])]

@@ -50,6 +50,10 @@ class NotOnPartsError(Exception):
     """Raised where a call cannot run on parts; it runs on the whole then."""
 
 
+class WriteToPartError(Exception):
+    """Raised where a call writes to a part of which it needs the whole; the text is the operator's name."""
+
+
 class Slot(NamedTuple):
     """The place of a tensor among those of a call plan."""
 
@@ -69,6 +73,7 @@ class OperatorStep(NamedTuple):
     """One operator of a call plan: ``args`` and ``named`` have a :class:`Slot` in place of each tensor.
 
     ``summed``: the results are partial sums. ``addend``: the slot of what is added once, after the sum.
+    ``written``: the slots of operands that the operator writes to.
     """
 
     function: Callable[..., Any]
@@ -79,6 +84,7 @@ class OperatorStep(NamedTuple):
     summed: bool = False
     addend: Slot | None = None
     addend_dim: int = -1
+    written: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,7 @@ class _Planning:
     def _on_parts(self, call: RecordedCall, relation: Relation, slots: Sequence[int], gathered: set[int]) -> None:
         written = {self.slot(use) for use in call.written}
         if written & gathered:
-            raise NotOnPartsError(f"{call.name} writes to a part of which it needs the whole")
+            raise WriteToPartError(call.name)
         parts = {slot: None if slot in gathered else self.parts[slot] for slot in slots}
         labels = _labels(call, relation, [(slot, parts[slot]) for slot in slots])
         letters = relation.letters
@@ -173,6 +179,7 @@ class _Planning:
             any(sum(cut is not None for cut in each) > 1 for each in cuts)
             or (summed and some)
             or (call.name == "cat" and any(ALL in cut for cut in some))
+            or (call.name == "convolution" and summed and call.args[8] > 1)
         ):
             raise _GatherFirstError
         changes = [
@@ -183,7 +190,8 @@ class _Planning:
         if labels:
             changes += _changes(relation, slots, parts, labels, written, summed)
         made = [part_of(use.shape, cut) for use, cut in zip(call.results, cuts, strict=True)]
-        step = OperatorStep(call.function, call.args, call.named, tuple(changes), (), summed)
+        function = _group_norm if call.name == "native_group_norm" else call.function
+        step = OperatorStep(function, call.args, call.named, tuple(changes), (), summed)
         self._add(call, _localized(call, step, relation, labels, made, self.rank) if labels else step, made)
 
     def _add(self, call: RecordedCall, step: OperatorStep, parts: Iterable[TensorPart | None]) -> None:
@@ -198,7 +206,8 @@ class _Planning:
             return self.device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
         args, named, addend = tree_map(place, (step.args, step.named, step.addend))
-        self.steps.append(step._replace(args=args, named=named, addend=addend, results=tuple(results)))
+        written = tuple(self.slot(use) for use in call.written)
+        self.steps.append(step._replace(args=args, named=named, addend=addend, results=tuple(results), written=written))
 
 
 def _dims_cut(part: TensorPart | None) -> list[tuple[int, bytes]]:
@@ -238,29 +247,24 @@ def _changes(
     written: set[int], summed: bool,
 ) -> list[OperandChange]:  # fmt: skip
     """Returns what happens to the operands of an operator whose letters have labels."""
-    found: list[OperandChange] = []
+    found: dict[int, list[OperandChange]] = {}
     for number, (slot, dims) in enumerate(zip(slots, relation.operands, strict=True)):
         if dims is None or (summed and number == relation.addend):
             continue
         need = _cuts(dims, labels, relation.letters)
         part = parts[slot]
         has = part.cuts if part is not None else (None,) * len(dims)
-        if need == has:
-            if part is None:
-                if slot in written:
-                    raise _GatherFirstError
-                found.append(OperandChange(slot, "copy"))
-            continue
-        if slot in written:
-            raise _GatherFirstError
+        own = [OperandChange(slot, "copy")] if part is None and need == has else []
         for dim, (wanted, given) in enumerate(zip(need, has, strict=True)):
             if wanted != given:
                 if given is not None or wanted is None:
                     raise _GatherFirstError(slot)
                 if ALL in wanted:  # the gradient of what all hold would be added up
                     raise _GatherFirstError
-                found.append(OperandChange(slot, "slice", dim, wanted))
-    return found
+                own.append(OperandChange(slot, "slice", dim, wanted))
+        if (own and slot in written) or found.setdefault(slot, own) != own:
+            raise _GatherFirstError  # it would write to a copy, or the operand is needed in two ways
+    return [change for own in found.values() for change in own]
 
 
 def _cuts(dims: Dims, labels: Mapping[int, bytes], letters: Letters) -> tuple[bytes | None, ...]:
@@ -280,7 +284,7 @@ def _localized(
     if name in ("view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "broadcast_to"):
         if part is not None:
             args[1] = list(part.local_shape(rank))
-        function = aten.reshape.default if name in ("_unsafe_view", "_reshape_alias") else call.function
+        function = call.function if name in ("expand", "broadcast_to") else viewed
         return step._replace(function=function, args=tuple(args))
     if name in ("slice", "narrow"):
         return _sliced(call, step, relation, labels, rank)
@@ -300,7 +304,7 @@ def _localized(
             return step._replace(args=tuple(args), addend=bias, addend_dim=1)
         return step._replace(args=tuple(args))
     if name == "native_group_norm" and part is not None:
-        args[4], groups = part.local_shape(rank)[1], made[1]
+        (args[3], args[4]), groups = part.local_shape(rank)[:2], made[1]
         args[6] = groups.local_shape(rank)[1] if groups is not None else args[6]
         return step._replace(args=tuple(args))
     if name == "mean" and step.summed:
@@ -316,6 +320,29 @@ def _localized(
         named = {key: value for key, value in call.named.items() if key != "bias"}
         return step._replace(args=tuple(args[:2]), named=named, addend=bias)
     return step
+
+
+COPIED = "_shardwright_copied_view"
+"""The attribute of a tensor that is a view on one device, and a copy here."""
+
+
+def viewed(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns a view of a part; a marked copy where the part's elements do not lie as those of the whole.
+
+    >>> x = torch.ones(2, 6)[:, :4]
+    >>> viewed(x, [8]).shape, hasattr(viewed(x, [8]), COPIED), hasattr(viewed(x, [2, 2, 2]), COPIED)
+    (torch.Size([8]), True, False)
+    """
+    try:
+        return x.view(shape)
+    except RuntimeError:
+        copied = x.reshape(shape)
+        copied.__dict__[COPIED] = True
+        return copied
+
+
+def _group_norm(x: Tensor, *args: Any, **named: Any) -> Any:
+    return torch.ops.aten.native_group_norm.default(x.contiguous(), *args, **named)
 
 
 def _letter(part: Any) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -26,11 +27,13 @@ from shardwright.comm.autograd import cut_to_whole, partial_to_whole, sum_gradie
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
 from shardwright.strategies.tensor_parallel.call_plans import (
+    COPIED,
     CallPlan,
     NotOnPartsError,
     OperandChange,
     OperatorStep,
     Slot,
+    WriteToPartError,
     like,
     plan_call,
 )
@@ -89,6 +92,7 @@ class PartsMode(TorchFunctionMode):
         self.num_planned = 0
         self.depth = 0
         self._plans: dict[Any, CallPlan | None] = {}
+        self._gathered: list[torch.UntypedStorage] = []  # copies in this forward: what is written there is lost
         self._copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=NUM_COPIES)
 
     def __enter__(self) -> PartsMode:
@@ -100,12 +104,15 @@ class PartsMode(TorchFunctionMode):
         self.depth -= 1
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._copies.clear()
+        self._gathered.clear()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named: dict[str, Any] = dict(kwargs) if kwargs else {}
         if not _has_part(args) and not (named and _has_part(tuple(named.values()))):
+            if self._gathered and _writes(func):
+                self._check_write(func, args[0])
             return func(*args, **named)
         part = tagged(args[0]) if args and isinstance(args[0], Tensor) else None
         if part is not None:
@@ -138,10 +145,22 @@ class PartsMode(TorchFunctionMode):
         else:
             plan = self._plans[key]
         if plan is None:
-            self.gathered[getattr(func, "__name__", str(func))] += 1
-            args, named = tree_unflatten([self.whole(x) if isinstance(x, Tensor) else x for x in flat], spec)
+            name = getattr(func, "__name__", str(func))
+            if _writes(func):
+                raise _no_write(name)
+            self.gathered[name] += 1
+            whole = [self.whole(x) if isinstance(x, Tensor) else x for x in flat]
+            self._gathered += [a.untyped_storage() for a, b in zip(whole, flat, strict=True) if a is not b]
+            args, named = tree_unflatten(whole, spec)
             return func(*args, **named)
         return self._run(plan, [x for x in flat if isinstance(x, Tensor)])
+
+    def _check_write(self, func: Any, tensor: Any) -> None:
+        """Raises PlanError where code writes to a gathered copy, or to a view of one."""
+        if isinstance(tensor, Tensor):
+            place = tensor.untyped_storage()._cdata
+            if any(storage._cdata == place for storage in self._gathered):
+                raise _no_write(getattr(func, "__name__", str(func)))
 
     def _planned(self, func: Any, flat: Sequence[Any], spec: Any) -> CallPlan | None:
         """Plans a call; None where it cannot run on parts and so runs on the whole."""
@@ -159,6 +178,8 @@ class PartsMode(TorchFunctionMode):
             return plan_call(func, args, named, tensors, self.axis.index, device)
         except (NotOnPartsError, ValueReadError):
             return None
+        except WriteToPartError as name:
+            raise _no_write(str(name)) from None
 
     def _run(self, plan: CallPlan, tensors: Sequence[Tensor]) -> Any:
         values: list[Any] = [None] * plan.num_slots
@@ -177,6 +198,8 @@ class PartsMode(TorchFunctionMode):
 
     def _step(self, step: OperatorStep, values: list[Any]) -> None:
         changed: dict[int, Tensor] = {}
+        if any(COPIED in values[slot].__dict__ for slot in step.written):
+            raise _no_write(getattr(step.function, "__name__", str(step.function)))
         for change in step.changes:
             changed[change.slot] = self._changed(changed.get(change.slot, values[change.slot]), change)
 
@@ -242,6 +265,32 @@ class PartsMode(TorchFunctionMode):
             if cut is not None:
                 x = self._gather(x, dim, cut)
         return x
+
+
+@lru_cache(maxsize=1024)
+def _writes(func: Any) -> bool:
+    """Whether a function writes to its first argument: ``x.add_(1)``, ``x += 1``, ``x[0] = 1``."""
+    name = getattr(func, "__name__", "")
+    inside = name.strip("_")
+    return (
+        name == "__setitem__"
+        or (name.startswith("__i") and inside[1:] in _BINARY)
+        or (name.endswith("_") and not name.startswith("__"))
+    )
+
+
+_BINARY = frozenset(
+    ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
+)
+
+
+def _no_write(name: str) -> PlanError:
+    return PlanError(
+        f"'{name}' writes to a tensor of which each rank holds a part, and needs the whole",
+        given="a tensor that tp cuts, changed in place",
+        allowed="operators that compute each element alone, in place",
+        fix="write x = f(x) in place of x.f_(), or leave out tp",
+    )
 
 
 def _check_hook(hook: Any) -> None:

@@ -1,0 +1,196 @@
+"""A function on parts of its tensors gives what it gives on the whole: results, sizes and every gradient."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional
+
+from shardwright.analysis.run_axes import ALL
+from shardwright.comm.launch import run_on_threads
+from shardwright.errors import PlanError, RankFailedError
+from shardwright.mesh import Mesh
+from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
+from shardwright.strategies.tensor_parallel.tensor_parts import part_of, tag, tagged
+
+X = (4, 6, 8)
+
+
+def heads(x):
+    samples, tokens, width = x.shape
+    return x.view(samples, tokens, 4, width // 4).transpose(1, 2)
+
+
+def attend(x, causal=False):
+    q = k = v = heads(x)
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def written(x):
+    y = x * 2
+    y[:, 1:3] += 1
+    y.mul_(3).add_(x)
+    return y
+
+
+def rotated(x):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1) * torch.arange(8.0).to(x.dtype)
+
+
+# functions of x (4, 6, 8) and weights: w (8, 8), b (8,), table (12, 8)
+CASES = {
+    "arithmetic": lambda x, w, b, t: (x * b + 2 - x / 3) ** 2,
+    "two operands": lambda x, w, b, t: torch.where(x > 0, x, b) + torch.maximum(x, b),
+    "activations": lambda x, w, b, t: functional.gelu(x) + functional.silu(x).tanh() - x.clamp(min=-0.5),
+    "linear": lambda x, w, b, t: functional.linear(x, w, b),
+    "linear without a bias": lambda x, w, b, t: functional.linear(x, w),
+    "addmm": lambda x, w, b, t: torch.addmm(b, x.view(-1, x.size(-1)), w).view(x.shape),
+    "matmul": lambda x, w, b, t: x @ w,
+    "a product of samples": lambda x, w, b, t: x @ x.transpose(1, 2),
+    "einsum": lambda x, w, b, t: torch.einsum("bth,hk->bkt", x, w),
+    "sums": lambda x, w, b, t: x.sum(-1) + x.mean(dim=(0, 2)) + x.sum(),
+    "a mean of squares": lambda x, w, b, t: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3),
+    "softmax": lambda x, w, b, t: x.softmax(-1) + x.log_softmax(1),
+    "layer norm": lambda x, w, b, t: functional.layer_norm(x, (8,), b, b),
+    "group norm": lambda x, w, b, t: functional.group_norm(x.transpose(1, 2), 4, b, b),
+    "views": lambda x, w, b, t: x.reshape(4, 48)[:, 8:40].unflatten(-1, (4, 8)).flatten(1, 2).reshape(-1),
+    "dims": lambda x, w, b, t: x.permute(2, 0, 1).unsqueeze(1).squeeze(1).movedim(0, -1).mT,
+    "sizes": lambda x, w, b, t: x.view(x.shape[0] * x.size(1), -1) * len(x) * x.numel() * x.ndim,
+    "heads": lambda x, w, b, t: heads(x).transpose(1, 2).contiguous().view(x.shape),
+    "attention": lambda x, w, b, t: attend(x),
+    "causal attention": lambda x, w, b, t: attend(x, causal=True),
+    "grouped heads": lambda x, w, b, t: heads(x)[:, :, None].expand(-1, -1, 2, -1, -1).reshape(4, 8, 6, 2),
+    "chunks": lambda x, w, b, t: rotated(x),
+    "split": lambda x, w, b, t: torch.cat([part * (i + 1) for i, part in enumerate(x.split([2, 3, 3], dim=-1))], -1),
+    "stack": lambda x, w, b, t: torch.stack([x, 2 * x], dim=1).unbind(1)[1],
+    "padding": lambda x, w, b, t: functional.pad(x, (1, 2, 0, 0)),
+    "repeat": lambda x, w, b, t: x.repeat(1, 2, 1) + x.repeat_interleave(2, dim=1),
+    "indexing": lambda x, w, b, t: x[:, torch.tensor([3, 0])] + x[1, 2] + x[..., ::2].sum(-1, keepdim=True)[:, :2],
+    "picked": lambda x, w, b, t: x.gather(-1, torch.arange(6)[None, :, None].expand(4, 6, 1)).squeeze(-1),
+    "flipped": lambda x, w, b, t: x.flip(-1) + x.roll(1, 1).cumsum(-1),
+    "largest": lambda x, w, b, t: x.amax(-1) + x.max(dim=1).values.sum(-1, keepdim=True) + x.topk(2, -1).values.sum(-1),
+    "written to": lambda x, w, b, t: written(x),
+    "a mask": lambda x, w, b, t: x.masked_fill(torch.ones(6, 1).tril().bool(), 0.0),
+    "a table": lambda x, w, b, t: functional.embedding(torch.arange(24).view(4, 6) % 12, t) + x,
+    "a convolution": lambda x, w, b, t: functional.conv1d(x.mT, w[..., None].expand(8, 8, 3), b, padding=1),
+    "groups": lambda x, w, b, t: functional.conv1d(x.transpose(1, 2), w[:, :2, None], b, groups=4),
+    "a loss": lambda x, w, b, t: functional.cross_entropy(x.flatten(0, 1), torch.arange(24) % 8),
+    "values": lambda x, w, b, t: x * (2.0 if x.detach().abs().max().item() > 0 else 1.0),
+}  # fmt: skip
+HALVES, THIRDS, FUSED = bytes([0] * 4 + [1] * 4), bytes([0] * 5 + [1] * 3), bytes([0, 0, 1, 1] * 2)
+CUTS = {
+    "features of x": {0: (None, None, HALVES)},
+    "features of x, unevenly": {0: (None, None, THIRDS)},
+    "fused features of x": {0: (None, None, FUSED)},
+    "tokens of x": {0: (None, bytes([0] * 3 + [1] * 3), None)},
+    "samples of x": {0: (bytes([0, 0, 0, 1]), None, None)},
+    "rows of w": {1: (HALVES, None)},
+    "columns of w": {1: (None, THIRDS)},
+    "x and rows of w": {0: (None, None, HALVES), 1: (HALVES, None)},
+    "x and columns of w": {0: (None, None, HALVES), 1: (None, HALVES)},
+    "x, w and b": {0: (None, None, HALVES), 1: (HALVES, None), 2: (HALVES,)},
+    "b": {2: (FUSED,)},
+    "features of the table": {3: (None, HALVES)},
+    "rows of the table": {3: (bytes([0] * 6 + [1] * 6), None)},
+}
+
+
+def given():
+    draw = torch.Generator().manual_seed(3)
+    shapes = (X, (8, 8), (8,), (12, 8))
+    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+def mine(whole, part, rank):
+    for dim in range(whole.dim()):
+        if part is not None and part.cuts[dim] is not None:
+            whole = whole.index_select(dim, torch.tensor(part.held(dim, rank)))
+    return whole
+
+
+def on_parts(axes, function, cuts):
+    """The whole result, the shape that the code sees of it, and this rank's gradients."""
+    axis, leaves = axes["tp"], []
+    for number, whole in enumerate(given()):
+        part = part_of(whole.shape, cuts[number]) if number in cuts else None
+        leaf = mine(whole, part, axis.index).clone().requires_grad_()
+        tag(leaf, part)
+        leaves.append((leaf, part))
+    mode = PartsMode(axis)
+    with mode:
+        result = function(*(leaf for leaf, _ in leaves))
+        seen = tuple(result.shape)
+    local, whole = tuple(result.shape), mode.whole(result)
+    held = tagged(result)
+    assert local == (seen if held is None else held.local_shape(axis.index))
+    (whole * torch.arange(whole.numel(), dtype=whole.dtype).view(whole.shape)).sum().backward()
+    return whole.detach(), seen, [(leaf.grad, part) for leaf, part in leaves]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(7)
+def test_a_function_on_parts_gives_what_it_gives_on_the_whole(name, cut):
+    leaves = [whole.requires_grad_() for whole in given()]
+    expected = CASES[name](*leaves)
+    (expected * torch.arange(expected.numel(), dtype=expected.dtype).view(expected.shape)).sum().backward()
+    for rank, (found, seen, gradients) in enumerate(
+        run_on_threads(Mesh(tp=2), partial(on_parts, function=CASES[name], cuts=CUTS[cut]))
+    ):
+        assert seen == tuple(expected.shape)
+        torch.testing.assert_close(found, expected.detach())
+        for leaf, (gradient, part) in zip(leaves, gradients, strict=True):
+            assert (gradient is None) == (leaf.grad is None)
+            if gradient is not None:
+                torch.testing.assert_close(gradient, mine(leaf.grad, part, rank))
+
+
+def test_a_part_that_is_needed_whole_is_not_written_to_by_accident():
+    def work(axes):
+        x = torch.ones(2, 2)
+        tag(x, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+        with PartsMode(axes["tp"]):
+            x[:, 1:3].softmax(-1)  # a view across the cut is gathered
+            return tuple(torch.cumsum(x, -1).shape)
+
+    assert run_on_threads(Mesh(tp=2), work) == [(2, 4), (2, 4)]
+
+
+def test_a_users_hook_on_the_gradient_of_a_part_is_refused():
+    def work(axes):
+        x = torch.ones(2, 2, requires_grad=True)
+        tag(x, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+        with PartsMode(axes["tp"]):
+            (x * 2).register_hook(lambda gradient: gradient / gradient.norm())
+
+    with pytest.raises((PlanError, RankFailedError), match="a hook is registered on the gradient"):
+        run_on_threads(Mesh(tp=2), work)
+
+
+def test_a_repeated_call_is_not_planned_again():
+    def work(axes):
+        mode, x = PartsMode(axes["tp"]), torch.ones(2, 2)
+        tag(x, part_of((2, 4), (None, bytes([0, 0, 1, 1]))))
+        with mode:
+            for _ in range(3):
+                torch.relu(x * 2)
+        return mode.num_planned
+
+    assert run_on_threads(Mesh(tp=2), work) == [2, 2]
+
+
+def test_the_gradient_of_what_every_rank_holds_is_not_added_up():
+    cut = bytes([0, 0, 0, 1, 1, 1, ALL, ALL])
+
+    def work(axes):
+        x = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
+        tag(x, part_of((2, 8), (None, cut)))
+        with PartsMode(axes["tp"]):
+            own, common = x.split([6, 2], dim=-1)
+            (own.sum() + common.pow(2).sum()).backward()
+        return x.grad.tolist()[0]
+
+    assert run_on_threads(Mesh(tp=2), work) == [[1.0, 1.0, 1.0, 2.0, 2.0]] * 2
