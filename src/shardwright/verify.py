@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
+from shardwright.analysis.draws import find_draws
 from shardwright.analysis.module_calls import call_model
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.world import World
@@ -47,8 +48,9 @@ from shardwright.parallelize.planning import job_for, make_plan, num_rows, struc
 from shardwright.parallelize.run import Run
 from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Plan, compute_dtype
-from shardwright.rng import RngTracker, key_dropout
+from shardwright.rng import RngTracker
 from shardwright.runtime.executor import Microbatch
+from shardwright.runtime.keyed_draws import key_draws
 from shardwright.sharding.box import cut
 from shardwright.sharding.tensor_layout import TensorLayout
 
@@ -181,7 +183,7 @@ def _reference(plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed
     on_several = len({p.device for p in plain.parameters()}) > 1
     for parameter in model.parameters():  # the copy shares storage with the caller's model, which must not be trained
         parameter.data = parameter.data.to("cpu", copy=True) if on_several else parameter.data.clone()
-    key_dropout(model, rng)
+    key_draws(model, rng, find_draws(model, batches[0][0]))
     before = _buffers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     outcome = _Outcome([], {}, {})
