@@ -39,6 +39,10 @@ class DimSlice:
     ranges: tuple[tuple[int, int], ...]
 
 
+PartOf = Callable[[Tensor], tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None]
+"""Gives, for a tensor that is a part of a whole, the elements that it holds, and marks another as the same part."""
+
+
 class RngTracker:
     """Keys random numbers by seed, step, sample and layer; the executor sets ``step`` and ``samples`` per forward."""
 
@@ -46,6 +50,7 @@ class RngTracker:
         self.seed, self.step = seed, step
         self.samples = samples
         self.layers: set[str] = set()
+        self.part_of: PartOf = lambda _: None  # which part of a whole a tensor is, where models run on parts
 
     @property
     def samples(self) -> Sequence[int]:
@@ -198,9 +203,15 @@ class KeyedDropout:
             )
         shape = input.transpose(0, self.dim).shape
         cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(shape))
+        part = self.rng.part_of(input) if self.dim == 0 else None
+        if part is not None:
+            cuts = (*cuts, *part[0])
         keep = dropout_mask(self.rng, self.rng.call(self.layer), shape, cuts, p, samples).transpose(0, self.dim)
         scale = 1 / (1 - p) if p < 1 else 0.0
-        return input * (keep.to(input.device).to(input.dtype) * scale)
+        keep = keep.to(input.device).to(input.dtype)
+        if part is not None:
+            part[1](keep)
+        return input * (keep * scale)
 
 
 def _dropout(module: nn.Dropout, drop: KeyedDropout, input: Tensor) -> Tensor:

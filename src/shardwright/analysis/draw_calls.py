@@ -117,11 +117,10 @@ class DrawCall:
         dtype = self.get("dtype", torch.int64 if integers else torch.get_default_dtype())
         return torch.empty(self.size, dtype=dtype, device=self.get("device", device))
 
-    def drawn(self, result: Any) -> Tensor:
+    def drawn(self, result: Any) -> Any:
         """Returns the tensor whose dims are those of the numbers: the input, or the result of a function without."""
         inputs = (self.given.get(name) for name in ("input", "mean", "std"))
-        found: Tensor = next((each for each in inputs if isinstance(each, Tensor)), result)
-        return found
+        return next((each for each in inputs if isinstance(each, Tensor)), result)
 
     def without_numbers(self) -> Any:
         """Runs the call without drawing; the values of its result have no meaning, those of one element are legal."""

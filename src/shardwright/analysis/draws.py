@@ -16,7 +16,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +52,9 @@ class SamplePlace(NamedTuple):
 
 MIXED = SamplePlace(-1)
 """The place of samples in a tensor that has them in no one factor of one dim."""
+
+_OTHERS = Lock()
+"""Held while a forward is recorded: the state of those generators is that of all ranks that are threads."""
 
 FIRST = SamplePlace(0)
 """The place of samples in most tensors: dim 0."""
@@ -135,13 +140,12 @@ def _examples(model: nn.Module, example: Any) -> Iterator[Any]:
     sizes = {size for t in (*given, *model.parameters(), *model.buffers()) for size in t.shape}
     count = next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
     for number in (count, None):
-        yield tree_map_only(
-            Tensor,
-            lambda t, number=number: torch.empty(
-                t.shape if number is None or not t.dim() else (number, *t.shape[1:]), dtype=t.dtype, device="meta"
-            ),
-            example,
-        )
+        yield tree_map_only(Tensor, partial(_of_samples, number), example)
+
+
+def _of_samples(number: int | None, tensor: Tensor) -> Tensor:
+    shape = tensor.shape if number is None or not tensor.dim() else (number, *tensor.shape[1:])
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
 def _found(model: nn.Module, inputs: Any) -> Draws:
@@ -169,14 +173,15 @@ def _other_generators() -> Iterator[list[str]]:
     """Yields a list that at the end has the names of the generators beside torch's that were drawn from."""
     numpy = sys.modules.get("numpy")
     found: list[str] = []
-    before, numpys = random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
-    yield found
-    if random.getstate() != before:
-        random.setstate(before)
-        found.append("Python's random")
-    if numpy is not None and str(numpy.random.get_state(legacy=False)) != str(numpys):
-        numpy.random.set_state(numpys)
-        found.append("numpy.random")
+    with _OTHERS:
+        before, numpys = random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+        yield found
+        if random.getstate() != before:
+            random.setstate(before)
+            found.append("Python's random")
+        if numpy is not None and str(numpy.random.get_state(legacy=False)) != str(numpys):
+            numpy.random.set_state(numpys)
+            found.append("numpy.random")
 
 
 def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace | None:

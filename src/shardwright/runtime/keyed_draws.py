@@ -28,6 +28,7 @@ from shardwright.rng import KEYED, DimSlice, RngTracker, hashed, key_dropout, wi
 
 Rows = Callable[[], Sequence[int]]
 Tokens = Callable[[Sequence[int]], tuple[DimSlice, ...]]
+Like = Sequence[int] | Tensor
 
 _BITS = {torch.float16: 11, torch.bfloat16: 8}
 """The bits of a uniform number, where fewer than 24: it stays below 1 when it is rounded."""
@@ -35,7 +36,10 @@ _BITS = {torch.float16: 11, torch.bfloat16: 8}
 
 @dataclass
 class KeyedNumbers:
-    """The random numbers of one draw: each method returns those of a tensor of a given shape, one for each element."""
+    """The random numbers of one draw: each method returns one for each element of a tensor ``like``, or of its shape.
+
+    Where ``like`` is a part of a whole tensor, they are those of this part, and so is the result.
+    """
 
     rng: RngTracker
     key: str
@@ -44,29 +48,39 @@ class KeyedNumbers:
     device: torch.device
     tokens: Tokens | None = None
 
-    def words(self, shape: Sequence[int], stream: int = 0) -> Tensor:
+    def words(self, like: Like, stream: int = 0) -> Tensor:
         """Returns 24 random bits for each element; ``stream`` tells several for one element apart."""
         layer = f"{self.key}~{stream}" if stream else self.key
+        part, shape = None, like
+        if isinstance(like, Tensor):
+            part, shape = self.rng.part_of(like), like.shape
         with torch._C.DisableTorchFunction():
-            at = None if self.place is None or not shape else self.place.dim
-            samples = (-1,) if at is None else self.samples
-            keys = torch.tensor(self.rng.keys(layer, samples), dtype=torch.int64, device=self.device)
-            keys = keys.to(torch.int32).view(len(samples), 2)
-            held = {} if self.tokens is None else {cut.dim % len(shape): cut for cut in self.tokens(shape)}
-            index = torch.zeros((1,) * len(shape), dtype=torch.int64, device=self.device)
-            stride = 1
-            for dim in range(len(shape) - 1, -1, -1):  # row-major index within the sample
-                here, size = self._indices(shape[dim], held.get(dim))
-                along = (-1, *(1,) * (len(shape) - 1 - dim))
-                if dim == at:
-                    here, size, row = self._within(here, size)
-                    keys = keys[row]
-                index = index + (here * stride).view(along)
-                stride *= size
-            if at is None:
-                return hashed(index.expand(tuple(shape)), keys[0, 0], keys[0, 1])
-            first, second = (keys[:, i].view(-1, *(1,) * (len(shape) - 1 - at)) for i in (0, 1))
-            return hashed(index, first, second)
+            found = self._words(layer, tuple(shape), () if part is None else part[0])
+            if part is not None:
+                part[1](found)
+            return found
+
+    def _words(self, layer: str, shape: tuple[int, ...], cuts: tuple[DimSlice, ...]) -> Tensor:
+        at = None if self.place is None or not shape else self.place.dim
+        samples = (-1,) if at is None else self.samples
+        keys = torch.tensor(self.rng.keys(layer, samples), dtype=torch.int64, device=self.device)
+        keys = keys.to(torch.int32).view(len(samples), 2)
+        cuts += () if self.tokens is None else self.tokens(shape)
+        held = {cut.dim % len(shape): cut for cut in cuts}
+        index = torch.zeros((1,) * len(shape), dtype=torch.int64, device=self.device)
+        stride = 1
+        for dim in range(len(shape) - 1, -1, -1):  # row-major index within the sample
+            here, size = self._indices(shape[dim], held.get(dim))
+            along = (-1, *(1,) * (len(shape) - 1 - dim))
+            if dim == at:
+                here, size, row = self._within(here, size)
+                keys = keys[row]
+            index = index + (here * stride).view(along)
+            stride *= size
+        if at is None:
+            return hashed(index, keys[0, 0], keys[0, 1])
+        first, second = (keys[:, i].view(-1, *(1,) * (len(shape) - 1 - at)) for i in (0, 1))
+        return hashed(index, first, second)
 
     def _indices(self, size: int, cut: DimSlice | None) -> tuple[Tensor, int]:
         """Returns the indices of a dim's elements in the whole tensor, and the size of the dim there."""
@@ -94,38 +108,38 @@ class KeyedNumbers:
         row = index // inside % count
         return index // (inside * count) * inside + index % inside, outside * inside, row
 
-    def uniform(self, shape: Sequence[int], dtype: torch.dtype, stream: int = 0) -> Tensor:
+    def uniform(self, like: Like, dtype: torch.dtype, stream: int = 0) -> Tensor:
         """Returns numbers in [0, 1)."""
         bits = _BITS.get(dtype, 24)
-        return (self.words(shape, stream) >> (24 - bits)).to(dtype) / 2**bits
+        found: Tensor = (self.words(like, stream) >> (24 - bits)).to(dtype) / 2**bits
+        return found
 
-    def positive(self, shape: Sequence[int]) -> Tensor:
+    def positive(self, like: Like) -> Tensor:
         """Returns numbers in (0, 1), in float64."""
-        return (self.words(shape).double() + 0.5) / 2**24
+        return (self.words(like).double() + 0.5) / 2**24
 
-    def normal(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def normal(self, like: Like, dtype: torch.dtype) -> Tensor:
         """Returns numbers of the normal distribution, by the method of Box and Muller."""
-        radius = self.positive(shape).log().mul(-2).sqrt()
-        return (radius * (self.words(shape, 1).double() * (2 * pi / 2**24)).cos()).to(dtype)
+        radius = self.positive(like).log().mul(-2).sqrt()
+        return (radius * (self.words(like, 1).double() * (2 * pi / 2**24)).cos()).to(dtype)
 
-    def exponential(self, shape: Sequence[int]) -> Tensor:
+    def exponential(self, like: Like) -> Tensor:
         """Returns numbers of the exponential distribution of rate 1, in float64."""
-        return self.positive(shape).log().neg()
+        return self.positive(like).log().neg()
 
-    def integers(self, shape: Sequence[int], low: int, high: int) -> Tensor:
+    def integers(self, like: Like, low: int, high: int) -> Tensor:
         """Returns integers from ``low`` to below ``high``."""
-        fine = self.words(shape).double() / 2**24 + self.words(shape, 1).double() / 2**48
+        fine = self.words(like).double() / 2**24 + self.words(like, 1).double() / 2**48
         return (fine * (high - low)).floor().to(torch.int64).clamp(max=high - low - 1) + low
 
-    def bernoulli(self, shape: Sequence[int], p: Any) -> Tensor:
+    def bernoulli(self, like: Like, p: Any) -> Tensor:
         """Returns True with probability ``p``, a number or a tensor."""
-        if not isinstance(p, Tensor):
-            return self.words(shape) < round(p * 2**24)
-        return self.words(shape).double() / 2**24 < p
+        words = self.words(like)
+        return words.double() / 2**24 < p if isinstance(p, Tensor) else words < round(p * 2**24)
 
-    def kept(self, shape: Sequence[int], p: float) -> Tensor:
+    def kept(self, like: Like, p: float) -> Tensor:
         """Returns True where dropout of probability ``p`` keeps an element."""
-        return self.words(shape) >= round(p * 2**24)
+        return self.words(like) >= round(p * 2**24)
 
 
 class _ModuleDraws:
@@ -143,14 +157,14 @@ class _ModuleDraws:
         except PlanError as error:  # it matters only if the call draws
             self.call = error
         if not self.keyed.running:
-            self.keyed.__enter__()
+            self.keyed.__enter__()  # type: ignore[no-untyped-call]
         self.keyed.running.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.keyed.running.pop()
         if not self.keyed.running:
-            self.keyed.__exit__(*error)
+            self.keyed.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def next(self, device: torch.device) -> KeyedNumbers:
         """Returns the numbers of the next draw of this call."""
@@ -268,7 +282,8 @@ def _drop(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
             whole = 1 if len(shape) == batched - 1 and call.name != "dropout2d" else 2
         elif call.name.startswith("feature"):
             whole = 2
-    keep = numbers.kept([*shape[:whole], *(1,) * (len(shape) - whole)], p).to(x.dtype)
+    like = x if whole == len(shape) else [*shape[:whole], *(1,) * (len(shape) - whole)]
+    keep = numbers.kept(like, p).to(x.dtype)
     if "alpha" in call.name:
         scale = 0.0 if p == 1 else ((1 - p) * (1 + p * ALPHA**2)) ** -0.5
         result = x * (keep * scale) + ((1 - keep) * ALPHA * scale - scale * ALPHA * p)
@@ -278,19 +293,19 @@ def _drop(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
 
 
 def _fill(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
-    shape, dtype = list(x.shape), x.dtype
+    dtype = x.dtype
     made: Tensor
     if call.name == "bernoulli_":
-        made = numbers.bernoulli(shape, call["p"])
+        made = numbers.bernoulli(x, call["p"])
     elif call.name == "uniform_":
-        made = numbers.uniform(shape, dtype) * (call["to"] - call["from"]) + call["from"]
+        made = numbers.uniform(x, dtype) * (call["to"] - call["from"]) + call["from"]
     elif call.name == "normal_":
-        made = numbers.normal(shape, dtype) * call["std"] + call["mean"]
+        made = numbers.normal(x, dtype) * call["std"] + call["mean"]
     elif call.name == "exponential_":
-        made = numbers.exponential(shape) / call["lambd"]
+        made = numbers.exponential(x) / call["lambd"]
     else:
         most = 2 ** (24 if dtype.is_floating_point else 8 if dtype.itemsize == 1 else 31)
-        made = numbers.integers(shape, call.get("from", 0), call.get("to", most))
+        made = numbers.integers(x, call.get("from", 0), call.get("to", most))
     with torch.no_grad():
         return x.copy_(made.to(dtype))
 
@@ -319,14 +334,15 @@ def _filled(call: DrawCall, made: Tensor, numbers: KeyedNumbers) -> Tensor:
 
 
 def _bernoulli(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
-    return numbers.bernoulli(list(x.shape), call.get("p", x)).to(x.dtype)
+    return numbers.bernoulli(x, call.get("p", x)).to(x.dtype)
 
 
 def _normal(call: DrawCall, x: Tensor | None, numbers: KeyedNumbers) -> Tensor:
     if x is None:
-        return _filled(call, call.empty(), numbers) * call["std"] + call["mean"]
+        return _filled(call, call.empty(), numbers).mul_(call["std"]).add_(call["mean"])
     both = torch.broadcast_shapes(*(each.shape for each in (call["mean"], call["std"]) if isinstance(each, Tensor)))
-    return numbers.normal(list(both), x.dtype) * call["std"] + call["mean"]
+    found: Tensor = numbers.normal(list(both), x.dtype) * call["std"] + call["mean"]
+    return found
 
 
 def _multinomial(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
@@ -341,8 +357,8 @@ def _multinomial(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
 
 def _gumbel(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
     dim = int(call["dim"])
-    noise = numbers.exponential(list(x.shape)).log().neg().to(x.dtype)
-    soft = ((x + noise) / call["tau"]).softmax(dim)
+    noise = numbers.exponential(x).log().neg().to(x.dtype)
+    soft: Tensor = ((x + noise) / call["tau"]).softmax(dim)
     if not call.get("hard"):
         return soft
     hard = torch.zeros_like(soft).scatter_(dim, soft.max(dim, keepdim=True).indices, 1.0)
@@ -350,7 +366,7 @@ def _gumbel(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
 
 
 def _rrelu(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
-    slopes = numbers.uniform(list(x.shape), x.dtype) * (call["upper"] - call["lower"]) + call["lower"]
+    slopes = numbers.uniform(x, x.dtype) * (call["upper"] - call["lower"]) + call["lower"]
     result = torch.where(x > 0, x, x * slopes)
     return x.copy_(result) if call.get("inplace") else result
 
@@ -365,7 +381,7 @@ def _attend(call: DrawCall, q: Tensor, numbers: KeyedNumbers) -> Tensor:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
 
     def drop(weights: Tensor) -> Tensor:
-        keep = numbers.kept(list(weights.shape), p)
+        keep = numbers.kept(weights, p)
         return weights * (keep.to(weights.dtype) * (1 / (1 - p) if p < 1 else 0.0))
 
     return attend_dropping(q, k, v, mask, causal=bool(call["is_causal"]), drop=drop)
@@ -387,7 +403,7 @@ def _recur(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> tuple[Tensor, ..
         for end, state in zip(ends, last, strict=True):
             end.append(state)
         if layer < layers - 1:
-            keep = numbers.kept(list(x.shape), call["dropout"])
+            keep = numbers.kept(x, call["dropout"])
             x = x * (keep.to(x.dtype) / (1 - call["dropout"]))
             numbers.key += "+"
     return (x, *(torch.cat(end) for end in ends))

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -37,12 +37,13 @@ from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.mesh import Coord
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic, sync_traffic
+from shardwright.rng import DimSlice
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.sharding.box import Ranges
 from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
-from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, held, tag
+from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, held, tag, tagged
 
 LEAST_SHARE = 0.2
 """The share of parameter elements that must be cut for a model to run on parts."""
@@ -103,16 +104,17 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | Non
 
 def _ranges(cut: bytes, size: int) -> Ranges:
     """The ranges of a dim that each index of the axis holds."""
+    return tuple(_runs(cut, rank) for rank in range(size))
 
-    def runs(rank: int) -> tuple[tuple[int, int], ...]:
-        numbered = enumerate(held(cut, rank))
-        return tuple(
-            (run[0], run[-1] + 1)
-            for _, each in groupby(numbered, key=lambda pair: pair[1] - pair[0])
-            for run in [[index for _, index in each]]
-        )
 
-    return tuple(runs(rank) for rank in range(size))
+@lru_cache(maxsize=1024)
+def _runs(cut: bytes, rank: int) -> tuple[tuple[int, int], ...]:
+    numbered = enumerate(held(cut, rank))
+    return tuple(
+        (run[0], run[-1] + 1)
+        for _, each in groupby(numbered, key=lambda pair: pair[1] - pair[0])
+        for run in [[index for _, index in each]]
+    )
 
 
 def apply_on_parts(model: nn.Module, axis: Axis, note: PartsNote, by: str) -> PartsMode:
@@ -133,6 +135,18 @@ def apply_on_parts(model: nn.Module, axis: Axis, note: PartsNote, by: str) -> Pa
         around = _around(mode, tags, is_model=path == "")
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
     return mode
+
+
+def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None:
+    """Returns the elements that a rank holds of a tensor, and a function that marks another as the same part.
+
+    It is the RNG tracker's ``part_of``, so that a rank draws for the elements that it holds. None for a whole tensor.
+    """
+    part = tagged(tensor)
+    if part is None:
+        return None
+    cuts = ((dim, cut) for dim, cut in enumerate(part.cuts) if cut is not None)
+    return tuple(DimSlice(dim, len(cut), _runs(cut, rank)) for dim, cut in cuts), lambda other: tag(other, part)
 
 
 def _around(
