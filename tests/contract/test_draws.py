@@ -51,12 +51,13 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention, self.checkpointed = Attention(form), checkpointed
-        self.up, self.down, self.drop = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH), nn.Dropout(0.1)
+        self.up, self.down = (nn.Parameter(torch.randn(n, m) * 0.2) for n, m in ((WIDTH, 24), (24, WIDTH)))
+        self.drop = nn.Dropout(0.1)
 
     def run(self, x):
         x = x + self.attention(self.norm(x))
         flat = self.norm2(x).view(-1, WIDTH)
-        return x + self.drop(self.down(functional.gelu(self.up(flat)))).view(x.shape)  # dim 0: samples * tokens
+        return x + self.drop(functional.gelu(flat @ self.up) @ self.down).view(x.shape)  # dim 0: samples * tokens
 
     def forward(self, x):
         return checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)

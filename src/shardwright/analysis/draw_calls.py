@@ -196,8 +196,8 @@ def _bound(parameters: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> 
 
 def _is_high(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     """Whether ``randint`` gets no start of its range: then its first argument is the end."""
-    if len(args) == 2:
-        return not isinstance(args[1], int)
+    if len(args) > 1:
+        return len(args) == 2 and not isinstance(args[1], int)
     return "high" not in named if args else "low" not in named
 
 

@@ -24,6 +24,7 @@ from shardwright.analysis.draws import FIRST, MIXED, Draws, SamplePlace
 from shardwright.attention_scores import attend_dropping
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, wrap
+from shardwright.plan.stages import DROPOUTS
 from shardwright.rng import KEYED, DimSlice, RngTracker, hashed, key_dropout, with_samples_in_dim_1
 
 Rows = Callable[[], Sequence[int]]
@@ -225,8 +226,8 @@ def key_draws(
 ) -> None:
     """Makes all random numbers of a model's forward keyed: its dropout layers', and those that its own code draws.
 
-    ``draws`` are those of :func:`find_draws`; where they are not known, all modules run under the mode, and drawn
-    tensors have the samples in dim 0. The others are those of :func:`key_dropout`.
+    ``draws`` are those of :func:`find_draws`; where they are not known, every module whose code may draw runs under
+    the mode, and drawn tensors have the samples in dim 0. The others are those of :func:`key_dropout`.
     """
     keyed = KeyedDraws(rng, draws)
     drawing = None if draws is None else draws.in_modules()
@@ -237,11 +238,17 @@ def key_draws(
             continue  # the layer itself is keyed, and so is dropout of samples in dim 0, or where a layer is known
         if type(module) in KEYED and (drawing is None or path in of_layer or drawing.get(path, {FIRST}) == {FIRST}):
             continue
-        if drawing is None or path in drawing:
+        if _may_draw(module) if drawing is None else path in drawing:
             others.add(path)
             around = _around(keyed, module, path, (rows or {}).get(path), (tokens or {}).get(path))
             wrap(module, Rung.DRAWS, "random numbers from the seed, the step and the sample", by="core", around=around)
     key_dropout(model, rng, cuts, rows, tokens, but=others)
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Whether a module's own code may draw: code of other packages than torch and this one; torch's random layers."""
+    known = type(module).__module__.startswith(("torch.nn.", "shardwright."))
+    return not known or isinstance(module, DROPOUTS | nn.RNNBase | nn.RReLU)
 
 
 def _around(
