@@ -151,7 +151,7 @@ DRAWS = {
     "tokens and samples in one dim": lambda x: functional.dropout(
         x.transpose(0, 1).reshape(-1, x.shape[2]), 0.2
     ).view(x.shape[1], -1, x.shape[2]).transpose(0, 1),
-    "two views end to end": lambda x: functional.dropout(torch.cat([x, -x]), 0.2).view(2, *x.shape).sum(0),
+    "two views end to end": lambda x: sum(functional.dropout(torch.cat([x, -x]), 0.2).chunk(2)),
     "rrelu": lambda x: functional.rrelu(x, training=True),
     "gumbel_softmax": lambda x: functional.gumbel_softmax(x) + functional.gumbel_softmax(x, hard=True, dim=1),
     "rand_like": lambda x: x + torch.rand_like(x) + torch.randn_like(x),

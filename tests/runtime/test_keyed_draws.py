@@ -251,7 +251,7 @@ def test_ranks_on_parts_hash_their_own_elements_only(monkeypatch):
         run_of_heads(line)
         return found
 
-    hashed, weights = keyed_draws.hashed, 6 * HEADS * TOKENS * TOKENS
+    hashed, weights = keyed_draws.hashed, HEADS * TOKENS * TOKENS
     assert weights in sizes("single")
     on_parts = sizes("tp2")
     assert weights // 2 in on_parts

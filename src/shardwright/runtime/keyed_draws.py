@@ -76,6 +76,7 @@ class KeyedNumbers:
             if dim == at:
                 here, size, row = self._within(here, size)
                 keys = keys[row]
+                here = here[:1] if size == 1 else here  # all samples have one index: it is broadcast
             index = index + (here * stride).view(along)
             stride *= size
         if at is None:
