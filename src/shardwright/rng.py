@@ -43,6 +43,10 @@ PartOf = Callable[[Tensor], tuple[tuple[DimSlice, ...], Callable[[Tensor], None]
 """Gives, for a tensor that is a part of a whole, the elements that it holds, and marks another as the same part."""
 
 
+def _of_whole(_: Tensor) -> None:
+    """The ``part_of`` of runs whose tensors are whole."""
+
+
 class RngTracker:
     """Keys random numbers by seed, step, sample and layer; the executor sets ``step`` and ``samples`` per forward."""
 
@@ -50,7 +54,7 @@ class RngTracker:
         self.seed, self.step = seed, step
         self.samples = samples
         self.layers: set[str] = set()
-        self.part_of: PartOf = lambda _: None  # which part of a whole a tensor is, where models run on parts
+        self.part_of: PartOf = _of_whole  # which part of a whole a tensor is, where models run on parts
 
     @property
     def samples(self) -> Sequence[int]:
