@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tests.contract.test_draws import HEADS, TOKENS, Language
@@ -220,6 +222,14 @@ def test_without_an_example_samples_are_in_dim_0_or_the_draw_is_refused():
     assert losses(second, "dp2", 2, torch.ones(6, 2)) == pytest.approx(losses(second, "single", 1, torch.ones(6, 2)))
     with pytest.raises(PlanError, match="not drawn for each sample"):
         losses(second, "dp2", 2, None)
+
+
+def test_a_copy_of_a_model_that_draws_runs_its_own_modules():
+    model = nn.Sequential(nn.Linear(2, 2), nn.AlphaDropout(0.5))
+    key_draws(model, RngTracker(samples=range(3)), None)
+    other = copy.deepcopy(model)
+    assert other[1].forward.module is other[1]
+    assert torch.equal(other(torch.ones(3, 2)), model(torch.ones(3, 2)))
 
 
 def test_modules_that_draw_nothing_are_left_as_they_are():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from math import pi
 from typing import Any
 
@@ -255,22 +254,26 @@ def _may_draw(module: nn.Module) -> bool:
 def _around(
     keyed: KeyedDraws, module: nn.Module, path: str, rows: Rows | None, tokens: Tokens | None
 ) -> Callable[[Forward], Forward]:
-    def around(forward: Forward) -> Forward:
-        idle = False
+    return lambda forward: _KeyedForward(keyed, module, path, rows, tokens, forward)
 
-        @wraps(forward)
-        def drawing(*args: Any, **named: Any) -> Any:
-            nonlocal idle
-            if idle:
-                return forward(*args, **named)
-            with _ModuleDraws(keyed, path, rows, tokens) as draws:
-                result = forward(*args, **named)
-            idle = keyed.draws is None and module.training and not draws.number  # code that draws does so at once
-            return result
 
-        return drawing
+class _KeyedForward:
+    """A module's forward under :class:`KeyedDraws`; a copy of the module has a copy of it."""
 
-    return around
+    def __init__(
+        self, keyed: KeyedDraws, module: nn.Module, path: str, rows: Rows | None, tokens: Tokens | None, inner: Forward
+    ) -> None:
+        self.keyed, self.module, self.own, self.inner = keyed, module, (path, rows, tokens), inner
+        self.idle = False
+        self.__wrapped__ = inner  # its signature is this one's
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.idle:
+            return self.inner(*args, **named)
+        with _ModuleDraws(self.keyed, *self.own) as draws:
+            result = self.inner(*args, **named)
+        self.idle = self.keyed.draws is None and self.module.training and not draws.number  # or it would have
+        return result
 
 
 # ---- the kinds of draws
