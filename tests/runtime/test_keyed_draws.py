@@ -17,8 +17,9 @@ from shardwright.errors import PlanError
 from shardwright.forward_stack import Rung, stack_of
 from shardwright.parallelize import parallelize
 from shardwright.rng import RngTracker
-from shardwright.runtime import keyed_draws
-from shardwright.runtime.keyed_draws import KeyedNumbers, key_draws
+from shardwright.runtime import keyed_numbers
+from shardwright.runtime.keyed_draws import key_draws
+from shardwright.runtime.keyed_numbers import KeyedNumbers
 
 ALMOST_NONE = 1e-9
 """A probability that drops nothing: its threshold is 0 of 2**24."""
@@ -257,11 +258,11 @@ def test_ranks_on_parts_hash_their_own_elements_only(monkeypatch):
             found.add(place.numel())
             return hashed(place, *keys)
 
-        monkeypatch.setattr(keyed_draws, "hashed", noting)
+        monkeypatch.setattr(keyed_numbers, "hashed", noting)
         run_of_heads(line)
         return found
 
-    hashed, weights = keyed_draws.hashed, HEADS * TOKENS * TOKENS
+    hashed, weights = keyed_numbers.hashed, HEADS * TOKENS * TOKENS
     assert weights in sizes("single")
     on_parts = sizes("tp2")
     assert weights // 2 in on_parts
