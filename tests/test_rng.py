@@ -247,12 +247,6 @@ def test_dropout_refuses_activations_whose_rows_are_no_samples():
         model(torch.ones(4, 3))
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.RReLU])
-def test_random_layers_without_keys_are_refused(layer):
-    with pytest.raises(PlanError, match="'0' would depend on the layout"):
-        key_dropout(nn.Sequential(layer()), RngTracker())
-
-
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 def test_torchs_layers_drop_the_same_of_each_sample_whichever_dim_the_samples_are_in(kind):
     first, second = (kind(8, 2, 12, dropout=0.5, batch_first=batch_first) for batch_first in (True, False))

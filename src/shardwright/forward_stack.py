@@ -38,16 +38,17 @@ class Rung(IntEnum):
     RECOMPUTE = 5  # outside of all whose activations it drops: the recomputation repeats everything below
     CONTRIBUTE_ONCE = 6  # inside RECOMPUTE: these parameters are constants in the recomputation too
     ON_PARTS = 7  # the user's code on parts of tensors; inside RECOMPUTE: the recomputation runs on parts too
-    CALLERS = 8  # refuses callers that the analysis has not followed, before anything is sent
-    FOLLOWED = 9  # notes which module runs, for CALLERS of the modules inside
-    ENTRY = 10  # gathers an input once for several operators inside the module's own code
-    OPERATOR = 11  # tensor-parallel and spatial operators: most replace the module's code and all below
-    ATTEND = 12  # no wrapper: replaces a function that the module's own code calls
-    NO_SAMPLES = 13  # around torch's own code and DROPOUT: both fail on an empty batch
-    STATISTICS = 14  # BatchNorm over all samples, in place of torch's code; an OPERATOR may call it
-    DROPOUT = 15  # masks that do not depend on the layout, in place of torch's code
-    SPLIT_BACKWARD = 16  # in place of torch's code, for layers without other wrappers
-    GUARD = 17  # no wrapper: replaces the module's class, so that other code cannot read its parameters
+    DRAWS = 8  # the code's random numbers; inside ON_PARTS: it draws for the whole tensor, of which a rank has a part
+    CALLERS = 9  # refuses callers that the analysis has not followed, before anything is sent
+    FOLLOWED = 10  # notes which module runs, for CALLERS of the modules inside
+    ENTRY = 11  # gathers an input once for several operators inside the module's own code
+    OPERATOR = 12  # tensor-parallel and spatial operators: most replace the module's code and all below
+    ATTEND = 13  # no wrapper: replaces a function that the module's own code calls
+    NO_SAMPLES = 14  # around torch's own code and DROPOUT: both fail on an empty batch
+    STATISTICS = 15  # BatchNorm over all samples, in place of torch's code; an OPERATOR may call it
+    DROPOUT = 16  # masks that do not depend on the layout, in place of torch's code
+    SPLIT_BACKWARD = 17  # in place of torch's code, for layers without other wrappers
+    GUARD = 18  # no wrapper: replaces the module's class, so that other code cannot read its parameters
 
 
 SEVERAL = frozenset((Rung.FRAME, Rung.CALLERS, Rung.FOLLOWED, Rung.STATISTICS))

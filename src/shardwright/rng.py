@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,15 +28,6 @@ from shardwright.forward_stack import Forward, Rung, set_forward
 
 KEYED = (nn.Dropout,)
 TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-UNKEYED = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
-
-_FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli, torch.normal)
-_LIKE = (torch.rand_like, torch.randn_like, torch.randint_like, functional.gumbel_softmax)
-_FILLS = (Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_)
-_DROPS = {
-    functional.dropout: 0.5, functional.dropout1d: 0.5, functional.dropout2d: 0.5, functional.dropout3d: 0.5,
-    functional.alpha_dropout: 0.5, functional.feature_alpha_dropout: 0.5,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,6 +39,14 @@ class DimSlice:
     ranges: tuple[tuple[int, int], ...]
 
 
+PartOf = Callable[[Tensor], tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None]
+"""Gives, for a tensor that is a part of a whole, the elements that it holds, and marks another as the same part."""
+
+
+def _of_whole(_: Tensor) -> None:
+    """The ``part_of`` of runs whose tensors are whole."""
+
+
 class RngTracker:
     """Keys random numbers by seed, step, sample and layer; the executor sets ``step`` and ``samples`` per forward."""
 
@@ -55,6 +54,7 @@ class RngTracker:
         self.seed, self.step = seed, step
         self.samples = samples
         self.layers: set[str] = set()
+        self.part_of: PartOf = _of_whole  # which part of a whole a tensor is, where models run on parts
 
     @property
     def samples(self) -> Sequence[int]:
@@ -70,6 +70,14 @@ class RngTracker:
 
     def call(self, layer: str) -> str:
         """Returns the key for the dropout mask of one call of a layer: each call in a forward gets its own.
+
+        Raises: as :meth:`count`.
+        """
+        number = self.count(layer)
+        return f"{layer}#{number}" if number else layer
+
+    def count(self, layer: str) -> int:
+        """Returns the number of one call of a layer in this forward, and counts the call.
 
         A call from inside a backward, without a restored snapshot, repeats the forward's call, as under
         ``torch.utils.checkpoint``. Raises: PlanError: the layer was called several times in the forward.
@@ -87,7 +95,7 @@ class RngTracker:
         else:
             self._first.setdefault(layer, number)
             self._calls[layer] += 1
-        return f"{layer}#{number}" if number else layer
+        return number
 
     def _in_unrestored_backward(self) -> bool:
         """Whether a backward is running, and no snapshot was restored in it."""
@@ -163,9 +171,13 @@ def dropout_mask(
         stride *= held[dim].size if dim in held else shape[dim]
     keys = torch.tensor(rng.keys(layer, samples), dtype=torch.int64).to(torch.int32).view(shape[0], 2)
     first, second = (keys[:, i].view(-1, *(1,) * (len(shape) - 1)) for i in (0, 1))
+    return hashed(place, first, second) >= round(p * 2**24)
+
+
+def hashed(place: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Returns 24 random bits for each place: its index within its sample, and the two words of the sample's key."""
     words = _mix32_(place.to(torch.int32) ^ first)
-    words = _mix32_(words.add_(second))
-    return words.bitwise_and_(0xFFFFFF) >= round(p * 2**24)
+    return _mix32_(words.add_(second)).bitwise_and_(0xFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -195,9 +207,15 @@ class KeyedDropout:
             )
         shape = input.transpose(0, self.dim).shape
         cuts = self.cuts if self.tokens is None else (*self.cuts, *self.tokens(shape))
+        part = self.rng.part_of(input) if self.dim == 0 else None
+        if part is not None:
+            cuts = (*cuts, *part[0])
         keep = dropout_mask(self.rng, self.rng.call(self.layer), shape, cuts, p, samples).transpose(0, self.dim)
         scale = 1 / (1 - p) if p < 1 else 0.0
-        return input * (keep.to(input.device).to(input.dtype) * scale)
+        keep = keep.to(input.device).to(input.dtype)
+        if part is not None:
+            part[1](keep)
+        return input * (keep * scale)
 
 
 def _dropout(module: nn.Dropout, drop: KeyedDropout, input: Tensor) -> Tensor:
@@ -275,13 +293,12 @@ def key_dropout(
     cuts: Mapping[str, tuple[DimSlice, ...]] | None = None,
     rows: Mapping[str, Callable[[], Sequence[int]]] | None = None,
     tokens: Mapping[str, Callable[[Sequence[int]], tuple[DimSlice, ...]]] | None = None,
+    but: Collection[str] = (),
 ) -> None:
     """Makes every ``nn.Dropout`` of ``model``, and the dropout of attention weights, compute its masks from ``rng``.
 
     By layer name: ``cuts`` gives the elements that a layer sees, ``rows`` the samples, where they are not the
-    microbatch's; ``tokens`` the tokens, for a tensor of a given shape.
-
-    Raises: PlanError: the model has a random layer whose numbers would depend on the layout.
+    microbatch's; ``tokens`` the tokens, for a tensor of a given shape. Layers in ``but`` are left as they are.
 
     >>> model, rng = nn.Sequential(nn.Dropout(0.5)), RngTracker(seed=3, samples=range(1))
     >>> key_dropout(model, rng)
@@ -290,7 +307,7 @@ def key_dropout(
     >>> torch.equal(model(torch.ones(1, 8)), first), torch.equal(again, first)
     (True, False)
     """
-    second = frozenset(_with_samples_in_dim_1(model))
+    second = frozenset(with_samples_in_dim_1(model))
     for name, module in model.named_modules():
         rng.layers.add(name)
         own_rows, own_tokens = (rows or {}).get(name), (tokens or {}).get(name)
@@ -299,16 +316,7 @@ def key_dropout(
             if module.dropout > 0:
                 _replace(module, drop, _keyed_multihead(module, drop))
             continue
-        inner = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
-        other = isinstance(module, nn.Dropout) and type(module) is not nn.Dropout and module.p > 0
-        if isinstance(module, UNKEYED) or inner or other:
-            raise PlanError(
-                f"the random numbers of '{name}' would depend on the layout",
-                given=type(module).__name__,
-                allowed="nn.Dropout, and nn.MultiheadAttention with dropout",
-                fix="use nn.Dropout, or take the layer out",
-            )
-        if type(module) in KEYED:
+        if type(module) in KEYED and name not in but:
             _replace(module, drop, partial(_dropout, module, drop))
 
 
@@ -318,46 +326,11 @@ def _replace(module: nn.Module, drop: KeyedDropout, forward: Forward) -> None:
     module.__dict__["_keyed_dropout"] = drop
 
 
-def _with_samples_in_dim_1(model: nn.Module) -> Iterator[str]:
-    """The dropouts inside torch's transformer layers that are not ``batch_first``."""
+def with_samples_in_dim_1(model: nn.Module) -> Iterator[str]:
+    """Yields the dropouts inside torch's transformer layers that are not ``batch_first``."""
     for path, layer in model.named_modules():
         if type(layer) in TRANSFORMER_LAYERS and not getattr(layer.self_attn, "batch_first", True):
             yield from (f"{path}.{own}".lstrip(".") for own, child in layer.named_children() if type(child) in KEYED)
-
-
-class RefusesRandomNumbers(TorchFunctionMode):
-    """A context in which drawing a random number that depends on the layout raises PlanError.
-
-    It inspects every function call, so it is for one forward, not for all.
-
-    >>> with RefusesRandomNumbers():
-    ...     functional.dropout(torch.ones(2), 0.5, training=True)
-    Traceback (most recent call last):
-    shardwright.errors.PlanError: the random numbers of 'dropout' would depend on the layout
-      given:   a call of it in the forward
-      allowed: nn.Dropout modules
-      fix:     use nn.Dropout, or take the call out
-    """
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
-    ) -> Any:
-        named = named or {}
-        drops = function in _DROPS and (
-            (args[1] if len(args) > 1 else named.get("p", _DROPS[function])) > 0
-            and (args[2] if len(args) > 2 else named.get("training", True))
-        )
-        attends = function is functional.scaled_dot_product_attention and (
-            (args[4] if len(args) > 4 else named.get("dropout_p", 0.0)) > 0
-        )
-        if drops or attends or function in _FACTORIES or function in _LIKE or function in _FILLS:
-            raise PlanError(
-                f"the random numbers of '{function.__name__}' would depend on the layout",
-                given="a call of it in the forward",
-                allowed="nn.Dropout modules",
-                fix="use nn.Dropout, or take the call out",
-            )
-        return function(*args, **named)
 
 
 class _WithoutRandomNumbers(TorchFunctionMode):

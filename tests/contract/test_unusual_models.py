@@ -238,15 +238,6 @@ class TiedByFunction(nn.Module):
         return functional.linear(self.table(tokens), self.table.weight)
 
 
-class DropsByFunction(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 5)
-
-    def forward(self, x):
-        return functional.dropout(self.layer(x), 0.5, self.training)
-
-
 class HasAMask(nn.Module):
     def __init__(self):
         super().__init__()
@@ -265,7 +256,6 @@ class HasAMask(nn.Module):
     ("kind", "line", "batch", "reason"),
     [
         (TiedByFunction, "tp2", TOKENS, "is read by other code than its own layer"),
-        (DropsByFunction, "dp2", BATCH, "would depend on the layout"),
         (HasAMask, "dp2", BATCH, "has no values"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

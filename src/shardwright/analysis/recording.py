@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -92,7 +92,7 @@ class Recorded(MetaValues):
     def __init__(self, where: Callable[[], tuple[str, int]] = lambda: ("", 0)) -> None:
         super().__init__()
         self.recording = Recording()
-        self._where, self._uses = where, dict[Any, TensorUse]()
+        self.where, self._uses = where, dict[Any, TensorUse]()
         self._quiet = 0
         self._above = _WholeCalls(self)
 
@@ -129,7 +129,7 @@ class Recorded(MetaValues):
             for written in written_arguments(function, seen_args, seen_named, TensorUse):
                 written.kind = "" if written.kind == "constant" else written.kind
         made = tuple(self.use(t, "constant" if constant else "") for t in tree_leaves(results) if isinstance(t, Tensor))
-        self.recording.calls.append(RecordedCall(function, seen_args, seen_named, made, *self._where()))
+        self.recording.calls.append(RecordedCall(function, seen_args, seen_named, made, *self.where()))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -211,8 +211,10 @@ def _end(recorded: Recorded, calls: list[RecordedCall], *gradients: Any) -> None
     calls += recorded.recording.calls
 
 
-def record_forward(model: nn.Module, inputs: Any) -> Recording:
-    """Runs one forward of a model on the meta device, and returns its operators.
+def record_forward(
+    model: nn.Module, inputs: Any, within: Callable[[Recorded], AbstractContextManager[Any]] = nullcontext
+) -> Recording:
+    """Runs one forward of a model on the meta device, in the context ``within``, and returns its operators.
 
     Raises: ValueReadError: the code reads a value that depends on a parameter or an input.
 
@@ -230,7 +232,7 @@ def record_forward(model: nn.Module, inputs: Any) -> Recording:
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, Tensor):
                 recording.inputs.append(recorded.use(leaf, "input"))
-        with torch.enable_grad(), recorded:
+        with torch.enable_grad(), within(recorded), recorded:
             outputs = call_model(model, inputs)
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     recording.outputs = [recorded.use(tensor) for tensor in tensors]

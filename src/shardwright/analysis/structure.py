@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from shardwright.analysis.copying import copied
+from shardwright.analysis.draw_calls import RefusesRandomNumbers
 from shardwright.analysis.torch_loops import KNOWN_LOOPS, loop_of
 from shardwright.analysis.traced_names import NO_TENSOR, class_of_result, traceable_forward
 from shardwright.analysis.tracer import ATTRIBUTES, AttributeReads, ShowsReads, Tracer
-from shardwright.rng import RefusesRandomNumbers
 
 ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Softplus,

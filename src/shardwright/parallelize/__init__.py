@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.copying import check_apart
+from shardwright.analysis.draws import Draws, find_draws
 from shardwright.axes import layout_axes
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
@@ -29,13 +30,14 @@ from shardwright.parallelize.planning import job_for, make_plan, structural_copy
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import sync_axes
-from shardwright.rng import RngTracker, key_dropout
+from shardwright.rng import RngTracker
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.runtime.activation_offload import offload_activations
 from shardwright.runtime.buffer_writes import BufferWrites
 from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.runtime.executor import Executor
 from shardwright.runtime.gradient_sync import GradientSync
+from shardwright.runtime.keyed_draws import key_draws
 from shardwright.runtime.mixed_precision import MasterWeights, cast_buffers
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 from shardwright.strategy import Strategy, apply_in_turn
@@ -106,12 +108,15 @@ def parallelize(
     )
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
+    draws = find_draws(job.model, job.example)
+    if draws is not None and world.size * layout.num_microbatches > 1:
+        draws.check()
     everyone = world.everyone()
     if plan.stages is not None:  # stages that were cut from different code would wait for each other's messages
         check_same_code(everyone.for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
     place_parameters(job.model, {**plan.compute, **plan.buffers}, plan.mesh.coord(world.rank), seed, world.device)
     check_same_start(everyone.for_strategy("core"), world, model, seed)
-    return _run_of(job, plan, chosen, world, {**_axes(plan, world), "world": everyone}, seed, stop_at_nan)
+    return _run_of(job, plan, chosen, world, {**_axes(plan, world), "world": everyone}, draws, seed, stop_at_nan)
 
 
 def _run_of(
@@ -120,6 +125,7 @@ def _run_of(
     chosen: Sequence[Strategy],
     world: World,
     axes: Mapping[str, Axis],
+    draws: Draws | None,
     seed: int,
     stop_at_nan: bool,
 ) -> Run:
@@ -134,7 +140,7 @@ def _run_of(
     tokens = {
         path: partial(shard.slices, plan.row_moves.get(path, ()), plan.token_dims.get(path, (1,))) for path in paths
     }
-    key_dropout(job.model, rng, plan.slices(coord), rows, tokens)
+    key_draws(job.model, rng, draws, plan.slices(coord), rows, tokens)
     mixed = plan.layout.precision != "fp32"
     if mixed:  # torch's own BatchNorm takes no weights that are narrower than its statistics
         share_statistics((norm for _, norm in batch_norms(job.model)), (), always=True)

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.draw_calls import RefusesRandomNumbers
 from shardwright.analysis.module_calls import call_model
 from shardwright.errors import PlanError
 from shardwright.models.losses import sum_and_count
@@ -45,7 +46,7 @@ from shardwright.operators.split_backward import DeferredGradients
 from shardwright.plan.batch_shard import BatchShard
 from shardwright.plan.param_groups import ParamGroup, held_param_groups
 from shardwright.plan.schedule import Action, Schedule
-from shardwright.rng import RefusesRandomNumbers, RngTracker
+from shardwright.rng import RngTracker
 from shardwright.runtime.buffer_writes import BufferWrites
 from shardwright.runtime.timeline import Span
 

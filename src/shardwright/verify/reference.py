@@ -30,13 +30,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.copying import check_apart
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
+from shardwright.analysis.draws import find_draws
 from shardwright.analysis.module_calls import call_model
 from shardwright.models.losses import mean_of, sum_and_count
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import num_rows, structural_copy
 from shardwright.plan.batch_shard import microbatch_samples
 from shardwright.plan.plan import Plan
-from shardwright.rng import RngTracker, key_dropout
+from shardwright.rng import RngTracker
+from shardwright.runtime.keyed_draws import key_draws
 
 FLOOR = 1e-3
 """The least entry that an error is divided by, as a share of the model's largest."""
@@ -86,7 +88,7 @@ def reference(
     model.to("cpu")
     for name, parameter in model.named_parameters():
         shift(name, parameter.data)
-    key_dropout(model, rng)
+    key_draws(model, rng, find_draws(model, batches[0][0]))
     before = copied_buffers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     outcome = Outcome([], {}, {})

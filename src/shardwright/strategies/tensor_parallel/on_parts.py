@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from itertools import groupby, pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -41,6 +41,7 @@ from shardwright.mesh import Coord, balanced
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
+from shardwright.rng import DimSlice
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.sharding.box import Ranges
 from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
@@ -147,12 +148,17 @@ def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str | None) ->
 
 def _ranges(cut: bytes, size: int) -> Ranges:
     """The ranges of a dim that each index of the axis holds."""
+    return tuple(_runs(cut, rank) for rank in range(size))
 
-    def runs(rank: int) -> tuple[tuple[int, int], ...]:
-        runs = groupby(enumerate(held(cut, rank)), key=lambda pair: pair[1] - pair[0])
-        return tuple((run[0], run[-1] + 1) for run in ([index for _, index in each] for _, each in runs))
 
-    return tuple(runs(rank) for rank in range(size))
+@lru_cache(maxsize=1024)
+def _runs(cut: bytes, rank: int) -> tuple[tuple[int, int], ...]:
+    numbered = enumerate(held(cut, rank))
+    return tuple(
+        (run[0], run[-1] + 1)
+        for _, each in groupby(numbered, key=lambda pair: pair[1] - pair[0])
+        for run in [[index for _, index in each]]
+    )
 
 
 def _store_parts(
@@ -208,6 +214,18 @@ def apply_on_parts(model: nn.Module, axes: Mapping[str, Axis], note: PartsNote, 
         norms = isinstance(module, nn.modules.batchnorm._BatchNorm)
         around = partial(_norm_on_parts, mode, held) if norms and mode else partial(_on_parts, mode, held, path == "")
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
+
+
+def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None:
+    """Returns the elements that a rank holds of a tensor, and a function that marks another as the same part.
+
+    It is the RNG tracker's ``part_of``, so that a rank draws for the elements that it holds. None for a whole tensor.
+    """
+    part = tagged(tensor)
+    if part is None:
+        return None
+    cuts = ((dim, cut) for dim, cut in enumerate(part.cuts) if cut is not None)
+    return tuple(DimSlice(dim, len(cut), _runs(cut, rank)) for dim, cut in cuts), lambda other: tag(other, part)
 
 
 class _Held(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 from shardwright.comm.axis import Axis
@@ -20,6 +21,7 @@ from shardwright.strategies.tensor_parallel.on_parts import (
     LEAST_SHARE,
     PartsNote,
     apply_on_parts,
+    part_of_drawn,
     place_on_parts,
     share_cut,
     traffic_on_parts,
@@ -101,6 +103,8 @@ class TensorParallel:
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
             apply_on_parts(job.model, axes, note, self.name)
+            if job.rng is not None and note.axis is not None:
+                job.rng.part_of = partial(part_of_drawn, axes[note.axis].index)
             return Applied()
         return apply(job, axes, plan, self.mode(plan))
 

@@ -1,0 +1,227 @@
+"""The functions of torch that draw random numbers, with their parameters: what a call draws, and for which tensor.
+
+One table serves the recorded run, which notes draws, and training, which draws keyed numbers in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardwright.errors import PlanError
+from shardwright.rng import with_names
+
+Kind = Literal[
+    "drop", "fill", "like", "new", "bernoulli", "normal", "multinomial", "gumbel", "rrelu", "attend", "recur"
+]
+
+_DROP = "input p=0.5 training=True inplace=False"
+_NEW = "dtype=None layout=None device=None pin_memory=False requires_grad=False out=None generator=None"
+_RECUR = "input hx params has_biases num_layers dropout train bidirectional batch_first"
+
+_PARAMETERS: dict[Callable[..., Any], tuple[Kind, str]] = {
+    functional.dropout: ("drop", _DROP),
+    functional.dropout1d: ("drop", _DROP),
+    functional.dropout2d: ("drop", _DROP),
+    functional.dropout3d: ("drop", _DROP),
+    functional.alpha_dropout: ("drop", _DROP.replace("True", "False")),
+    functional.feature_alpha_dropout: ("drop", _DROP.replace("True", "False")),
+    torch.dropout: ("drop", "input p training"),
+    torch.dropout_: ("drop", "input p training inplace=True"),
+    torch.feature_dropout: ("drop", "input p training"),
+    torch.feature_dropout_: ("drop", "input p training inplace=True"),
+    torch.alpha_dropout: ("drop", "input p training"),
+    torch.alpha_dropout_: ("drop", "input p training inplace=True"),
+    torch.feature_alpha_dropout: ("drop", "input p training"),
+    torch.feature_alpha_dropout_: ("drop", "input p training inplace=True"),
+    Tensor.bernoulli_: ("fill", "input p=0.5 generator=None"),
+    Tensor.uniform_: ("fill", "input from=0.0 to=1.0 generator=None"),
+    Tensor.normal_: ("fill", "input mean=0.0 std=1.0 generator=None"),
+    Tensor.exponential_: ("fill", "input lambd=1.0 generator=None"),
+    Tensor.random_: ("fill", "input from=None to=None generator=None"),
+    torch.rand_like: ("like", f"input {_NEW} memory_format=None"),
+    torch.randn_like: ("like", f"input {_NEW} memory_format=None"),
+    torch.randint_like: ("like", f"input low high=None {_NEW} memory_format=None"),
+    torch.rand: ("new", f"*size {_NEW} names=None"),
+    torch.randn: ("new", f"*size {_NEW} names=None"),
+    torch.randint: ("new", f"low high size=None {_NEW}"),
+    torch.randperm: ("new", f"n {_NEW}"),
+    torch.bernoulli: ("bernoulli", "input p=None generator=None out=None"),
+    Tensor.bernoulli: ("bernoulli", "input p=None generator=None"),
+    torch.normal: ("normal", f"mean=0.0 std=1.0 size=None {_NEW}"),
+    torch.multinomial: ("multinomial", "input num_samples replacement=False generator=None out=None"),
+    Tensor.multinomial: ("multinomial", "input num_samples replacement=False generator=None"),
+    functional.gumbel_softmax: ("gumbel", "input tau=1 hard=False eps=1e-10 dim=-1"),
+    functional.rrelu: ("rrelu", "input lower=0.125 upper=0.3333333333333333 training=False inplace=False"),
+    torch.rrelu: ("rrelu", "input lower=0.125 upper=0.3333333333333333 training=False generator=None"),
+    torch.rrelu_: ("rrelu", "input lower=0.125 upper=0.3333333333333333 training=False generator=None inplace=True"),
+    functional.scaled_dot_product_attention: (
+        "attend", "input key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
+    ),
+    torch.lstm: ("recur", _RECUR),
+    torch.gru: ("recur", _RECUR),
+    torch.rnn_tanh: ("recur", _RECUR),
+    torch.rnn_relu: ("recur", _RECUR),
+}  # fmt: skip
+_OTHER_NAMES = {"logits": "input", "query": "input", "train": "training", "self": "input"}
+_OTHERS = (torch.poisson, torch.binomial, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_)
+"""Functions that draw numbers and have no keyed form."""
+
+in_multihead = with_names(functional.multi_head_attention_forward, has_torch_function=lambda _: False)
+"""Torch's own function, whose dropout a TorchFunctionMode that runs it sees."""
+
+
+_WORDS = {"None": None, "True": True, "False": False}
+
+
+def _value(text: str) -> Any:
+    return _WORDS[text] if text in _WORDS else float(text)
+
+
+@dataclass(frozen=True)
+class DrawCall:
+    """One call of a function that draws: its kind, and its arguments by name."""
+
+    function: Callable[..., Any]
+    kind: Kind
+    given: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return str(self.function.__name__)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns an argument, or a default where it is None or the function has none of that name."""
+        value = self.given.get(name)
+        return default if value is None else value
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The shape of what a function draws that gets no tensor."""
+        size = (self["n"],) if "n" in self.given else self.get("size", ())
+        return tuple(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+
+    def empty(self, device: Any = None) -> Tensor:
+        """Returns the result of a function that gets no tensor, without its values."""
+        integers = self.name in ("randint", "randperm")
+        dtype = self.get("dtype", torch.int64 if integers else torch.get_default_dtype())
+        return torch.empty(self.size, dtype=dtype, device=self.get("device", device))
+
+    def drawn(self, result: Any) -> Any:
+        """Returns the tensor whose dims are those of the numbers: the input, or the result of a function without."""
+        inputs = (self.given.get(name) for name in ("input", "mean", "std"))
+        return next((each for each in inputs if isinstance(each, Tensor)), result)
+
+    def without_numbers(self) -> Any:
+        """Runs the call without drawing; the values of its result have no meaning, those of one element are legal."""
+        x = self.drawn(None)
+        if self.kind == "attend":
+            named = {name: value for name, value in self.given.items() if name not in ("input", "dropout_p")}
+            return self.function(x, **named)
+        if self.kind == "recur":
+            return self.function(*(0.0 if name == "dropout" else value for name, value in self.given.items()))
+        if self.kind == "gumbel":
+            return x.softmax(int(self["dim"]))
+        if self.kind == "multinomial":
+            return x.narrow(-1, 0, 1).expand(*x.shape[:-1], int(self["num_samples"])).to(torch.int64)
+        if self.kind == "fill" or self.get("inplace"):
+            return x
+        if isinstance(x, Tensor):
+            return x.to(self.get("dtype", x.dtype), copy=True)
+        made = self.empty()
+        return made.fill_(0.5 if made.is_floating_point() else self.get("low", 0)) if made.numel() == 1 else made
+
+
+def draw_of(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> DrawCall | None:
+    """Returns the draw that a call makes; None for one that draws nothing, as dropout does outside of training.
+
+    >>> draw_of(functional.dropout, (torch.ones(2),), {"p": 0.1})["p"]
+    0.1
+    >>> draw_of(functional.dropout, (torch.ones(2), 0.1, False), {}) is None
+    True
+    """
+    found = _PARAMETERS.get(function)
+    if found is None:
+        return None
+    kind, parameters = found
+    given = _bound(parameters, args, named)
+    call = DrawCall(function, kind, given)
+    if kind == "drop":
+        draws = given["training"] and given["p"] > 0
+    elif kind == "attend":
+        draws = given["dropout_p"] > 0
+    elif kind == "recur":
+        if not isinstance(given["has_biases"], bool):
+            raise PlanError(
+                "dropout between the layers of a recurrent network needs padded sequences",
+                given="packed sequences",
+                allowed="a tensor (samples, tokens, features), or dropout=0",
+                fix="give the layer the padded tensor, or use a layer for each with nn.Dropout between",
+            )
+        draws = given["training"] and given["dropout"] > 0 and given["num_layers"] > 1
+    else:
+        draws = kind != "rrelu" or given["training"]
+    return call if draws else None
+
+
+def _bound(parameters: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Binds arguments to parameters as torch's parser does."""
+    given: dict[str, Any] = {}
+    names = []
+    for each in parameters.split(" "):
+        name, _, default = each.partition("=")
+        names.append(_OTHER_NAMES.get(name, name).removeprefix("*"))
+        given[names[-1]] = _value(default) if default else None
+    if parameters.startswith("*size") and args and isinstance(args[0], int):
+        args = (args,)
+    if names[:2] == ["low", "high"] and _is_high(args, named):
+        args = (0, *args)
+    given |= zip(names, args, strict=False)
+    given |= {_OTHER_NAMES.get(name, name): value for name, value in named.items()}
+    for low, high in (("low", "high"), ("from", "to")):
+        if names[:3] == ["input", low, high] and given[high] is None:
+            given[low], given[high] = 0, given[low]  # one number is the end of the range
+    return given
+
+
+def _is_high(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Whether ``randint`` gets no start of its range: then its first argument is the end."""
+    if len(args) > 1:
+        return len(args) == 2 and not isinstance(args[1], int)
+    return "high" not in named if args else "low" not in named
+
+
+class RefusesRandomNumbers(TorchFunctionMode):
+    """A context in which drawing a random number that no key fixes raises PlanError.
+
+    It inspects every function call, so it is for one forward, not for all.
+
+    >>> with RefusesRandomNumbers():
+    ...     functional.dropout(torch.ones(2), 0.5, training=True)
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the random numbers of 'dropout' would depend on the layout
+      given:   a call of it in the forward, where the example of the inputs did not make it
+      ...
+    """
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _OTHERS or draw_of(function, args, named or {}) is not None:
+            raise PlanError(
+                f"the random numbers of '{function.__name__}' would depend on the layout",
+                given="a call of it in the forward, where the example of the inputs did not make it",
+                allowed="dropout, attention with dropout, torch.rand and its like, in calls that the example makes too",
+                fix="give parallelize an example of the inputs, or take the call out",
+            )
+        return function(*args, **(named or {}))

@@ -1,0 +1,246 @@
+"""Finds the random numbers that a model draws in its forward: by which module, and where each tensor has its samples.
+
+The forward is recorded once on an example. A draw is known by the module that runs, the number of the module's call and
+the number of the draw in that call. The axes of the run say which dim of the drawn tensor carries the samples, and
+whether they are the slow or the fast factor of that dim::
+
+    dropout of attention weights    [samples * heads, tokens, tokens]
+    stochastic depth                [samples, 1, 1]
+    dropout of positions            [1, tokens, features]              no samples: one mask for all
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwright.analysis.copying import copied
+from shardwright.analysis.device_moves import IgnoresDeviceMoves
+from shardwright.analysis.draw_calls import draw_of, in_multihead
+from shardwright.analysis.meta_values import ValueReadError
+from shardwright.analysis.recording import Recorded, Recording, TensorUse, record_forward
+from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, leaves, root
+from shardwright.errors import PlanError
+
+COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
+"""Numbers of samples to record with: primes, so that they do not factor, and unlike the sizes of most dims."""
+
+
+class SamplePlace(NamedTuple):
+    """Where a drawn tensor has its samples: in ``dim``, of which they are a factor between two others.
+
+    ``outside`` and ``inside`` are the numbers of elements of the slower and of the faster factors of that dim.
+    """
+
+    dim: int
+    outside: int = 1
+    inside: int = 1
+
+
+MIXED = SamplePlace(-1)
+"""The place of samples in a tensor that has them in no one factor of one dim."""
+
+_OTHERS = Lock()
+"""Held while a forward is recorded: the state of those generators is that of all ranks that are threads."""
+
+FIRST = SamplePlace(0)
+"""The place of samples in most tensors: dim 0."""
+
+
+@dataclass
+class Draws:
+    """The draws of a model's forward: the place of samples in each, or None for a tensor without samples.
+
+    Keys are (module, number of its call, number of the draw in the call). ``others`` are generators beside torch's that
+    the forward draws from.
+    """
+
+    places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
+    functions: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    def place(self, module: str, call: int, number: int) -> SamplePlace | None:
+        """Returns the place of samples in a draw; of one that the example did not make, that of its like.
+
+        Raises: KeyError: there is no draw like it.
+        """
+        key = (module, call, number)
+        if key in self.places:
+            return self.places[key]
+        like = {place for (path, _, n), place in self.places.items() if (path, n) == (module, number)}
+        if len(like) != 1:
+            raise KeyError(key)
+        return like.pop()
+
+    def in_modules(self) -> dict[str, set[SamplePlace | None]]:
+        """Returns the places of samples in the draws of each module."""
+        found: dict[str, set[SamplePlace | None]] = {}
+        for (path, _, _), place in self.places.items():
+            found.setdefault(path, set()).add(place)
+        return found
+
+    def check(self) -> None:
+        """Raises PlanError if a draw would differ where the samples of a batch are on several ranks."""
+        if self.others:
+            raise PlanError(
+                f"the forward draws random numbers from {' and '.join(self.others)}",
+                given=f"{' and '.join(self.others)} under a layout of several ranks, which would draw other numbers",
+                allowed="torch's random functions, whose numbers are the same under every layout; one rank",
+                fix="draw with torch.rand, or draw in the data loader",
+            )
+        for (path, _, _), place in self.places.items():
+            if place == MIXED:
+                function = next(name for (other, _, _), name in self.functions.items() if other == path)
+                raise PlanError(
+                    f"'{path or 'the model'}' draws random numbers that mix the samples of a batch",
+                    given=f"{function}, under a layout of several ranks, of which none has the whole batch",
+                    allowed="random numbers for each sample, or the same for all; one rank",
+                    fix="draw for each sample alone, or mix samples in the data loader",
+                )
+
+
+def find_draws(model: nn.Module, example: Any) -> Draws | None:
+    """Returns the draws of a model in training, by a run on the meta device; None where it does not run there.
+
+    >>> class Dropping(nn.Module):
+    ...     def forward(self, x):
+    ...         return functional.dropout(x.transpose(0, 1), 0.1)
+    >>> find_draws(Dropping(), torch.zeros(4, 3)).places
+    {('', 0, 0): SamplePlace(dim=1, outside=1, inside=1)}
+    """
+    if example is None:
+        return None
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    memo.update({id(b): b.detach().to("meta") for b in model.buffers()})
+    for inputs in _examples(model, example):
+        try:
+            on_meta = copied(model, dict(memo))
+            return _found(on_meta if on_meta.training else on_meta.train(), inputs)
+        except (ValueReadError, RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError):
+            continue
+    return None
+
+
+def _examples(model: nn.Module, example: Any) -> Iterator[Any]:
+    """The example with a number of samples that no other dim has, and as it is, for code that takes no such number."""
+    given = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
+    sizes = {size for t in (*given, *model.parameters(), *model.buffers()) for size in t.shape}
+    count = next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
+    for number in (count, None):
+        yield tree_map_only(Tensor, partial(_of_samples, number), example)
+
+
+def _of_samples(number: int | None, tensor: Tensor) -> Tensor:
+    shape = tensor.shape if number is None or not tensor.dim() else (number, *tensor.shape[1:])
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+def _found(model: nn.Module, inputs: Any) -> Draws:
+    finds: list[_FindsDraws] = []
+
+    @contextmanager
+    def within(recorded: Recorded) -> Iterator[None]:
+        finds.append(_FindsDraws(recorded))
+        with IgnoresDeviceMoves(torch.device("meta")), finds[0]:
+            yield
+
+    with _other_generators() as others:
+        recording = record_forward(model, inputs, within)
+    axes = axes_of(recording)
+    found = Draws(others=tuple(others))
+    for key, use, function in finds[0].found:
+        place = _place(use, recording, axes)
+        found.places[key] = MIXED if function == "randperm" and place is not None else place
+        found.functions[key] = function
+    return found
+
+
+@contextmanager
+def _other_generators() -> Iterator[list[str]]:
+    """Yields a list that at the end has the names of the generators beside torch's that were drawn from."""
+    numpy = sys.modules.get("numpy")
+    found: list[str] = []
+    with _OTHERS:
+        before, numpys = random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+        yield found
+        if random.getstate() != before:
+            random.setstate(before)
+            found.append("Python's random")
+        if numpy is not None and str(numpy.random.get_state(legacy=False)) != str(numpys):
+            numpy.random.set_state(numpys)
+            found.append("numpy.random")
+
+
+def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace | None:
+    batch = {leaf for given in recording.inputs if given.shape for leaf in leaves(axes.of(given)[0])}
+    count = next(given.shape[0] for given in recording.inputs if given.shape)
+    dims = axes.of(use)
+    at = [dim for dim, axis in enumerate(dims) if batch & set(leaves(axis))]
+    if not at:  # its axes do not say: numbers that the code used otherwise than element by element
+        sized = [dim for dim, size in enumerate(use.shape) if size == count and count in COUNTS]
+        return SamplePlace(sized[0]) if len(sized) == 1 else None
+    around = _around(dims[at[0]], batch)
+    return MIXED if len(at) > 1 or around is None else SamplePlace(at[0], *around)
+
+
+def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:
+    """Returns the numbers of elements of an axis that are outside and inside of its samples; None where they mix."""
+    axis = root(axis)
+    if axis.is_leaf:
+        return (1, 1) if axis in batch else None
+    found = [_around(inner, batch) for inner in axis.inner]
+    if axis.parts is not None:  # several batches, end to end
+        first = found[0]
+        same = first is not None and all(each == first for each in found)
+        return (len(found) * first[0], first[1]) if same and first is not None else None
+    holding = [number for number, inner in enumerate(axis.inner) if batch & set(leaves(inner))]
+    around = found[holding[0]] if len(holding) == 1 else None
+    if around is None:
+        return None
+    sizes = [root(inner).size for inner in axis.inner]
+    return prod(sizes[: holding[0]]) * around[0], around[1] * prod(sizes[holding[0] + 1 :])
+
+
+class _FindsDraws(TorchFunctionMode):
+    """Notes each draw of a recorded run, and draws nothing."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        super().__init__()
+        self.found: list[tuple[tuple[str, int, int], TensorUse, str]] = []
+        self._recorded = recorded
+        self._numbers: dict[tuple[str, int], int] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is functional.multi_head_attention_forward:
+            with self:
+                return in_multihead(*args, **named)
+        call = draw_of(func, args, named)
+        if call is None:
+            return func(*args, **named)
+        result = call.without_numbers()
+        use = self._recorded.use(call.drawn(result))
+        if not isinstance(result, Tensor) or result.numel() != 1:
+            # one number keeps its value: code may read it, as that which skips layers at random does
+            for each in (use, *(self._recorded.use(x) for x in (result,) if isinstance(x, Tensor))):
+                each.kind = "" if each.kind == "constant" else each.kind
+        where = self._recorded.where()
+        number = self._numbers.get(where, 0)
+        self._numbers[where] = number + 1
+        self.found.append(((*where, number), use, call.name))
+        return result

@@ -1,0 +1,311 @@
+"""Draws the random numbers of a model's own code so that they do not depend on the layout.
+
+Functions that draw (``functional.dropout``, attention with ``dropout_p``, ``torch.rand``, ...) run under
+:class:`KeyedDraws`, which computes each number from the seed, the step, the module and the number of its call, the
+number of the draw in that call, the sample, and the element's index within the sample. Where a tensor has its samples
+is known from the recorded run (``analysis/draws.py``). Only the modules that draw run under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardwright.analysis.draw_calls import DrawCall, draw_of, in_multihead
+from shardwright.analysis.draws import FIRST, MIXED, Draws, SamplePlace
+from shardwright.attention_scores import attend_dropping
+from shardwright.errors import PlanError
+from shardwright.forward_stack import Forward, Rung, wrap
+from shardwright.plan.stages import DROPOUTS
+from shardwright.rng import KEYED, DimSlice, RngTracker, key_dropout, with_samples_in_dim_1
+from shardwright.runtime.keyed_numbers import KeyedNumbers, Tokens
+
+Rows = Callable[[], Sequence[int]]
+
+
+class _ModuleDraws:
+    """The draws of one call of a module: a context, in which :class:`KeyedDraws` is on."""
+
+    __slots__ = ("call", "keyed", "number", "path", "rows", "tokens")
+
+    def __init__(self, keyed: KeyedDraws, path: str, rows: Rows | None, tokens: Tokens | None) -> None:
+        self.keyed, self.path, self.rows, self.tokens = keyed, path, rows, tokens
+        self.number = 0
+
+    def __enter__(self) -> _ModuleDraws:
+        try:
+            self.call: int | PlanError = self.keyed.rng.count(self.path)
+        except PlanError as error:  # it matters only if the call draws
+            self.call = error
+        if not self.keyed.running:
+            self.keyed.__enter__()  # type: ignore[no-untyped-call]
+        self.keyed.running.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.keyed.running.pop()
+        if not self.keyed.running:
+            self.keyed.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def next(self, device: torch.device) -> KeyedNumbers:
+        """Returns the numbers of the next draw of this call."""
+        if isinstance(self.call, PlanError):
+            raise self.call
+        keyed, key = self.keyed, f"{self.path}#{self.call}/{self.number}"
+        samples = keyed.rng.samples if self.rows is None else self.rows()
+        place: SamplePlace | None = FIRST
+        if keyed.draws is not None:
+            try:
+                place = keyed.draws.place(self.path, self.call, self.number)
+            except KeyError:
+                place = FIRST
+        self.number += 1
+        if place == MIXED:  # one rank has all samples
+            place = None
+        return KeyedNumbers(keyed.rng, key, place, samples, device, self.tokens if place == FIRST else None)
+
+
+class KeyedDraws(TorchFunctionMode):
+    """The context in which a model's own code draws numbers that do not depend on the layout.
+
+    >>> model, rng = nn.Sequential(nn.AlphaDropout(0.5)), RngTracker(seed=3, samples=range(2))
+    >>> key_draws(model, rng, None)
+    >>> whole = model(torch.ones(2, 8))
+    >>> rng.samples = range(1, 2)  # a rank that has the second sample only
+    >>> torch.equal(model(torch.ones(1, 8)), whole[1:])
+    True
+    """
+
+    def __init__(self, rng: RngTracker, draws: Draws | None) -> None:
+        super().__init__()
+        self.rng, self.draws = rng, draws
+        self.running: list[_ModuleDraws] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is functional.multi_head_attention_forward:
+            with self:
+                return in_multihead(*args, **named)
+        call = draw_of(func, args, named)
+        if call is None:
+            return func(*args, **named)
+        x = call.drawn(None)
+        device = x.device if isinstance(x, Tensor) else call.empty().device
+        return _KEYED[call.kind](call, x, self.running[-1].next(device))
+
+
+def key_draws(
+    model: nn.Module,
+    rng: RngTracker,
+    draws: Draws | None,
+    cuts: Mapping[str, tuple[DimSlice, ...]] | None = None,
+    rows: Mapping[str, Rows] | None = None,
+    tokens: Mapping[str, Tokens] | None = None,
+) -> None:
+    """Makes all random numbers of a model's forward keyed: its dropout layers', and those that its own code draws.
+
+    ``draws`` are those of :func:`find_draws`; where they are not known, every module whose code may draw runs under
+    the mode, and drawn tensors have the samples in dim 0. The others are those of :func:`key_dropout`.
+    """
+    keyed = KeyedDraws(rng, draws)
+    drawing = None if draws is None else draws.in_modules()
+    of_layer = {*(cuts or {}), *with_samples_in_dim_1(model)}
+    others = set()
+    for path, module in model.named_modules():
+        if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
+            continue  # the layer itself is keyed, and so is dropout of samples in dim 0, or where a layer is known
+        if type(module) in KEYED and (drawing is None or path in of_layer or drawing.get(path, {FIRST}) == {FIRST}):
+            continue
+        if _may_draw(module) if drawing is None else path in drawing:
+            others.add(path)
+            around = _around(keyed, module, path, (rows or {}).get(path), (tokens or {}).get(path))
+            wrap(module, Rung.DRAWS, "random numbers from the seed, the step and the sample", by="core", around=around)
+    key_dropout(model, rng, cuts, rows, tokens, but=others)
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Whether a module's own code may draw: code of other packages than torch and this one; torch's random layers."""
+    known = type(module).__module__.startswith(("torch.nn.", "shardwright."))
+    return not known or isinstance(module, DROPOUTS | nn.RNNBase | nn.RReLU)
+
+
+def _around(
+    keyed: KeyedDraws, module: nn.Module, path: str, rows: Rows | None, tokens: Tokens | None
+) -> Callable[[Forward], Forward]:
+    return lambda forward: _KeyedForward(keyed, module, path, rows, tokens, forward)
+
+
+class _KeyedForward:
+    """A module's forward under :class:`KeyedDraws`; a copy of the module has a copy of it."""
+
+    def __init__(
+        self, keyed: KeyedDraws, module: nn.Module, path: str, rows: Rows | None, tokens: Tokens | None, inner: Forward
+    ) -> None:
+        self.keyed, self.module, self.own, self.inner = keyed, module, (path, rows, tokens), inner
+        self.idle = False
+        self.__wrapped__ = inner  # its signature is this one's
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.idle:
+            return self.inner(*args, **named)
+        with _ModuleDraws(self.keyed, *self.own) as draws:
+            result = self.inner(*args, **named)
+        self.idle = self.keyed.draws is None and self.module.training and not draws.number  # or it would have
+        return result
+
+
+# ---- the kinds of draws
+
+ALPHA = -1.7580993408473766
+"""What ``alpha_dropout`` puts in place of a dropped element: the least value of SELU."""
+
+
+def _drop(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
+    p, shape = call["p"], list(x.shape)
+    if "alpha" in call.name:
+        whole = 2 if call.name.startswith("feature") else len(shape)
+    else:
+        whole = len(shape)
+        batched = {"dropout1d": 3, "dropout2d": 4, "dropout3d": 5}.get(call.name)
+        if batched is not None:
+            whole = 1 if len(shape) == batched - 1 and call.name != "dropout2d" else 2
+        elif call.name.startswith("feature"):
+            whole = 2
+    like = x if whole == len(shape) else [*shape[:whole], *(1,) * (len(shape) - whole)]
+    keep = numbers.kept(like, p).to(x.dtype)
+    if "alpha" in call.name:
+        scale = 0.0 if p == 1 else ((1 - p) * (1 + p * ALPHA**2)) ** -0.5
+        result = x * (keep * scale) + ((1 - keep) * ALPHA * scale - scale * ALPHA * p)
+    else:
+        result = x * (keep * (1 / (1 - p) if p < 1 else 0.0))
+    return x.copy_(result) if call.get("inplace") or call.name.endswith("_") else result
+
+
+def _fill(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
+    dtype = x.dtype
+    made: Tensor
+    if call.name == "bernoulli_":
+        made = numbers.bernoulli(x, call["p"])
+    elif call.name == "uniform_":
+        made = numbers.uniform(x, dtype) * (call["to"] - call["from"]) + call["from"]
+    elif call.name == "normal_":
+        made = numbers.normal(x, dtype) * call["std"] + call["mean"]
+    elif call.name == "exponential_":
+        made = numbers.exponential(x) / call["lambd"]
+    else:
+        most = 2 ** (24 if dtype.is_floating_point else 8 if dtype.itemsize == 1 else 31)
+        made = numbers.integers(x, call.get("from", 0), call.get("to", most))
+    with torch.no_grad():
+        return x.copy_(made.to(dtype))
+
+
+def _like(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
+    made = torch.empty(list(x.shape), dtype=call.get("dtype", x.dtype), device=call.get("device", x.device))
+    return _filled(call, made, numbers)
+
+
+def _new(call: DrawCall, x: None, numbers: KeyedNumbers) -> Tensor:
+    return _filled(call, call.empty(), numbers)
+
+
+def _filled(call: DrawCall, made: Tensor, numbers: KeyedNumbers) -> Tensor:
+    shape, dtype = list(made.shape), made.dtype
+    found: Tensor
+    if call.name == "randperm":
+        found = numbers.words(shape).argsort(stable=True)
+    elif call.name.startswith("randint"):
+        found = numbers.integers(shape, int(call.get("low", 0)), int(call["high"]))
+    elif call.name.startswith("randn") or call.name == "normal":
+        found = numbers.normal(shape, dtype)
+    else:
+        found = numbers.uniform(shape, dtype)
+    return found.to(dtype).requires_grad_(bool(call.get("requires_grad", False)))
+
+
+def _bernoulli(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
+    return numbers.bernoulli(x, call.get("p", x)).to(x.dtype)
+
+
+def _normal(call: DrawCall, x: Tensor | None, numbers: KeyedNumbers) -> Tensor:
+    if x is None:
+        return _filled(call, call.empty(), numbers).mul_(call["std"]).add_(call["mean"])
+    both = torch.broadcast_shapes(*(each.shape for each in (call["mean"], call["std"]) if isinstance(each, Tensor)))
+    found: Tensor = numbers.normal(list(both), x.dtype) * call["std"] + call["mean"]
+    return found
+
+
+def _multinomial(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
+    count = int(call["num_samples"])
+    if count > 1 and not call.get("replacement"):  # the first of exponential times with these rates
+        times = numbers.exponential(list(x.shape)) / x.double()
+        return times.topk(count, dim=-1, largest=False).indices
+    sums = x.double().cumsum(-1)
+    at = numbers.positive([*x.shape[:-1], count]) * sums[..., -1:]
+    return torch.searchsorted(sums, at, right=True).clamp(max=x.shape[-1] - 1)
+
+
+def _gumbel(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
+    dim = int(call["dim"])
+    noise = numbers.exponential(x).log().neg().to(x.dtype)
+    soft: Tensor = ((x + noise) / call["tau"]).softmax(dim)
+    if not call.get("hard"):
+        return soft
+    hard = torch.zeros_like(soft).scatter_(dim, soft.max(dim, keepdim=True).indices, 1.0)
+    return hard - soft.detach() + soft
+
+
+def _rrelu(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> Tensor:
+    slopes = numbers.uniform(x, x.dtype) * (call["upper"] - call["lower"]) + call["lower"]
+    result = torch.where(x > 0, x, x * slopes)
+    return x.copy_(result) if call.get("inplace") else result
+
+
+def _attend(call: DrawCall, q: Tensor, numbers: KeyedNumbers) -> Tensor:
+    k, v, mask, p, scale = call["key"], call["value"], call["attn_mask"], call["dropout_p"], call["scale"]
+    if call.get("enable_gqa"):
+        k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], -3) for each in (k, v))
+    if scale is not None:
+        q = q * (scale * q.shape[-1] ** 0.5)
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+
+    def drop(weights: Tensor) -> Tensor:
+        keep = numbers.kept(weights, p)
+        return weights * (keep.to(weights.dtype) * (1 / (1 - p) if p < 1 else 0.0))
+
+    return attend_dropping(q, k, v, mask, causal=bool(call["is_causal"]), drop=drop)
+
+
+def _recur(call: DrawCall, x: Tensor, numbers: KeyedNumbers) -> tuple[Tensor, ...]:
+    """Runs the layers of a recurrent network one by one, with dropout between."""
+    layers, states = int(call["num_layers"]), call["hx"]
+    ways = 2 if call["bidirectional"] else 1
+    each = len(call["params"]) // layers
+    starts = states if isinstance(states, tuple | list) else (states,)
+    ends: list[list[Tensor]] = [[] for _ in starts]
+    for layer in range(layers):
+        own = tuple(state[layer * ways : (layer + 1) * ways] for state in starts)
+        x, *last = call.function(
+            x, own if isinstance(states, tuple | list) else own[0], call["params"][layer * each : (layer + 1) * each],
+            call["has_biases"], 1, 0.0, call["training"], call["bidirectional"], call["batch_first"],
+        )  # fmt: skip
+        for end, state in zip(ends, last, strict=True):
+            end.append(state)
+        if layer < layers - 1:
+            keep = numbers.kept(x, call["dropout"])
+            x = x * (keep.to(x.dtype) / (1 - call["dropout"]))
+            numbers.key += "+"
+    return (x, *(torch.cat(end) for end in ends))
+
+
+_KEYED: Mapping[str, Callable[[DrawCall, Any, KeyedNumbers], Any]] = {
+    "drop": _drop, "fill": _fill, "like": _like, "new": _new, "bernoulli": _bernoulli, "normal": _normal,
+    "multinomial": _multinomial, "gumbel": _gumbel, "rrelu": _rrelu, "attend": _attend, "recur": _recur,
+}  # fmt: skip

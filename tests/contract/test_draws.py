@@ -1,0 +1,227 @@
+"""Models whose own code draws random numbers, by whatever function, equal one device under every layout."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from shardwright import verify
+from shardwright.analysis.draws import find_draws
+from shardwright.errors import PlanError
+from shardwright.models.losses import CrossEntropy, MeanSquaredError
+
+SAMPLES, TOKENS, WIDTH, HEADS, WORDS = 6, 5, 16, 4, 23
+
+
+class Attention(nn.Module):
+    """Dropout of weights by functions, as GPT-2's and others' code has it: by heads, flattened, or inside attention."""
+
+    def __init__(self, form: str):
+        super().__init__()
+        self.form = form
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        samples, tokens, _ = x.shape
+        q, k, v = self.qkv(x).split(WIDTH, dim=2)
+        q, k, v = (each.view(samples, tokens, HEADS, -1).transpose(1, 2) for each in (q, k, v))
+        if self.form == "fused":
+            y = functional.scaled_dot_product_attention(
+                q, k, v, dropout_p=0.2 if self.training else 0.0, is_causal=True
+            )
+        else:
+            if self.form == "flat":
+                q, k, v = (each.reshape(samples * HEADS, tokens, -1) for each in (q, k, v))
+            hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
+            weights = (q @ k.mT / 2).masked_fill(hidden, -torch.inf).softmax(-1)
+            y = functional.dropout(weights, 0.2, self.training) @ v
+            y = y.view(samples, HEADS, tokens, -1)
+        y = y.transpose(1, 2).reshape(samples, tokens, WIDTH)
+        return functional.dropout(self.out(y), p=0.1, training=self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, form: str, checkpointed: bool = False):
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.checkpointed = Attention(form), checkpointed
+        self.up, self.down = (nn.Parameter(torch.randn(n, m) * 0.2) for n, m in ((WIDTH, 24), (24, WIDTH)))
+        self.drop = nn.Dropout(0.1)
+
+    def run(self, x):
+        x = x + self.attention(self.norm(x))
+        flat = self.norm2(x).view(-1, WIDTH)
+        return x + self.drop(functional.gelu(flat @ self.up) @ self.down).view(x.shape)  # dim 0: samples * tokens
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
+
+
+class Language(nn.Module):
+    def __init__(self, form: str, checkpointed: bool = False):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.drop = nn.Dropout(0.2)
+        self.blocks = nn.ModuleList(Block(form, checkpointed) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens):
+        places = self.drop(self.places(torch.arange(tokens.shape[1], device=tokens.device)))  # one mask for all samples
+        x = self.words(tokens) + places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class SkipsBranches(nn.Module):
+    """Stochastic depth, in two ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH)) for _ in "ab")
+        self.skips = nn.ModuleList(SkipsSamples(floor) for floor in (True, False))
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        for layer, skip in zip(self.layers, self.skips, strict=True):
+            x = x + skip(layer(x))
+        return self.out(x.mean(1))
+
+
+class SkipsSamples(nn.Module):
+    def __init__(self, floor: bool):
+        super().__init__()
+        self.floor = floor
+
+    def forward(self, x):
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        if self.floor:
+            kept = 0.7 + torch.rand(shape, dtype=x.dtype, device=x.device)
+            return x.div(0.7) * kept.floor_()
+        return x * x.new_empty(shape).bernoulli_(0.7).div_(0.7)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = kind(WIDTH, 8, num_layers=3, dropout=0.3, **options)
+        self.head = nn.Linear(16 if options.get("bidirectional") else 8, WORDS)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        if self.layers.batch_first:
+            return self.head(self.layers(x)[0])
+        return self.head(self.layers(x.transpose(0, 1))[0].transpose(0, 1))
+
+
+class Noisy(nn.Module):
+    """One of many functions that draw, between two layers."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.first, self.second, self.draw = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), draw
+
+    def forward(self, x):
+        return self.second(self.draw(self.first(x))).mean(1)
+
+
+def normals(x):
+    return x + 0.1 * torch.normal(torch.zeros_like(x), 1.0) + 0.1 * torch.normal(0.0, 1.0, x.shape, dtype=x.dtype)
+
+
+def picked(x):
+    chosen = torch.multinomial(x.softmax(-1).view(-1, WIDTH), 3)
+    return x + functional.one_hot(chosen, WIDTH).sum(1).view(x.shape)
+
+
+DRAWS = {
+    "alpha_dropout": lambda x: functional.alpha_dropout(x, 0.2, True),
+    "feature_alpha_dropout": lambda x: functional.feature_alpha_dropout(x, 0.2, True),
+    "dropout1d": lambda x: functional.dropout1d(x.mT, 0.2).mT,
+    "dropout2d": lambda x: nn.Dropout2d(0.2)(x.view(*x.shape, 1)).view(x.shape),
+    "dropout in place": lambda x: functional.dropout(x.clone(), 0.2, inplace=True),
+    "tokens first": lambda x: functional.dropout(x.transpose(0, 1), 0.2).transpose(0, 1),
+    "tokens and samples in one dim": lambda x: functional.dropout(
+        x.transpose(0, 1).reshape(-1, x.shape[2]), 0.2
+    ).view(x.shape[1], -1, x.shape[2]).transpose(0, 1),
+    "two views end to end": lambda x: sum(functional.dropout(torch.cat([x, -x]), 0.2).chunk(2)),
+    "rrelu": lambda x: functional.rrelu(x, training=True),
+    "gumbel_softmax": lambda x: functional.gumbel_softmax(x) + functional.gumbel_softmax(x, hard=True, dim=1),
+    "rand_like": lambda x: x + torch.rand_like(x) + torch.randn_like(x),
+    "randn": lambda x: x + torch.randn(x.shape, dtype=x.dtype) + torch.randn(x.size(0), 1, 1, dtype=x.dtype),
+    "randint": lambda x: x + torch.randint(3, x.shape) + torch.randint_like(x, 2, 4),
+    "for all samples alike": lambda x: x + torch.rand(TOKENS, 1, dtype=x.dtype) + torch.rand(1, dtype=x.dtype),
+    "shuffled features": lambda x: x[..., torch.randperm(WIDTH)],
+    "bernoulli": lambda x: x * torch.bernoulli(x.sigmoid()),
+    "uniform_": lambda x: x + torch.empty_like(x).uniform_(-1, 1) + torch.empty_like(x).exponential_(2.0),
+    "normal": normals,
+    "multinomial": picked,
+    "skipped at random": lambda x: x if torch.rand(()) < 0.5 else 2 * x,
+}  # fmt: skip
+
+TOKEN_BATCHES = [
+    (torch.randint(WORDS, (SAMPLES, TOKENS)), torch.randint(WORDS, (SAMPLES, TOKENS))),
+    (torch.randint(WORDS, (SAMPLES + 1, TOKENS)), torch.randint(WORDS, (SAMPLES + 1, TOKENS))),
+]
+NUMBER_BATCHES = [(torch.randn(SAMPLES, TOKENS, WIDTH), torch.randn(SAMPLES, 3))] * 2
+MODELS = {
+    "by heads": lambda: Language("heads"),
+    "flat": lambda: Language("flat"),
+    "fused": lambda: Language("fused"),
+    "checkpointed": lambda: Language("fused", checkpointed=True),
+    "skips": SkipsBranches,
+    "lstm": lambda: Recurrent(nn.LSTM, batch_first=True),
+    "gru": lambda: Recurrent(nn.GRU, bidirectional=True),
+}
+LINES = ["single", "dp2", "dp2/zero3", "tp2", "dp2 tp2", "pp2/1f1b mb2", "dp2 mb2 recompute:full"]
+
+
+def verdict(model, line):
+    in_numbers = isinstance(model, SkipsBranches | Noisy)
+    batches, loss = (NUMBER_BATCHES, MeanSquaredError()) if in_numbers else (TOKEN_BATCHES, CrossEntropy())
+    return verify(model, line, batches, loss=loss, ranks="threads")
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_draw_equal_one_device(name, line):
+    if name in ("lstm", "gru"):
+        line = line.replace("recompute:full", "recompute:layers")
+    found = verdict(MODELS[name](), line)
+    assert found.equal, str(found)
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2 mb2"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_function_that_draws_draws_the_same_under_every_layout(name, line):
+    found = verdict(Noisy(DRAWS[name]), line)
+    assert found.equal, str(found)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_function_that_draws_is_found(name):
+    found = find_draws(Noisy(DRAWS[name]), NUMBER_BATCHES[0][0])
+    assert found is not None
+    assert found.places
+
+
+@pytest.mark.parametrize(
+    ("draw", "reason"),
+    [
+        (lambda x: x[torch.randperm(len(x))], "mix the samples"),
+        (lambda x: x * random.random(), "Python's random"),
+        (lambda x: x * float(np.random.rand()), "numpy.random"),
+    ],
+)
+def test_draws_that_differ_by_rank_are_refused_by_name_on_several_ranks_alone(draw, reason):
+    with pytest.raises(PlanError, match=reason):
+        verdict(Noisy(draw), "dp2")
+    if reason == "mix the samples":
+        assert verdict(Noisy(draw), "single").equal
