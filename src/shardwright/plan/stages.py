@@ -19,13 +19,14 @@ DROPOUTS = nn.modules.dropout._DropoutNd
 class Stages:
     """The plain model on the meta device, its module calls cut into pipeline chunks, and each chunk's forward cost.
 
-    ``opened`` are the modules whose calls are cut one by one.
+    ``opened`` are the modules whose calls are cut one by one, ``unread`` those whose code cannot be followed.
     """
 
     model: nn.Module
     chunked: Chunked
     costs: tuple[Cost, ...]
     opened: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def num_chunks(self) -> int:

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwright.analysis.arguments import arguments_given, bind
-from shardwright.analysis.call_graph import Chunked, Ready, Repeat, prepare, run
+from shardwright.analysis.call_graph import Chunked, Edge, Ready, Repeat, prepare, run
 from shardwright.comm.autograd import once
 from shardwright.errors import PlanError
 from shardwright.plan.plan import ForwardFrame
@@ -286,17 +286,19 @@ class Stage:
         return (str(spec), shapes, place, self.model.training, torch.is_grad_enabled(), cast)
 
     def _route_for(self, schedule: Schedule, code: StageCode) -> ChunkRoute:
-        """Returns the schedule's message route, from the cache if it is there; evaluations bring new schedules."""
-        for place, route in enumerate(code.routes):
+        return self._new_route(schedule, code.routes, code.chunked.edges)
+
+    def _new_route(self, schedule: Schedule, routes: list[ChunkRoute], edges: Sequence[Edge]) -> ChunkRoute:
+        """Returns the schedule's message route, from ``routes`` if it is there; evaluations bring new schedules."""
+        for place, route in enumerate(routes):
             if route.schedule is schedule:
-                code.routes.insert(0, code.routes.pop(place))
+                routes.insert(0, routes.pop(place))
                 return route
-        edges = code.chunked.edges
         each = (coming(action, edges) for action in schedule.actions[self.stage])
         remote = (tuple(m for m in some if self.stage_of[m.source] != self.stage_of[m.target]) for some in each)
         route = ChunkRoute(schedule, tuple(remote), arrivals(schedule, edges, self.stage))
-        code.routes[KEPT_ROUTES - 1 :] = []
-        code.routes.insert(0, route)
+        routes[KEPT_ROUTES - 1 :] = []
+        routes.insert(0, route)
         return route
 
     # ---- values on edges
