@@ -33,6 +33,12 @@ class Stages:
         """The number of pipeline chunks that the model is cut into."""
         return self.chunked.num_chunks
 
+    @property
+    def gives_dict(self) -> bool:
+        """Whether the model's output is a dict: its code tells no class, and a caller may read it by attributes."""
+        (output,) = (node for node in self.chunked.graph.nodes if node.op == "output")
+        return isinstance(output.args[0], dict)
+
     def with_arguments(self, given: Sequence[str]) -> Chunked:
         """Returns the graph of the code that runs with the model's arguments ``given``, cut into the same chunks.
 

@@ -243,14 +243,14 @@ def _cut(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Sta
     found, failure = None, None
     try:
         found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, **asked)
-        if not found.unread or _largest(found) <= UNEVEN / num_chunks:
+        if not found.gives_dict and (not found.unread or _largest(found) <= UNEVEN / num_chunks):
             return found
     except UnreadCodeError as error:
         failure = error
     others = [str(factor) for factor in plan.layout.factors if factor.axis not in ("pp", "dp")]
     if job.example is not None and not others:
         recorded = cut_events(job.model, num_chunks, job.example, **asked)
-        if found is None or _largest(recorded) < _largest(found):
+        if found is None or found.gives_dict or _largest(recorded) < _largest(found):
             return recorded
     if failure is not None:
         raise failure
