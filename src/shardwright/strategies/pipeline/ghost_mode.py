@@ -9,12 +9,12 @@ another path raises before anything wrong is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright.analysis.event_chunks import EventChunks
@@ -148,9 +148,12 @@ class GhostMode(TorchFunctionMode):
 
     @contextmanager
     def _natively(self) -> Iterator[None]:
+        """A context in which functions run without this mode, so that a recomputation runs without it too."""
         self._inside = True
+        is_on = _get_current_function_mode() is self
         try:
-            yield
+            with _pop_mode_temporarily() if is_on else nullcontext():
+                yield
         finally:
             self._inside = False
 
