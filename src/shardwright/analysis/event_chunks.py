@@ -5,7 +5,7 @@ A chunk is a contiguous range of events; it begins at a call of a module. Code b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -106,15 +106,18 @@ class EventChunks:
             len(chunks) if event is None else int(event >= 0 and self.chunk_of[event] in chunks) for event in made
         )
 
-    def calls_before(self, event: int) -> dict[str, int]:
-        """Returns, by module in an event's module, how many calls of it earlier chunks make: one that several share."""
-        path, first = self.record.events[event].name, self.bounds[self.chunk_of[event]]
+    @cached_property
+    def repeats(self) -> Mapping[int, Sequence[tuple[str, int]]]:
+        """By event, the modules in it that earlier chunks call too, and how many calls come before the event."""
         found = {}
-        for name, calls in self.record.calls.items():
-            if f"{name}.".startswith(f"{path}."):
-                earlier = sum(made is not None and made < event for made in calls)
-                if any(made is not None and made < first for made in calls):
-                    found[name] = earlier
+        for number, event in enumerate(self.record.events):
+            first, repeated = self.bounds[self.chunk_of[number]], []
+            for path in self.record.inside.get(event.name, ()) if event.number is not None else ():
+                calls = [made for made in self.record.calls.get(path, ()) if made is not None]
+                if calls and calls[0] < first:
+                    repeated.append((path, sum(made < number for made in calls)))
+            if repeated:
+                found[number] = repeated
         return found
 
     def lines(self) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
+from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.costs import Cost, WorkCounter
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
@@ -88,6 +89,7 @@ class ForwardRecord:
     """The events of one forward, in order.
 
     ``calls`` lists, for each module, which event made each of its calls; None for calls by code between units.
+    ``inside`` are the modules in each unit, itself included, by the names that they are called by in ``calls``.
     ``together`` are pairs of events which exchange a value on another way than by arguments and results; ``escaping``
     are events with a value that the code between units takes so. ``shared_buffers`` are those that this code reads.
     """
@@ -95,6 +97,7 @@ class ForwardRecord:
     events: list[ForwardEvent] = field(default_factory=list)
     scopes: list[ModuleScope] = field(default_factory=list)
     calls: dict[str, list[int | None]] = field(default_factory=lambda: defaultdict(list))
+    inside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     outputs: tuple[ValueName, ...] = ()
     learning: frozenset[ValueName] = frozenset()
     together: set[tuple[int, int]] = field(default_factory=set)
@@ -293,9 +296,7 @@ class _Events(TorchFunctionMode):
             if node is not None and node not in seen:
                 seen.add(node)
                 nodes += [before for before, _ in node.next_functions]
-        self.record.learning = frozenset(
-            name for name, node in self._made.items() if node is not None and node in seen
-        )
+        self.record.learning = frozenset(name for name, node in self._made.items() if node is not None and node in seen)
         return self.record
 
 
@@ -308,9 +309,13 @@ def record_events(model: nn.Module, inputs: Any, units: Collection[str] = ()) ->
     [('0', (None,)), ('1', ((0, 0),))]
     """
     work = WorkCounter()
-    with on_meta(model), work:
+    with on_meta(model), ignoring_batch_statistics(model), work:
         mode = _Events(model, units, work)
-        around = {module: mode.caller(path, module) for path, module in model.named_modules()}
+        paths = {module: path for path, module in model.named_modules()}
+        mode.record.inside = {
+            unit: tuple(paths[each] for each in model.get_submodule(unit).modules()) for unit in units
+        }
+        around = {module: mode.caller(path, module) for module, path in paths.items()}
         with calls_replaced(around), mode:
             outputs = call_model(model, inputs)
         return mode.finish(outputs)

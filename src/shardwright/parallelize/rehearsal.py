@@ -96,7 +96,6 @@ def _values_recorded(
 ) -> tuple[Mapping[str, Any], ...]:
     """Returns the values that cross between chunks, without numbers, by a record of each microbatch's forward."""
     found, by_shapes = [], dict[tuple[object, ...], Mapping[str, Any]]()
-    model.eval()
     stages = replace(stages, model=model)
     for inputs in microbatches:
         key = tuple(tensor.shape for tensor in _tensors(inputs))

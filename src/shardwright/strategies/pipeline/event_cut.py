@@ -20,6 +20,7 @@ from shardwright.analysis.costs import Cost, measured, total
 from shardwright.analysis.event_chunks import EventChunks
 from shardwright.analysis.forward_events import ForwardRecord, record_events
 from shardwright.analysis.meta_values import ValueReadError
+from shardwright.analysis.structure import has_hooks
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.errors import LayoutError
 from shardwright.plan.event_stages import EventStages
@@ -52,6 +53,7 @@ def cut_events(
     >>> stages.chunked.calls_of(0), stages.chunked.calls_of(1), stages.chunked.edges[0].values
     (('up',), ('down',), ('1.0',))
     """
+    closed = {*closed, *(path for path, module in model.named_modules() if path and has_hooks(module))}
     record, inputs = _recorded(model, example, ())
     escaped: set[str] = set()
     while True:

@@ -57,9 +57,10 @@ class GhostMode(TorchFunctionMode):
         self._at, self._inside = 0, False
         self.made: dict[ValueName, Tensor] = {}
 
-    def run(self, model: nn.Module, units: Mapping[nn.Module, str], inputs: Any) -> Any:
-        """Returns the model's output on the last chunk, None on others."""
-        callers = {module: self._caller(path, module) for module, path in units.items()}
+    def run(self, model: nn.Module, units: Mapping[nn.Module, str], opened: Sequence[nn.Module], inputs: Any) -> Any:
+        """Returns the model's output on the last chunk, None on others; hooks on ``opened`` modules do not run."""
+        callers: dict[nn.Module, Callable[..., Any]] = {module: module.forward for module in opened}
+        callers.update((module, self._caller(path, module)) for module, path in units.items())
         with calls_replaced(callers):
             try:
                 with self:
@@ -213,25 +214,3 @@ class GhostMode(TorchFunctionMode):
             "modules of other stages keep",
             fix="make the forward take the same path for all values, or leave out pp",
         )
-
-
-def stand_ins(model: nn.Module, whole: nn.Module, held: Collection[str]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Returns the places of parameters that other stages hold, each with the model's own on the meta device."""
-    found: list[tuple[dict[str, Any], str, Any]] = []
-    for path, module in model.named_modules():
-        for name, parameter in whole.get_submodule(path)._parameters.items():
-            if parameter is not None and dict.get(module._parameters, name) is None:
-                found.append((module._parameters, name, parameter))
-    return found
-
-
-@contextmanager
-def standing_in(places: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """A context in which the parameters of other stages are there, without values, for code that asks their dtype."""
-    for store, name, parameter in places:
-        dict.__setitem__(store, name, parameter)
-    try:
-        yield
-    finally:
-        for store, name, _ in places:
-            dict.__setitem__(store, name, None)

@@ -16,10 +16,11 @@ from shardwright.errors import PlanError
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.schedule import Schedule
 from shardwright.runtime.executor import Microbatch, OutputHandler
-from shardwright.strategies.pipeline.ghost_mode import GhostMode, stand_ins, standing_in
+from shardwright.strategies.pipeline.ghost_mode import GhostMode
 from shardwright.strategies.pipeline.messages import StageMessage
 from shardwright.strategies.pipeline.p2p import spec_of
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
+from shardwright.strategies.pipeline.stand_ins import StandIns
 from shardwright.strategies.pipeline.stage import ChunkRoute, Incoming, SavedMicrobatch, Stage, _positions, framed
 
 KEPT_RECORDS = 64
@@ -34,7 +35,7 @@ class GhostStage(Stage):
     _chunks: list[EventChunks] = field(default_factory=list)
     _records: dict[object, EventChunks] = field(default_factory=dict)
     _routes: dict[object, list[ChunkRoute]] = field(default_factory=dict)
-    _places: list[Any] | None = None
+    _places: StandIns | None = None
     _units: Mapping[nn.Module, str] = field(default_factory=dict)
     _names: ParameterNames | None = None
 
@@ -63,9 +64,9 @@ class GhostStage(Stage):
 
     def _prepare(self) -> None:
         if self._places is None:
-            self._places = stand_ins(self.model, self.stages.model, ())
+            self._places = StandIns(self.model, self.stages)
             self._units = {self.model.get_submodule(path): path for path in self.stages.units}
-            with standing_in(self._places):
+            with self._places.standing_in():
                 self._names = ParameterNames(self.model)
 
     def _chunks_for(self, inputs: Any) -> EventChunks:
@@ -103,12 +104,13 @@ class GhostStage(Stage):
                 received.update(zip(values, came, strict=True))
 
         def before(event: int) -> None:
-            for path, times in chunked.calls_before(event).items():
+            for path, times in chunked.repeats.get(event, ()):
                 self.repeat(path, times, len(chunked.record.calls[path]))
+            self._places.fetch(chunked.record.events[event])
 
         mode = GhostMode(chunked, chunk, self._names, received, self.p2p.axis.device, before)
-        with standing_in(self._places):
-            output = mode.run(self.model, self._units, inputs)
+        with self._places.standing_in():
+            output = mode.run(self.model, self._units, self._places.opened, inputs)
         starts: list[Tensor] = []
         outgoing = []
         for (source, target), values in chunked.values.items():
