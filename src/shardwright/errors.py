@@ -41,7 +41,7 @@ class GridError(LayoutError):
         self.path = path
 
 
-class UnreadCodeError(LayoutError):
+class UnknownCodeError(LayoutError):
     """Raised for code that cannot be followed without running it, so that another way to cut it may be tried."""
 
 

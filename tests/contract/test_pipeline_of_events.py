@@ -13,7 +13,7 @@ from shardwright.plan.event_stages import EventStages
 
 
 class Paired(nn.Module):
-    """An encoder and a decoder with one table for both and for the head; masks from the inputs, values by attributes."""
+    """An encoder and a decoder with one table for both and for the head, and a mask from the inputs."""
 
     def __init__(self):
         super().__init__()
@@ -39,8 +39,8 @@ class Paired(nn.Module):
         return x @ self.words.weight.T
 
 
-class Noted(Language):
-    """A model whose blocks are given an object that they write notes to, and with dropout in the shared last block."""
+class Repeated(Language):
+    """A model with one dropout in several places, and a module that is called after each block."""
 
     def __init__(self):
         super().__init__(GroupedBlock)
@@ -64,7 +64,7 @@ def fused():
     return Language(FusedBlock)
 
 
-CASES = {make.__name__: case_of(make) for make in (fused, Paired, Noted)}
+CASES = {make.__name__: case_of(make) for make in (fused, Paired, Repeated)}
 
 LINES = (
     "pp2", "pp3/gpipe mb2", "pp2/1f1b mb3", "pp4/1f1b mb2", "pp2/interleaved:v2 mb2", "pp2/zb-h1 mb3", "pp2/zb-v mb2",

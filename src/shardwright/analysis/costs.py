@@ -46,7 +46,7 @@ class Cost(NamedTuple):
     activation_bytes: int = 0
 
 
-class WorkCounter(TorchDispatchMode):
+class CostCounting(TorchDispatchMode):
     """Adds up the work of all operators inside of the mode, and the bytes of their results."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
     chunked = Chunked(graph, dict.fromkeys(call_sites.values(), 0), 1)
 
     def counted_call(site: CallSite, call: Any, *args: Any, **named: Any) -> Any:
-        with WorkCounter() as counting:
+        with CostCounting() as counting:
             out = call(*args, **named)
         found[site] = Cost(counting.work, _bytes(call), counting.result_bytes)
         return out

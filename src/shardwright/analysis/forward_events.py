@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
-from shardwright.analysis.costs import Cost, WorkCounter
+from shardwright.analysis.costs import Cost, CostCounting
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 
@@ -46,7 +46,7 @@ class GhostSpec(NamedTuple):
         return ghost
 
 
-class SameAsOperand(NamedTuple):
+class SharedOperand(NamedTuple):
     """Stands for a result that is one of the event's operands."""
 
     operand: int
@@ -73,7 +73,7 @@ class ForwardEvent:
         return f"a call of {self.name}" if self.number is None else f"call {self.number} of '{self.name}'"
 
 
-class ModuleScope(NamedTuple):
+class ModuleSpan(NamedTuple):
     """One call of a module: the events it spans, its cost, and whether its results depend on inputs alone."""
 
     path: str
@@ -95,7 +95,7 @@ class ForwardRecord:
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
-    scopes: list[ModuleScope] = field(default_factory=list)
+    scopes: list[ModuleSpan] = field(default_factory=list)
     calls: dict[str, list[int | None]] = field(default_factory=lambda: defaultdict(list))
     inside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     outputs: tuple[ValueName, ...] = ()
@@ -122,13 +122,18 @@ def tensors_in(*trees: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
 
 
+def below_functions() -> Any:
+    """Returns a context in which no mode sees the functions that are called."""
+    return torch._C.DisableTorchFunction()
+
+
 def function_name(function: Callable[..., Any]) -> str:
     """Returns a name of a torch function; the getter of an attribute has that of the attribute."""
     name = str(getattr(function, "__name__", function))
     return f"{function.__self__.__name__}.{name}" if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
-class ParameterNames:
+class ParameterIndex:
     """The names of a model's parameters and buffers, by tensor."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,9 +169,9 @@ def calls_replaced(around: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
 class _Events(TorchFunctionMode):
     """The mode that writes a :class:`ForwardRecord`."""
 
-    def __init__(self, model: nn.Module, units: Collection[str], work: WorkCounter) -> None:
+    def __init__(self, model: nn.Module, units: Collection[str], work: CostCounting) -> None:
         super().__init__()
-        self.record, self.names = ForwardRecord(), ParameterNames(model)
+        self.record, self.names = ForwardRecord(), ParameterIndex(model)
         self._units, self._work, self._numbers = frozenset(units), work, Counter[str]()
         self._unit: int | None = None
         self._given: frozenset[ValueName] = frozenset()
@@ -230,7 +235,7 @@ class _Events(TorchFunctionMode):
         for place, leaf in enumerate(leaves):
             same = next((number for number, tensor in enumerate(given) if tensor is leaf), None)
             if same is not None:
-                found.append(SameAsOperand(same))
+                found.append(SharedOperand(same))
             else:
                 found.append(self._spec(leaf, (here, place)) if isinstance(leaf, Tensor) else leaf)
         changed = tuple((place, self._spec(given[place], (here, len(leaves) + place))) for place in written)
@@ -247,7 +252,7 @@ class _Events(TorchFunctionMode):
 
     def caller(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """Returns the function that runs in place of a module's call."""
-        original = module._call_impl
+        original: Callable[..., Any] = module._call_impl
 
         def call(*args: Any, **named: Any) -> Any:
             number = self._numbers[path]
@@ -257,19 +262,19 @@ class _Events(TorchFunctionMode):
             if is_unit:
                 return self._call_unit(path, number, original, args, named)
             scope, before, first = len(self.record.scopes), self._work.now(), len(self.record.events)
-            self.record.scopes.append(ModuleScope(path, self._scope, first, first, Cost(), False))
+            self.record.scopes.append(ModuleSpan(path, self._scope, first, first, Cost(), False))
             outer, self._scope = self._scope, scope
             results = original(*args, **named)
             self._scope = outer
             cost, stop = self._work.since(before), len(self.record.events)
             is_free = all(self._name(tensor) is None for tensor in tensors_in(results))
-            self.record.scopes[scope] = ModuleScope(path, outer, first, stop, cost, is_free)
+            self.record.scopes[scope] = ModuleSpan(path, outer, first, stop, cost, is_free)
             return results
 
         return call
 
     def _call_unit(self, path: str, number: int, original: Any, args: Any, named: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with below_functions():
             given = tensors_in(args, named)
             for tensor in given:
                 self._look_at(tensor)
@@ -279,7 +284,7 @@ class _Events(TorchFunctionMode):
         self._given = frozenset(name for name in takes if isinstance(name, tuple))
         before = self._work.now()
         results = original(*args, **named)
-        with torch._C.DisableTorchFunction():
+        with below_functions():
             written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
             self._unit = None
             reads, cost = frozenset(self._reads), self._work.since(before)
@@ -308,7 +313,7 @@ def record_events(model: nn.Module, inputs: Any, units: Collection[str] = ()) ->
     >>> [(event.name, event.takes) for event in record.events]
     [('0', (None,)), ('1', ((0, 0),))]
     """
-    work = WorkCounter()
+    work = CostCounting()
     with on_meta(model), ignoring_batch_statistics(model), work:
         mode = _Events(model, units, work)
         paths = {module: path for path, module in model.named_modules()}

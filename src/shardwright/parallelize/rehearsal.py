@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.arguments import bind
 from shardwright.analysis.call_graph import prepare, run
-from shardwright.analysis.event_chunks import crossing_name
+from shardwright.analysis.events_chunked import crossing_name
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.structure import owners
 from shardwright.comm.backends.fake import fake_world
@@ -26,7 +26,7 @@ from shardwright.plan.event_stages import EventStages
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import BoundaryTensor
 from shardwright.rng import RngTracker
-from shardwright.strategies.pipeline.stage import framed
+from shardwright.strategies.pipeline.pipeline_stage import framed
 from shardwright.strategy import Strategy, apply_in_turn
 
 Crossings = Mapping[str, tuple[BoundaryTensor, ...]]

@@ -26,9 +26,9 @@ from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.plan.batch_shard import BatchShard, RowMoves
+from shardwright.plan.event_stages import EventStages
 from shardwright.plan.param_groups import ParamGroup, split_into_param_groups
 from shardwright.plan.schedule import Schedule
-from shardwright.plan.event_stages import EventStages
 from shardwright.plan.stages import Stages
 from shardwright.rng import DimSlice, RngTracker
 from shardwright.sharding.box import Ranges

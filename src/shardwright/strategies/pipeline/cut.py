@@ -20,7 +20,7 @@ from shardwright.analysis.costs import Cost, counted, measured, total
 from shardwright.analysis.in_place_writes import check_writes
 from shardwright.analysis.structure import trace
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
-from shardwright.errors import LayoutError, UnreadCodeError, nearest
+from shardwright.errors import LayoutError, UnknownCodeError, nearest
 from shardwright.plan.stages import DROPOUTS, Stages, is_stateless
 
 
@@ -66,7 +66,7 @@ def cut(
         costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
     unread = kept_closed.difference(closed)
     if len(movable) < num_chunks:
-        raise (UnreadCodeError if unread else LayoutError)(
+        raise (UnknownCodeError if unread else LayoutError)(
             f"the model cannot be cut into {num_chunks} chunks",
             given=f"{type(model).__name__}, whose code makes {len(movable)} separate calls: {_list_modules(movable)}",
             allowed=f"1 to {len(movable)} chunks, stages times chunks of each",

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.call_graph import CallSite, weights_by_module
 from shardwright.analysis.costs import Cost, measured, total
-from shardwright.analysis.event_chunks import EventChunks
+from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import ForwardRecord, record_events
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.structure import has_hooks
@@ -77,7 +77,7 @@ def cut_events(
             fix="ask for fewer stages, or fewer chunks on each" if len(sites) > 1 else "leave out pp",
         )
     starts = [0, *sites[1:]] if names else _balanced(found, costs, sites, num_chunks)
-    chunked = EventChunks(found, tuple(_site(found, start) for start in starts), weights_by_module(model))
+    chunked = EventsChunked(found, tuple(_site(found, start) for start in starts), weights_by_module(model))
     _check_together(chunked)
     each = tuple(total(costs[first:stop]) for first, stop in pairwise(chunked.bounds))
     return EventStages(model, chunked, each, frozenset(units), tuple(sorted(opened)))
@@ -168,7 +168,7 @@ def _sites(record: ForwardRecord, names: Sequence[str]) -> list[int]:
     calls = [number for number, event in enumerate(record.events) if event.number is not None]
     if not names:
         return [number for number in calls if record.events[number].reads]
-    found = []
+    found: list[int] = []
     for name in names:
         inside = [number for number in calls if f"{record.events[number].name}.".startswith(f"{name}.")]
         if not inside or (found and inside[0] <= found[-1]):
@@ -193,33 +193,43 @@ def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int]
         a, b = next(iter(record.together))
         raise LayoutError(
             f"the model cannot be cut into {num_chunks} chunks: its modules exchange values on hidden ways",
-            given=f"a tensor of {record.events[a]} that {record.events[min(b, len(record.events) - 1)]} reads",
+            given=f"a tensor of {record.events[a]} that {record.events[min(b, len(record.events) - 1)]} reads, from a "
+            "list or an attribute, or after a write through a view of it",
             allowed="values that modules take as arguments and return",
-            fix="return the tensor from the module's forward and pass it on",
+            fix="return the tensor from the module's forward and pass it on; write in place of a view a new tensor",
         )
-    least, _ = _best(sums, num_chunks, lambda first, stop: sums[stop] - sums[first], max)
 
-    def price(first: int, stop: int) -> float:
-        return float("inf") if sums[stop] - sums[first] > least * SLACK else float(sent[first])
+    def load(first: int, stop: int) -> Price:
+        return 0.0, sums[stop] - sums[first]
 
-    return [places[at] for at in _best(sums, num_chunks, price, lambda a, b: a + b)[1]]
+    (_, least), _ = _best(len(places) - 1, num_chunks, load)
+
+    def sent_bytes(first: int, stop: int) -> Price:
+        _, work = load(first, stop)
+        return (float("inf") if work > least * SLACK else float(sent[first])), work
+
+    return [places[at] for at in _best(len(places) - 1, num_chunks, sent_bytes)[1]]
 
 
-def _best(
-    places: Sequence[float], num_chunks: int, price: Callable[[int, int], float],
-    add: Callable[[float, float], float],
-) -> tuple[float, list[int]]:  # fmt: skip
-    """Cuts a sequence into non-empty runs so that their prices, added, are least; returns the price and the starts."""
-    last = len(places) - 1
-    best: list[tuple[float, list[int]]] = [(price(0, stop) if stop else float("inf"), [0]) for stop in range(last + 1)]
+Price = tuple[float, float]
+"""What a run costs: what is added up over all runs, then what only the largest counts of."""
+
+
+def _best(num: int, num_chunks: int, price: Callable[[int, int], Price]) -> tuple[Price, list[int]]:
+    """Cuts ``num`` items into non-empty runs so that their prices are least; returns the price and the starts."""
+    worst = float("inf"), float("inf")
+    best: list[tuple[Price, list[int]]] = [(price(0, stop) if stop else worst, [0]) for stop in range(num + 1)]
     for chunk in range(1, num_chunks):
-        row: list[tuple[float, list[int]]] = [(float("inf"), [])] * (last + 1)
-        for stop in range(chunk + 1, last + 1):
-            options = ((add(best[at][0], price(at, stop)), at) for at in range(chunk, stop))
-            least, at = min(options)
-            row[stop] = least, [*best[at][1], at]
+        row: list[tuple[Price, list[int]]] = [(worst, [])] * (num + 1)
+        for stop in range(chunk + 1, num + 1):
+            options = []
+            for at in range(chunk, stop):
+                (added, largest), (more, size) = best[at][0], price(at, stop)
+                options.append(((added + more, max(largest, size)), at))
+            found, at = min(options)
+            row[stop] = found, [*best[at][1], at]
         best = row
-    return best[last]
+    return best[num]
 
 
 def _crossing_bytes(record: ForwardRecord) -> list[int]:
@@ -235,7 +245,7 @@ def _crossing_bytes(record: ForwardRecord) -> list[int]:
     return list(accumulate(change))[: len(record.events) + 1]
 
 
-def _check_together(chunked: EventChunks) -> None:
+def _check_together(chunked: EventsChunked) -> None:
     for a, b in sorted(chunked.record.together):
         if chunked.chunk_of[a] != chunked.chunk_of[b]:
             raise LayoutError(

@@ -8,7 +8,7 @@ another path raises before anything wrong is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from shardwright.analysis.event_chunks import EventChunks
+from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import (
     ForwardEvent,
     GhostSpec,
-    ParameterNames,
-    SameAsOperand,
+    ParameterIndex,
+    SharedOperand,
     ValueName,
+    below_functions,
     calls_replaced,
     function_name,
     tag_value,
@@ -33,10 +34,10 @@ from shardwright.analysis.forward_events import (
 from shardwright.analysis.module_calls import call_model
 from shardwright.errors import PlanError
 
-_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = Tensor.device.__get__
 
 
-class ChunkDoneError(Exception):
+class ChunkStoppedError(Exception):
     """Raised to leave the user's forward once a chunk's last event has run."""
 
 
@@ -44,7 +45,7 @@ class GhostMode(TorchFunctionMode):
     """One chunk's forward of one microbatch; ``made`` are the values that other chunks take, once they are made."""
 
     def __init__(
-        self, chunked: EventChunks, chunk: int, names: ParameterNames, received: Mapping[ValueName, Tensor],
+        self, chunked: EventsChunked, chunk: int, names: ParameterIndex, received: Mapping[ValueName, Tensor],
         device: torch.device, before: Callable[[int], None],
     ) -> None:  # fmt: skip
         super().__init__()
@@ -65,7 +66,7 @@ class GhostMode(TorchFunctionMode):
             try:
                 with self:
                     outputs = call_model(model, inputs)
-            except ChunkDoneError:
+            except ChunkStoppedError:
                 return None
         if not self._is_last or self._at != len(self._events):
             raise self._differs("the end of the forward")
@@ -111,7 +112,7 @@ class GhostMode(TorchFunctionMode):
         return result
 
     def _caller(self, path: str, module: nn.Module) -> Callable[..., Any]:
-        original = module._call_impl
+        original: Callable[..., Any] = module._call_impl
 
         def call(*args: Any, **named: Any) -> Any:
             if self._inside:
@@ -119,7 +120,7 @@ class GhostMode(TorchFunctionMode):
             event = self._events[self._at] if self._at < len(self._events) else None
             if event is None or event.number is None or event.name != path:
                 raise self._differs(f"a call of '{path}'")
-            with torch._C.DisableTorchFunction():
+            with below_functions():
                 given = tensors_in(args, named)
                 takes = self._takes(given)
             return self._event(event, takes, given, original, args, named)
@@ -134,7 +135,7 @@ class GhostMode(TorchFunctionMode):
         number, self._at = self._at, self._at + 1
         if not self._first <= number < self._stop:
             if number >= self._stop:
-                raise ChunkDoneError  # the user's code has caught the first one
+                raise ChunkStoppedError  # the user's code has caught the first one
             return self._ghosts(event, given)
         self._before(number)
         if any(name is not None for name in takes):
@@ -144,7 +145,7 @@ class GhostMode(TorchFunctionMode):
             results = call(*args, **named)
         results = self._marked(event, given, results)
         if self._at == self._stop and not self._is_last:
-            raise ChunkDoneError
+            raise ChunkStoppedError
         return results
 
     @contextmanager
@@ -176,7 +177,7 @@ class GhostMode(TorchFunctionMode):
                 if any(leaf is tensor for tensor in given):  # the record's kernel has made a new tensor
                     leaves[place] = leaf = leaf.view_as(leaf)
                 self._keep(leaf, spec)
-            elif isinstance(spec, SameAsOperand) and isinstance(leaf, Tensor) and leaf is not given[spec.operand]:
+            elif isinstance(spec, SharedOperand) and isinstance(leaf, Tensor) and leaf is not given[spec.operand]:
                 name = event.takes[spec.operand]
                 tag_value(leaf, name if isinstance(name, tuple) else None)
         for place, spec in event.written:
@@ -193,7 +194,7 @@ class GhostMode(TorchFunctionMode):
 
     def _ghosts(self, event: ForwardEvent, given: Sequence[Tensor]) -> Any:
         def result(leaf: Any) -> Any:
-            if isinstance(leaf, SameAsOperand):
+            if isinstance(leaf, SharedOperand):
                 return given[leaf.operand]
             return leaf.ghost() if isinstance(leaf, GhostSpec) else leaf
 

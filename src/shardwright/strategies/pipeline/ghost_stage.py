@@ -10,42 +10,43 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from shardwright.analysis.event_chunks import EventChunks, crossing_name
-from shardwright.analysis.forward_events import ParameterNames
+from shardwright.analysis.events_chunked import EventsChunked
+from shardwright.analysis.forward_events import ParameterIndex, ValueName
 from shardwright.errors import PlanError
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.schedule import Schedule
 from shardwright.runtime.executor import Microbatch, OutputHandler
 from shardwright.strategies.pipeline.ghost_mode import GhostMode
+from shardwright.strategies.pipeline.ghost_parameters import GhostParameters
 from shardwright.strategies.pipeline.messages import StageMessage
 from shardwright.strategies.pipeline.p2p import spec_of
+from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, Incoming, PipelineStage
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
-from shardwright.strategies.pipeline.stand_ins import StandIns
-from shardwright.strategies.pipeline.stage import ChunkRoute, Incoming, SavedMicrobatch, Stage, _positions, framed
 
 KEPT_RECORDS = 64
 """For how many shapes of inputs records are kept."""
 
 
 @dataclass
-class GhostStage(Stage):
+class GhostStage(PipelineStage[EventStages]):
     """This rank's pipeline chunks of a model whose forward was recorded, for the executor."""
 
-    stages: EventStages
-    _chunks: list[EventChunks] = field(default_factory=list)
-    _records: dict[object, EventChunks] = field(default_factory=dict)
+    _chunks: list[EventsChunked] = field(default_factory=list)
+    _records: dict[object, EventsChunked] = field(default_factory=dict)
     _routes: dict[object, list[ChunkRoute]] = field(default_factory=dict)
-    _places: StandIns | None = None
+    _places: GhostParameters | None = None
     _units: Mapping[nn.Module, str] = field(default_factory=dict)
-    _names: ParameterNames | None = None
+    _names: ParameterIndex | None = None
 
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
+        """Sets the shapes of messages, as :meth:`PipelineStage.expect`."""
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
             for edge in self.stages.chunked.edges:
                 spec, _ = spec_of([crossing[name] for name in edge.values], f"chunk {edge.source}")
                 self.p2p.set_spec(self._key(number, microbatch, len(microbatches)), (edge.source, edge.target), spec)
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
+        """Prepares for one run of a schedule; records the forward of each form of inputs that is new."""
         count = len(microbatches)
         keys = [self._key(number, each, count) for number, each in enumerate(microbatches)]
         self._prepare()
@@ -64,12 +65,12 @@ class GhostStage(Stage):
 
     def _prepare(self) -> None:
         if self._places is None:
-            self._places = StandIns(self.model, self.stages)
+            self._places = GhostParameters(self.model, self.stages)
             self._units = {self.model.get_submodule(path): path for path in self.stages.units}
             with self._places.standing_in():
-                self._names = ParameterNames(self.model)
+                self._names = ParameterIndex(self.model)
 
-    def _chunks_for(self, inputs: Any) -> EventChunks:
+    def _chunks_for(self, inputs: Any) -> EventsChunked:
         leaves, tree = tree_flatten(inputs)
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
         training = tuple(module.training for module in self.model.modules())
@@ -88,16 +89,16 @@ class GhostStage(Stage):
             del self._records[old]
         return found
 
-    def _route_of(self, schedule: Schedule, chunked: EventChunks) -> ChunkRoute:
+    def _route_of(self, schedule: Schedule, chunked: EventsChunked) -> ChunkRoute:
         return self._new_route(schedule, self._routes.setdefault(chunked.edges, []), chunked.edges)
 
     def _run(self, chunk: int, number: int, inputs: Any) -> Sequence[Tensor]:
-        assert self._last is not None
-        assert self._places is not None
-        assert self._names is not None
-        chunked, microbatch = self._chunks[number], self._microbatches[number]
+        places, names = self._places, self._names
+        assert places is not None
+        assert names is not None
+        chunked = self._chunks[number]
         incoming: list[Incoming] = []
-        received = {}
+        received: dict[ValueName, Tensor] = {}
         for (source, target), values in chunked.values.items():
             if target == chunk:
                 came = self._received_values(StageMessage("F", number, source, chunk), incoming)
@@ -106,23 +107,15 @@ class GhostStage(Stage):
         def before(event: int) -> None:
             for path, times in chunked.repeats.get(event, ()):
                 self.repeat(path, times, len(chunked.record.calls[path]))
-            self._places.fetch(chunked.record.events[event])
+            places.fetch(chunked.record.events[event])
 
-        mode = GhostMode(chunked, chunk, self._names, received, self.p2p.axis.device, before)
-        with self._places.standing_in():
-            output = mode.run(self.model, self._units, self._places.opened, inputs)
-        starts: list[Tensor] = []
-        outgoing = []
-        for (source, target), values in chunked.values.items():
-            if source == chunk:
-                message = StageMessage("F", number, chunk, target)
-                learning = chunked.record.learning
-                sent = [mode.made[name] if name in learning else mode.made[name].detach() for name in values]
-                outgoing.append((message._replace(kind="B"), tuple(_positions(self._send(message, sent), starts))))
-        if chunk == chunked.num_chunks - 1:
-            output = output if self.frame is None else self.frame.give(output)
-            start = self._last.give(number, microbatch, output)
-            starts += [start] if torch.is_grad_enabled() else []
-        if torch.is_grad_enabled():
-            self._saved[chunk, number] = SavedMicrobatch(tuple(incoming), tuple(starts), tuple(outgoing))
-        return starts
+        mode = GhostMode(chunked, chunk, names, received, self.p2p.axis.device, before)
+        with places.standing_in():
+            output = mode.run(self.model, self._units, places.opened, inputs)
+        learning = chunked.record.learning
+        sent = {
+            target: [mode.made[name] if name in learning else mode.made[name].detach() for name in values]
+            for (source, target), values in chunked.values.items()
+            if source == chunk
+        }
+        return self._finish(chunk, number, incoming, sent, output, chunk == chunked.num_chunks - 1)

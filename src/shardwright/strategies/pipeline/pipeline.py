@@ -27,15 +27,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from shardwright.analysis.batch_norms import keeps_state_between_calls
+from shardwright.analysis.copying import copied
 from shardwright.analysis.structure import has_hooks
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
-from shardwright.errors import LayoutError, UnreadCodeError
+from shardwright.errors import LayoutError, UnknownCodeError
 from shardwright.forward_stack import Rung
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
 from shardwright.operators.split_backward import may_split, split_backward
-from shardwright.plan.event_stages import EventStages
+from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Job, Partial, Plan, StateLayout
@@ -43,6 +44,7 @@ from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.plan.traffic import StepCalls, Traffic, sync_traffic
 from shardwright.runtime.applied import Applied
+from shardwright.runtime.mixed_precision import cast_buffers
 from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.strategies.pipeline.cut import cut
 from shardwright.strategies.pipeline.event_cut import cut_events
@@ -74,10 +76,6 @@ AXIS = LayoutAxis(
     written=_written,
 )
 """The axis of the stages, which the model runs through one after the other."""
-
-
-UNEVEN = 1.25
-"""A chunk with more than this times its share of the work is named in ``show``."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +150,10 @@ class Pipeline:
             if job.frame is not None:
                 job.frame.repeat(path, times, total)
 
-        kind = GhostStage if isinstance(stages, EventStages) else Stage
-        return Applied(work=kind(job.model, stages, schedule.stage_of, P2P(axes["pp"]), repeat, job.frame))
+        rest = (schedule.stage_of, P2P(axes["pp"]), repeat, job.frame)
+        if isinstance(stages, EventStages):
+            return Applied(work=GhostStage(job.model, _computing(stages, plan), *rest))
+        return Applied(work=Stage(job.model, stages, *rest))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns a stage's sends and receives of a step, and the all-reduces of shared weights' gradients."""
@@ -171,6 +171,15 @@ class Pipeline:
                         if message.kind == "F" or crossing.needs_gradient:
                             found.append(Traffic(kind, "pp", crossing.num_bytes, 2))
         return (*found, *sync_traffic(plan, batch, coord, "pp"))
+
+
+def _computing(stages: EventStages, plan: Plan) -> EventStages:
+    """Returns the stages with a model of their own, in the dtypes that the layout computes in."""
+    model = copied(stages.model, {})
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(plan.compute_dtypes[name])
+    cast_buffers(model, plan)
+    return replace(stages, model=model)
 
 
 def _factor(plan: Plan) -> Factor:
@@ -245,7 +254,7 @@ def _cut(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Sta
         found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, **asked)
         if not found.gives_dict and (not found.unread or _largest(found) <= UNEVEN / num_chunks):
             return found
-    except UnreadCodeError as error:
+    except UnknownCodeError as error:
         failure = error
     others = [str(factor) for factor in plan.layout.factors if factor.axis not in ("pp", "dp")]
     if job.example is not None and not others:

@@ -20,7 +20,7 @@ def crossing_name(value: ValueName) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class EventChunks:
+class EventsChunked:
     """A recorded forward whose chunks begin at the calls ``starts``, the first at the model's beginning.
 
     ``names`` are the parameters and buffers in each module.

@@ -13,7 +13,7 @@ from shardwright.analysis.structure import has_hooks, owners
 from shardwright.plan.event_stages import EventStages
 
 
-class StandIns:
+class GhostParameters:
     """The parameters of a rank's model, and in place of those that other stages hold the ones on the meta device.
 
     A strategy may shard parameters and gather them where a module's attribute is read. Code between modules reads them
@@ -55,8 +55,8 @@ class StandIns:
         finally:
             for module, own, _ in self._plain:
                 vars(module)["_parameters"] = own
-            for store, name, parameter in before:
-                dict.__setitem__(store, name, parameter)
+            for store, name, held in before:
+                dict.__setitem__(store, name, held)
 
     def fetch(self, event: ForwardEvent) -> None:
         """Reads the parameters that a function takes, as the user's own code would: a strategy may gather them now."""
