@@ -22,6 +22,7 @@ from shardwright.analysis.arguments import bind
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.call_graph import CallSite, Chunked, prepare, run, sites
 from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.module_calls import call_model
 from shardwright.models.eval_mode import eval_mode
 
@@ -135,7 +136,7 @@ def counted(model: nn.Module, graph: fx.Graph, example: Any, num_tokens: int) ->
     try:
         return by_example(model, graph, example)
     except RuntimeError as failure:  # code that reads values, such as a router of experts, fails on meta
-        if "meta" not in str(failure).lower():
+        if "meta" not in str(failure).lower() and not isinstance(failure, ValueReadError):
             raise
         return by_weights(model, graph, num_tokens)
 

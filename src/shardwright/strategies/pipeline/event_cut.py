@@ -22,6 +22,7 @@ from shardwright.analysis.forward_events import ForwardRecord, record_events
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.structure import has_hooks
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
+from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError
 from shardwright.plan.event_stages import EventStages
 
@@ -55,6 +56,7 @@ def cut_events(
     """
     closed = {*closed, *(path for path, module in model.named_modules() if path and has_hooks(module))}
     record, inputs = _recorded(model, example, ())
+    before = _settings(model)
     escaped: set[str] = set()
     while True:
         opened = _opened(model, record, num_chunks, names, closed) | escaped
@@ -67,6 +69,9 @@ def cut_events(
         if not out_of:
             break
         escaped |= out_of
+    for (path, name), value in _settings(model).items():
+        if before.get((path, name), value) != value and path in opened:
+            raise _counts(f"{path}.{name}".lstrip("."))
     costs = _costs(model, found, seconds)
     sites = _sites(found, names)
     if len(sites) < num_chunks:
@@ -94,10 +99,29 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[Fo
     except (ValueReadError, NotImplementedError, RuntimeError) as failure:
         raise LayoutError(
             f"the forward of {type(model).__name__} cannot be recorded, so it cannot be cut into stages",
-            given=f"{type(failure).__name__}: {str(failure).splitlines()[0]}",
+            given=f"{type(failure).__name__}: {str(failure).splitlines()[0]}{line_of(failure)}",
             allowed="forwards whose calls and shapes do not depend on values of parameters and activations",
             fix="leave out pp, or move what depends on values out of the model",
         ) from failure
+
+
+def _settings(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Returns the plain attributes of all modules, by module and name."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    }
+
+
+def _counts(attribute: str) -> LayoutError:
+    return LayoutError(
+        f"each forward changes '{attribute}', and every stage runs the code that does, for every chunk",
+        given="an attribute that is another one after each forward, as a count of calls is",
+        allowed="forwards that leave attributes as they are, or set them to what follows from the shapes of the inputs",
+        fix="move the count into a module with parameters, which one stage calls, or into the training loop",
+    )
 
 
 def _escapes(path: str) -> LayoutError:
