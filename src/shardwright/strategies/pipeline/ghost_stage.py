@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import ParameterIndex, ValueName
@@ -19,7 +19,7 @@ from shardwright.runtime.executor import Microbatch, OutputHandler
 from shardwright.strategies.pipeline.ghost_mode import GhostMode
 from shardwright.strategies.pipeline.ghost_parameters import GhostParameters
 from shardwright.strategies.pipeline.messages import StageMessage
-from shardwright.strategies.pipeline.p2p import spec_of
+from shardwright.strategies.pipeline.p2p import PLAIN, spec_of
 from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, Incoming, PipelineStage
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 
@@ -112,6 +112,8 @@ class GhostStage(PipelineStage[EventStages]):
         mode = GhostMode(chunked, chunk, names, received, self.p2p.axis.device, before)
         with places.standing_in():
             output = mode.run(self.model, self._units, places.opened, inputs)
+        if not torch.is_grad_enabled():  # others are sent the output, but no cache: its parts lie on all stages
+            output = tree_map(lambda leaf: leaf if isinstance(leaf, (Tensor, *PLAIN)) else None, output)
         learning = chunked.record.learning
         sent = {
             target: [mode.made[name] if name in learning else mode.made[name].detach() for name in values]
