@@ -99,6 +99,20 @@ def test_another_path_than_the_recorded_one_raises_and_names_the_call():
     assert "layers.0" in str(found.value)
 
 
+class ChoosesValues(Layers):
+    def forward(self, x):
+        assert x.shape[1] == WIDTH
+        y, z = self.layers[0](x), self.layers[1](x)
+        return self.layers[3](self.layers[2](y if x[0, 0] < 100 else z))
+
+
+def test_the_same_calls_on_other_values_raise_too():
+    x, y = batches()[0]
+    mixed = torch.cat([x[:4], torch.where(torch.arange(WIDTH) == 0, 200.0, x[4:])])
+    with pytest.raises(Exception, match=r"call 0 of 'layers\.2' on values"):
+        verify(model_of(ChoosesValues), "pp2/cut:layers.0,layers.2 mb2", [(mixed, y)])
+
+
 class KeepsTensors(Layers):
     """Each layer leaves its output in a list that the model reads."""
 
