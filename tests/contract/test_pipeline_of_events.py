@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.contract.cases import CHECKS, planned
+from tests.contract.cases import CHECKS, check_traffic, planned
 from tests.contract.test_on_parts import TOKENS, WORDS, FusedBlock, GroupedBlock, Language, OwnCase
 from torch import nn
 
@@ -78,9 +78,10 @@ LINES = (
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_of_events_keeps_every_promise(name, line):
-    if "interleaved" in line and "zero3" in line and name != "fused":
-        pytest.skip("a group that other groups' modules interrupt is gathered more often than traffic states")
     plan, _ = planned(line, CASES[name])
     assert isinstance(plan.stages, EventStages), "the model is cut by its record"
+    # a group of parameters whose use another group's module interrupts is gathered more often than traffic states
+    several = "zero3" in line and (name == "Repeated" or (name == "Paired" and "interleaved" in line))
     for check in CHECKS:
-        check(line, CASES[name])
+        if not (several and check is check_traffic):
+            check(line, CASES[name])
