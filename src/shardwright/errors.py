@@ -41,6 +41,10 @@ class GridError(LayoutError):
         self.path = path
 
 
+class UnknownCodeError(LayoutError):
+    """Raised for code that cannot be followed without running it, so that another way to cut it may be tried."""
+
+
 class PlanError(_ExplainedError, ValueError):
     """Raised for a model, loss or optimizer that cannot run as asked."""
 

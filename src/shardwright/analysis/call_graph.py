@@ -24,7 +24,7 @@ from shardwright.analysis.device_moves import ignore_device_moves
 from shardwright.analysis.in_place_writes import follow_writes, name_of, written_by
 from shardwright.analysis.structure import trace
 from shardwright.analysis.tracer import ATTRIBUTES, NO_GRADIENT, line_of
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, UnknownCodeError
 
 Repeat = Callable[[str, int, int], None]
 """A callback: a module's name, the number of calls that earlier chunks made of it, and the number that all make."""
@@ -208,7 +208,7 @@ def read_graph(model: nn.Module, opened: Collection[str] = (), given: Collection
     failures: list[Exception] = []
     graph = trace(model, opened=opened, given=given, shows_weights=True, failures=failures)
     if graph is None:
-        raise LayoutError(
+        raise UnknownCodeError(
             f"the code of {type(model).__name__} cannot be followed, so it cannot be cut into stages",
             given="calls that depend on values, on random numbers or on attributes that the code sets itself, or "
             "that are no calls of torch" + "".join(line_of(failure) for failure in failures),

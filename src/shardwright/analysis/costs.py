@@ -47,7 +47,7 @@ class Cost(NamedTuple):
     activation_bytes: int = 0
 
 
-class _Counting(TorchDispatchMode):
+class CostCounting(TorchDispatchMode):
     """Adds up the work of all operators inside of the mode, and the bytes of their results."""
 
     def __init__(self) -> None:
@@ -66,6 +66,14 @@ class _Counting(TorchDispatchMode):
             self.result_bytes += sum(t.nbytes for t in results)
         return out
 
+    def now(self) -> Cost:
+        """Returns the cost of all operators so far."""
+        return Cost(self.work, 0, self.result_bytes)
+
+    def since(self, before: Cost) -> Cost:
+        """Returns the cost of all operators since an earlier :meth:`now`."""
+        return Cost(self.work - before.work, 0, self.result_bytes - before.activation_bytes)
+
 
 def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite, Cost]:
     """Returns the cost of each call by running the model, on the meta device, on ``inputs`` of that device.
@@ -80,7 +88,7 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
     chunked = Chunked(graph, dict.fromkeys(call_sites.values(), 0), 1)
 
     def counted_call(site: CallSite, call: Any, *args: Any, **named: Any) -> Any:
-        with _Counting() as counting:
+        with CostCounting() as counting:
             out = call(*args, **named)
         found[site] = Cost(counting.work, _bytes(call), counting.result_bytes)
         return out

@@ -16,15 +16,17 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.arguments import bind
 from shardwright.analysis.call_graph import prepare, run
+from shardwright.analysis.events_chunked import crossing_name
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.structure import owners
 from shardwright.comm.backends.fake import fake_world
 from shardwright.mesh import Coord
 from shardwright.operators.split_backward import DeferredGradients
+from shardwright.plan.event_stages import EventStages
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import BoundaryTensor
 from shardwright.rng import RngTracker
-from shardwright.strategies.pipeline.stage import framed
+from shardwright.strategies.pipeline.pipeline_stage import framed
 from shardwright.strategy import Strategy, apply_in_turn
 
 Crossings = Mapping[str, tuple[BoundaryTensor, ...]]
@@ -59,6 +61,8 @@ def values_crossing(
         buffers={name: layout.on_all("pp") for name, layout in plan.buffers.items()},
     )
     assert plan.stages is not None, "the pipeline has placed its stages"
+    if isinstance(plan.stages, EventStages):
+        return _values_recorded(job.model, plan.stages, microbatches)
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
     axes = world.axes(plan.mesh)
     _cut_parameters(job.model, plan, coord)
@@ -83,6 +87,25 @@ def values_crossing(
                     run(chunk, values, chunked.before((lambda *_: None) if job.frame is None else job.frame.repeat))
                 crossed.update({name: value for name, value in values.items() if name in wanted})
             by_shapes[key] = {name: crossed[name] for name in wanted}
+        found.append(by_shapes[key])
+    return tuple(found)
+
+
+def _values_recorded(
+    model: nn.Module, stages: EventStages, microbatches: Sequence[Any]
+) -> tuple[Mapping[str, Any], ...]:
+    """Returns the values that cross between chunks, without numbers, by a record of each microbatch's forward."""
+    found, by_shapes = [], dict[tuple[object, ...], Mapping[str, Any]]()
+    stages = replace(stages, model=model)
+    for inputs in microbatches:
+        key = tuple(tensor.shape for tensor in _tensors(inputs))
+        if key not in by_shapes:
+            record = stages.with_inputs(inputs).record
+            ghosts = {name: record.specs[name].ghost() for values in stages.chunked.values.values() for name in values}
+            by_shapes[key] = {
+                crossing_name(name): ghost if name in record.learning else ghost.detach()
+                for name, ghost in ghosts.items()
+            }
         found.append(by_shapes[key])
     return tuple(found)
 

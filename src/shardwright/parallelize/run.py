@@ -38,8 +38,8 @@ from shardwright.runtime.mixed_precision import LossScale, cast_to_compute, fini
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.sharding.box import read
 from shardwright.strategies.pipeline.p2p import share_output
+from shardwright.strategies.pipeline.pipeline_stage import PipelineStage
 from shardwright.strategies.pipeline.schedules import forward_only, one_by_one
-from shardwright.strategies.pipeline.stage import Stage
 
 if TYPE_CHECKING:
     from shardwright.global_tensor import GlobalTensor, Placement
@@ -294,7 +294,7 @@ class Run:
         ``values`` holds, for each microbatch, the tensors that cross between chunks by name, on the meta device.
         """
         work = self._executor.work
-        if isinstance(work, Stage):
+        if isinstance(work, PipelineStage):
             work.expect(self.pieces(batch), values)
 
     def pieces(self, batch: Microbatch, num_microbatches: int | None = None) -> list[Microbatch]:

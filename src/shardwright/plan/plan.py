@@ -26,6 +26,7 @@ from shardwright.layout import Layout
 from shardwright.mesh import Coord, Mesh
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.plan.batch_shard import BatchShard, RowMoves
+from shardwright.plan.event_stages import EventStages
 from shardwright.plan.param_groups import ParamGroup, split_into_param_groups
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
@@ -201,7 +202,7 @@ class Plan:
     loss_axes: frozenset[str] = frozenset()
     """The axes over which the loss is summed."""
     schedule: Schedule | None = None
-    stages: Stages | None = None
+    stages: Stages | EventStages | None = None
     roles: Mapping[str, LayerRole] = field(default_factory=dict)
     activations: Mapping[str, tuple[ActivationCut, ...]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()

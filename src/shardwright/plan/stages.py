@@ -19,18 +19,25 @@ DROPOUTS = nn.modules.dropout._DropoutNd
 class Stages:
     """The plain model on the meta device, its module calls cut into pipeline chunks, and each chunk's forward cost.
 
-    ``opened`` are the modules whose calls are cut one by one.
+    ``opened`` are the modules whose calls are cut one by one, ``unread`` those whose code cannot be followed.
     """
 
     model: nn.Module
     chunked: Chunked
     costs: tuple[Cost, ...]
     opened: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def num_chunks(self) -> int:
         """The number of pipeline chunks that the model is cut into."""
         return self.chunked.num_chunks
+
+    @property
+    def gives_dict(self) -> bool:
+        """Whether the model's output is a dict: its code tells no class, and a caller may read it by attributes."""
+        (output,) = (node for node in self.chunked.graph.nodes if node.op == "output")
+        return isinstance(output.args[0], dict)
 
     def with_arguments(self, given: Sequence[str]) -> Chunked:
         """Returns the graph of the code that runs with the model's arguments ``given``, cut into the same chunks.

@@ -21,6 +21,7 @@ from shardwright.mesh import Coord
 from shardwright.parallelize.explain import DEFAULT_ROLE, why_with_stages
 from shardwright.parallelize.planning import StepTraffic, make_plan, microbatch_shards, num_rows
 from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
+from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.plan.plan import INPUT, Job, Plan
 from shardwright.plan.schedule import Action
 from shardwright.plan.shares import Share, shares
@@ -108,11 +109,14 @@ def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
     for stage in range(schedule.num_stages):
         chunks = schedule.chunks_of(stage)
         costs = [stages.costs[chunk] for chunk in chunks]
+        share = sum(cost.work for cost in costs) / work
+        is_large = share * schedule.num_stages > UNEVEN
         found.append(
             {
                 "stage": stage,
                 "chunks": [{"chunk": chunk, "calls": list(stages.chunked.calls_of(chunk))} for chunk in chunks],
-                "share_of_time": sum(cost.work for cost in costs) / work,
+                "share_of_time": share,
+                **({"why_large": stages.costliest(chunks)} if is_large and isinstance(stages, EventStages) else {}),
                 "parameter_bytes": sum(cost.parameter_bytes for cost in costs),
                 "activation_bytes": sum(cost.activation_bytes for cost in costs),
             }

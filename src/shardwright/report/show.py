@@ -94,6 +94,7 @@ def _stage_table(description: Description) -> Iterable[Table]:
     for stage in description["stages"]:
         several, kept = len(stage["chunks"]) > 1, stage["activation_bytes"]
         layers = [f"{chunk['chunk']}: " * several + _calls(chunk["calls"]) for chunk in stage["chunks"]]
+        layers += [f"larger than its share: {stage['why_large']}"] if "why_large" in stage else []
         numbers = [f"{stage['share_of_time']:.1%}", format_bytes(stage["parameter_bytes"])]
         table.add_row(f"stage {stage['stage']}", "\n".join(layers), *numbers, format_bytes(kept) if kept else "")
     yield table

@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwright import MeanSquaredError, launch, parallelize
 from shardwright.strategies.pipeline.p2p import KEPT_KEYS, LEAST_BYTES
-from shardwright.strategies.pipeline.stage import POSTED_AHEAD
+from shardwright.strategies.pipeline.pipeline_stage import POSTED_AHEAD
 
 
 def test_specs_of_shapes_that_change_from_step_to_step_are_dropped_and_announced_again():

@@ -8,6 +8,7 @@ instead, if its code can be followed.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwright.analysis.costs import Cost, counted, measured, total
 from shardwright.analysis.in_place_writes import check_writes
 from shardwright.analysis.structure import trace
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
-from shardwright.errors import LayoutError, nearest
+from shardwright.errors import LayoutError, UnknownCodeError, nearest
 from shardwright.plan.stages import DROPOUTS, Stages, is_stateless
 
 
@@ -63,8 +64,9 @@ def cut(
             continue
         opened.add(site.module)
         costs, movable = _costs(model, graph, example, num_tokens, seconds), _movable(graph, model)
+    unread = kept_closed.difference(closed)
     if len(movable) < num_chunks:
-        raise LayoutError(
+        raise (UnknownCodeError if unread else LayoutError)(
             f"the model cannot be cut into {num_chunks} chunks",
             given=f"{type(model).__name__}, whose code makes {len(movable)} separate calls: {_list_modules(movable)}",
             allowed=f"1 to {len(movable)} chunks, stages times chunks of each",
@@ -73,7 +75,8 @@ def cut(
     places = _beginnings(model, movable, num_chunks)
     runs = [total([costs[site] for site in movable[a:b]]) for a, b in pairwise([*places, len(movable)])]
     starts = [places[run] for run in _balance(runs, num_chunks)]
-    return _stages(model, graph, movable, starts, costs, tuple(sorted(opened)))
+    stages = _stages(model, graph, movable, starts, costs, tuple(sorted(opened)))
+    return replace(stages, unread=tuple(sorted(unread)))
 
 
 def _check_seconds(model: nn.Module, seconds: Mapping[str, float]) -> None:

@@ -27,14 +27,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from shardwright.analysis.batch_norms import keeps_state_between_calls
+from shardwright.analysis.copying import copied
 from shardwright.analysis.structure import has_hooks
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, UnknownCodeError
 from shardwright.forward_stack import Rung
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
 from shardwright.operators.split_backward import may_split, split_backward
+from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Job, Partial, Plan, StateLayout
@@ -42,8 +44,11 @@ from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.plan.traffic import StepCalls, Traffic, sync_traffic
 from shardwright.runtime.applied import Applied
+from shardwright.runtime.mixed_precision import cast_buffers
 from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.strategies.pipeline.cut import cut
+from shardwright.strategies.pipeline.event_cut import cut_events
+from shardwright.strategies.pipeline.ghost_stage import GhostStage
 from shardwright.strategies.pipeline.messages import coming, leaving
 from shardwright.strategies.pipeline.p2p import P2P
 from shardwright.strategies.pipeline.schedule_checks import check_order, check_schedule
@@ -145,7 +150,10 @@ class Pipeline:
             if job.frame is not None:
                 job.frame.repeat(path, times, total)
 
-        return Applied(work=Stage(job.model, stages, schedule.stage_of, P2P(axes["pp"]), repeat, job.frame))
+        rest = (schedule.stage_of, P2P(axes["pp"]), repeat, job.frame)
+        if isinstance(stages, EventStages):
+            return Applied(work=GhostStage(job.model, _computing(stages, plan), *rest))
+        return Applied(work=Stage(job.model, stages, *rest))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns a stage's sends and receives of a step, and the all-reduces of shared weights' gradients."""
@@ -165,13 +173,22 @@ class Pipeline:
         return (*found, *sync_traffic(plan, batch, coord, "pp"))
 
 
+def _computing(stages: EventStages, plan: Plan) -> EventStages:
+    """Returns the stages with a model of their own, in the dtypes that the layout computes in."""
+    model = copied(stages.model, {})
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(plan.compute_dtypes[name])
+    cast_buffers(model, plan)
+    return replace(stages, model=model)
+
+
 def _factor(plan: Plan) -> Factor:
     factor = plan.layout.factor("pp")
     assert factor is not None, "chosen for a layout with pp"
     return factor
 
 
-def _placed(plan: Plan) -> tuple[Schedule, Stages]:
+def _placed(plan: Plan) -> tuple[Schedule, Stages | EventStages]:
     assert plan.schedule is not None, "set by place()"
     assert plan.stages is not None, "set by place()"
     return plan.schedule, plan.stages
@@ -182,7 +199,7 @@ def _splits(schedule: Schedule) -> bool:
     return any(action.kind == "W" for actions in schedule.actions for action in actions)
 
 
-def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
+def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | EventStages]:
     """Returns the layout's schedule, and the model cut into that schedule's chunks."""
     factor = _factor(plan)
     named = factor.option("cut")
@@ -196,7 +213,7 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
         names = job.stages
     closed = {path for path in (*plan.roles, *plan.notes) if path}  # layers that tensor parallelism treats as one
 
-    def cut_into(num_chunks: int) -> Stages:
+    def cut_into(num_chunks: int) -> Stages | EventStages:
         if by_device and num_chunks != len(names):
             raise LayoutError(
                 "the model's parts are on several devices, and the layout has another number of stages",
@@ -205,10 +222,8 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
                 fix=f"write pp{len(names)}, or cut: and the names, or leave the model on one device",
             )
         job.model.train()  # on a copy of the model: modules that are called in training alone need a stage too
-        return cut(
-            job.model, num_chunks, names=names, example=job.example, num_tokens=job.num_tokens,
-            seconds=job.seconds, closed=closed,
-        )  # fmt: skip
+        asked = {"names": names, "seconds": job.seconds, "closed": closed}
+        return _cut(job, plan, num_chunks, asked)
 
     auto = factor.option("auto")
     others = [str(option) for option in factor.options if option.name in (*SCHEDULES, "file")]
@@ -232,7 +247,33 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages]:
     return schedule, stages[schedule.num_chunks]
 
 
-def _check_module_state(job: Job, plan: Plan, schedule: Schedule, stages: Stages) -> None:
+def _cut(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Stages | EventStages:
+    """Cuts a model by its code where that can be followed, else by a record of its forward on the example."""
+    found, failure = None, None
+    try:
+        found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, **asked)
+        if not found.gives_dict and (not found.unread or _largest(found) <= UNEVEN / num_chunks):
+            return found
+    except UnknownCodeError as error:
+        failure = error
+    others = [str(factor) for factor in plan.layout.factors if factor.axis not in ("pp", "dp")]
+    if job.example is not None and not others:
+        recorded = cut_events(job.model, num_chunks, job.example, **asked)
+        if found is None or found.gives_dict or _largest(recorded) < _largest(found):
+            return recorded
+    if failure is not None:
+        raise failure
+    assert found is not None, "cut, or failed"
+    return found
+
+
+def _largest(stages: Stages | EventStages) -> float:
+    """Returns the largest chunk's share of the work."""
+    works = [cost.work for cost in stages.costs]
+    return max(works) / (sum(works) or 1.0)
+
+
+def _check_module_state(job: Job, plan: Plan, schedule: Schedule, stages: Stages | EventStages) -> None:
     """Checks that state which a layer updates in every call, such as running statistics, is updated as on one device.
 
     Raises: LayoutError: several stages call the layer, or chunks that take turns; forwards in another order.
@@ -309,7 +350,7 @@ def _named_schedule(plan: Plan) -> Schedule:
     return build(option.name if option else "1f1b", factor.size, plan.layout.num_microbatches, chunks)
 
 
-def _holders(stages: Stages, schedule: Schedule, parameters: tuple[str, ...]) -> dict[str, list[int]]:
+def _holders(stages: Stages | EventStages, schedule: Schedule, parameters: tuple[str, ...]) -> dict[str, list[int]]:
     """Returns the stages that hold each parameter and buffer, by name; the first stage for one that no code uses."""
     found: dict[str, set[int]] = {name: set() for name in parameters}
     for chunk in range(schedule.num_chunks):
@@ -318,7 +359,7 @@ def _holders(stages: Stages, schedule: Schedule, parameters: tuple[str, ...]) ->
     return {name: sorted(where) or [0] for name, where in found.items()}
 
 
-def _by_chunk(groups: tuple[ParamGroup, ...], stages: Stages) -> tuple[ParamGroup, ...]:
+def _by_chunk(groups: tuple[ParamGroup, ...], stages: Stages | EventStages) -> tuple[ParamGroup, ...]:
     """Splits param groups at the cuts, so that each group's parameters are first used in one chunk; sorts by chunk."""
     first_chunk: dict[str, int] = {}
     for chunk in range(stages.num_chunks):

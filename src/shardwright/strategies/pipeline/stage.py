@@ -8,84 +8,27 @@ stage's own chunks, without a message.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.autograd import Function
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.arguments import arguments_given, bind
-from shardwright.analysis.call_graph import Chunked, Ready, Repeat, prepare, run
-from shardwright.comm.autograd import once
+from shardwright.analysis.call_graph import Chunked, Ready, prepare, run
 from shardwright.errors import PlanError
-from shardwright.plan.plan import ForwardFrame
 from shardwright.plan.schedule import Schedule
 from shardwright.plan.stages import Stages
 from shardwright.runtime.executor import Microbatch, OutputHandler
-from shardwright.strategies.pipeline.messages import StageMessage, arrivals, coming, receiver
-from shardwright.strategies.pipeline.p2p import P2P, fill, spec_of
+from shardwright.strategies.pipeline.messages import StageMessage
+from shardwright.strategies.pipeline.p2p import spec_of
+from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, Incoming, PipelineStage, framed
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 from shardwright.strategies.pipeline.shared_buffers import SharedBuffers
 
-POSTED_AHEAD = 2
-"""For how many actions, from the one that runs next, receives are posted."""
-
-KEPT_ROUTES = 4
-"""How many schedules' message routes are kept, the most recently used first."""
-
 PLAIN = (bool, int, float, str, tuple, type(None))
 """Types of module attributes that may change between steps: the model's code is then read again."""
-
-
-@dataclass
-class Incoming:
-    """The tensors of one received message that need gradients, and their gradients once the backward has run."""
-
-    message: StageMessage
-    tensors: tuple[Tensor, ...]
-    gradients: Sequence[Tensor | None] = ()
-
-
-class _Entry(Function):
-    """Makes received tensors the inputs of a chunk's autograd graph, and stores their gradients in ``incoming``.
-
-    They are no leaves, so that the chunk's code may overwrite them in place, as on one device.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, incoming: Incoming) -> tuple[Tensor, ...]:
-        ctx.incoming = incoming
-        ctx.set_materialize_grads(False)
-        return incoming.tensors
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        ctx.incoming.gradients = gradients
-        return None, None
-
-
-class SavedMicrobatch(NamedTuple):
-    """What a chunk keeps of one microbatch between its forward and its backward.
-
-    ``starts`` are the tensors that the backward starts from. ``outgoing`` lists, for each outgoing edge, the message
-    that brings the gradients back and which of ``starts`` they belong to, in order.
-    """
-
-    incoming: tuple[Incoming, ...]
-    starts: tuple[Tensor, ...]
-    outgoing: tuple[tuple[StageMessage, tuple[int, ...]], ...]
-
-
-class ChunkRoute(NamedTuple):
-    """The messages that a stage receives under one schedule: by the action that needs them, and by sending stage."""
-
-    schedule: Schedule
-    coming: tuple[tuple[StageMessage, ...], ...]
-    arrivals: Mapping[int, Sequence[StageMessage]]
 
 
 @dataclass
@@ -104,32 +47,11 @@ class StageCode:
 
 
 @dataclass
-class Stage:
-    """This rank's pipeline chunks, as the :class:`~shardwright.runtime.executor.ModelPart` that the executor runs.
+class Stage(PipelineStage[Stages]):
+    """This rank's pipeline chunks, as the :class:`~shardwright.runtime.executor.ModelPart` that the executor runs."""
 
-    ``repeat`` is called before a module that earlier chunks call too, with the number of their calls: dropout masks
-    are numbered over all calls. ``frame`` is what strategies have put around the model's forward.
-    """
-
-    model: nn.Module
-    stages: Stages
-    stage_of: tuple[int, ...]
-    p2p: P2P
-    repeat: Repeat
-    frame: ForwardFrame | None = None
     _codes: dict[object, StageCode] = field(default_factory=dict)
-    _compared: set[object] = field(default_factory=set)
     _code: StageCode | None = None
-    _route: ChunkRoute | None = None
-    _microbatches: Sequence[Microbatch] = ()
-    _last: OutputHandler | None = None
-    _saved: dict[tuple[int, int], SavedMicrobatch] = field(default_factory=dict)
-    _arrived: dict[StageMessage, list[Tensor]] = field(default_factory=dict)  # received, or from a chunk of this stage
-
-    @property
-    def stage(self) -> int:
-        """This rank's index on the axis ``pp``."""
-        return self.p2p.axis.index
 
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
         """Sets the shapes and dtypes of all messages from other stages; a rehearsal, which receives none, needs them.
@@ -159,23 +81,9 @@ class Stage:
         self._saved, self._arrived = {}, {}
         self.p2p.begin(self._route.arrivals, keys)
 
-    def wait(self, place: int) -> None:
-        """Posts receives ahead and waits for the messages that the action at index ``place`` of the stage needs."""
-        assert self._route is not None
-        for messages in self._route.coming[place : place + POSTED_AHEAD]:
-            self.p2p.post(messages)
-        for message in self._route.coming[place]:
-            self._arrived[message] = self.p2p.take(message)
-
-    def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
-        """Runs microbatch ``number`` through a chunk and sends its outputs; returns those to run backward from."""
-        with framed(self.frame, self._microbatches[number].inputs) as inputs:
-            return self._run(chunk, number, inputs)
-
     def _run(self, chunk: int, number: int, inputs: Any) -> Sequence[Tensor]:
         assert self._code is not None
-        assert self._last is not None
-        chunked, microbatch = self._code.chunked, self._microbatches[number]
+        chunked = self._code.chunked
         values = bind(chunked, inputs)
         incoming: list[Incoming] = []
         for edge in chunked.edges:
@@ -187,50 +95,12 @@ class Stage:
         if not self._code.has_run:
             for path, name in self._changed_attributes(self._code):
                 raise _attribute_changed(path, name)
-        starts: list[Tensor] = []
-        outgoing = []
-        for edge in chunked.edges:
-            if edge.source == chunk:
-                message = StageMessage("F", number, chunk, edge.target)
-                sent = [_crossing_value(chunked, name, values[name]) for name in edge.values]
-                outgoing.append((message._replace(kind="B"), tuple(_positions(self._send(message, sent), starts))))
-        if chunk == chunked.num_chunks - 1:
-            output = output if self.frame is None else self.frame.give(output)
-            start = self._last.give(number, microbatch, output)
-            starts += [start] if torch.is_grad_enabled() else []
-        if torch.is_grad_enabled():
-            self._saved[chunk, number] = SavedMicrobatch(tuple(incoming), tuple(starts), tuple(outgoing))
-        return starts
-
-    def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
-        """Returns the received gradient of each output of a chunk, summed over senders; None for the loss itself."""
-        saved = self._saved[chunk, number]
-        found: list[Tensor | None] = [None] * len(saved.starts)
-        for message, positions in saved.outgoing:
-            for position, gradient in zip(positions, self._arrived.pop(message, []), strict=True):
-                before = found[position]
-                found[position] = gradient if before is None else before + gradient
-        return found
-
-    def pass_back(self, chunk: int, number: int) -> None:
-        """Sends the gradients of a chunk's inputs to the stages that sent those inputs."""
-        for incoming in self._saved.pop((chunk, number)).incoming:
-            found = incoming.gradients or [None] * len(incoming.tensors)
-            pairs = zip(found, incoming.tensors, strict=True)
-            gradients = [torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in pairs]
-            # The autograd node refers to `incoming`: emptying it breaks a cycle that only the collector would free.
-            incoming.tensors = incoming.gradients = ()
-            back = incoming.message._replace(kind="B")
-            if receiver(back, self.stage_of) == self.stage:
-                self._arrived[back] = gradients
-            else:
-                self.p2p.send_gradients(gradients, receiver(back, self.stage_of))
-
-    def chunks_with(self, parameter: str) -> frozenset[int]:
-        """Returns this rank's chunks that use a parameter; its first chunk if none does."""
-        mine = [chunk for chunk, at in enumerate(self.stage_of) if at == self.stage]
-        chunked = self.stages.chunked
-        return frozenset(chunk for chunk in mine if parameter in chunked.weights_of(chunk)) or frozenset(mine[:1])
+        sent = {
+            edge.target: [_crossing_value(chunked, name, values[name]) for name in edge.values]
+            for edge in chunked.edges
+            if edge.source == chunk
+        }
+        return self._finish(chunk, number, incoming, sent, output, chunk == chunked.num_chunks - 1)
 
     # ---- the model's code
 
@@ -276,59 +146,8 @@ class Stage:
         ready = {chunk: prepare(self.model, chunked, chunk) for chunk in mine}
         return StageCode(chunked, ready, attributes, SharedBuffers(chunked, self.stage_of, self.stage))
 
-    def _key(self, number: int, microbatch: Microbatch, count: int) -> object:
-        """Returns all that determines the specs of a microbatch's values, equal on every stage."""
-        leaves, spec = tree_flatten(microbatch.inputs)
-        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        place = (number, count, microbatch.num_global, microbatch.num_tokens)
-        kind = self.p2p.axis.device.type
-        cast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-        return (str(spec), shapes, place, self.model.training, torch.is_grad_enabled(), cast)
-
     def _route_for(self, schedule: Schedule, code: StageCode) -> ChunkRoute:
-        """Returns the schedule's message route, from the cache if it is there; evaluations bring new schedules."""
-        for place, route in enumerate(code.routes):
-            if route.schedule is schedule:
-                code.routes.insert(0, code.routes.pop(place))
-                return route
-        edges = code.chunked.edges
-        each = (coming(action, edges) for action in schedule.actions[self.stage])
-        remote = (tuple(m for m in some if self.stage_of[m.source] != self.stage_of[m.target]) for some in each)
-        route = ChunkRoute(schedule, tuple(remote), arrivals(schedule, edges, self.stage))
-        code.routes[KEPT_ROUTES - 1 :] = []
-        code.routes.insert(0, route)
-        return route
-
-    # ---- values on edges
-
-    def _received_values(self, message: StageMessage, incoming: list[Incoming]) -> Any:
-        """Returns the values of a message, in order; appends those that need gradients to ``incoming``."""
-        tensors = self._arrived.pop(message)
-        spec = self.p2p.spec(message)
-        differentiable = [i for i, leaf in enumerate(spec.tensors) if leaf.needs_gradient]
-        if differentiable:
-            came = Incoming(message, tuple(tensors[i] for i in differentiable))
-            incoming.append(came)
-            start = torch.empty(0, requires_grad=True)
-            for i, tensor in zip(differentiable, _Entry.apply(start, came), strict=True):  # type: ignore[no-untyped-call]
-                tensors[i] = tensor
-        return fill(spec, tensors)
-
-    def _send(self, message: StageMessage, values: list[Any]) -> list[Tensor]:
-        """Sends values to the stage that uses them; returns the tensors whose gradients will come back."""
-        spec, tensors = spec_of(values, f"chunk {message.source}")
-        to = receiver(message, self.stage_of)
-        if to == self.stage:
-            self.p2p.set_local_spec(message, spec)
-            self._arrived[message] = [tensor.detach() for tensor in tensors]
-        else:
-            self.p2p.send(message, spec, tensors, to)
-        return [tensor for tensor in tensors if tensor.requires_grad]
-
-
-def framed(frame: ForwardFrame | None, inputs: Any) -> AbstractContextManager[Any]:
-    """Returns a ``with`` context for one forward, which yields the inputs as the frame's strategies change them."""
-    return nullcontext(inputs) if frame is None else frame.within(inputs)
+        return self._new_route(schedule, code.routes, code.chunked.edges)
 
 
 def _attribute_changed(path: str, name: str) -> PlanError:
@@ -344,14 +163,3 @@ def _attribute_changed(path: str, name: str) -> PlanError:
 def _crossing_value(chunked: Chunked, name: str, value: Any) -> Any:
     """Returns a value to be sent: detached, unless a gradient can come back for it."""
     return value if name in chunked.learning else tree_map_only(Tensor, Tensor.detach, value)
-
-
-def _positions(tensors: Sequence[Tensor], starts: list[Tensor]) -> list[int]:
-    """Returns the position of each tensor among the backward's starts, to which new ones are appended."""
-    positions = []
-    for tensor in tensors:
-        position = next((i for i, start in enumerate(starts) if start is tensor), len(starts))
-        if position == len(starts):
-            starts.append(tensor)
-        positions.append(position)
-    return positions

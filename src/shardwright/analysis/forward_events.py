@@ -1,0 +1,326 @@
+"""Records one forward of a model as a list of events: calls of modules, and the functions that run between them.
+
+The user's own forward runs once on the meta device. Modules that are named as *units* are one event each; what their
+code does inside is not listed. Functions that the code around them calls are events too, if they depend on a parameter
+or on the result of an event. A function of inputs and constants alone is none: every rank can compute it. So each value
+is known by the event that made it, and each event by the values that it takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+
+from shardwright.analysis.batch_norms import ignoring_batch_statistics
+from shardwright.analysis.costs import Cost, CostCounting
+from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.module_calls import call_model
+
+_TAG = "_made_by_event"
+
+ValueName = tuple[int, int]
+"""A value: the number of the event that made it, and its place among that event's results."""
+
+
+class GhostSpec(NamedTuple):
+    """What is known of a value without its numbers: its name, shape, strides and dtype, and whether it learns."""
+
+    name: ValueName
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+
+    def ghost(self) -> Tensor:
+        """Returns a tensor on the meta device that stands for the value."""
+        ghost = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        tag_value(ghost.requires_grad_(self.needs_gradient), self.name)
+        return ghost
+
+
+class SharedOperand(NamedTuple):
+    """Stands for a result that is one of the event's operands."""
+
+    operand: int
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardEvent:
+    """One call: ``name`` is a module's path, or a function's name where ``number`` is None.
+
+    ``takes`` names the tensors among the arguments: values, parameters by their names, None for others. ``results``
+    are the leaves of the returned tree, ``written`` the operands that the call writes to, with their new values.
+    """
+
+    name: str
+    number: int | None
+    takes: tuple[ValueName | str | None, ...]
+    tree: TreeSpec
+    results: tuple[Any, ...]
+    written: tuple[tuple[int, GhostSpec], ...]
+    reads: frozenset[str]
+    cost: Cost
+
+    def __str__(self) -> str:
+        return f"a call of {self.name}" if self.number is None else f"call {self.number} of '{self.name}'"
+
+
+class ModuleSpan(NamedTuple):
+    """One call of a module: the events it spans, its cost, and whether its results depend on inputs alone."""
+
+    path: str
+    caller: int
+    first: int
+    stop: int
+    cost: Cost
+    is_free: bool
+
+
+@dataclass(eq=False)
+class ForwardRecord:
+    """The events of one forward, in order.
+
+    ``calls`` lists, for each module, which event made each of its calls; None for calls by code between units.
+    ``inside`` are the modules in each unit, itself included, by the names that they are called by in ``calls``.
+    ``together`` are pairs of events which exchange a value on another way than by arguments and results; ``escaping``
+    are events with a value that the code between units takes so. ``shared_buffers`` are those that this code reads.
+    """
+
+    events: list[ForwardEvent] = field(default_factory=list)
+    scopes: list[ModuleSpan] = field(default_factory=list)
+    calls: dict[str, list[int | None]] = field(default_factory=lambda: defaultdict(list))
+    inside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    outputs: tuple[ValueName, ...] = ()
+    learning: frozenset[ValueName] = frozenset()
+    together: set[tuple[int, int]] = field(default_factory=set)
+    escaping: set[int] = field(default_factory=set)
+    shared_buffers: set[str] = field(default_factory=set)
+    specs: dict[ValueName, GhostSpec] = field(default_factory=dict)
+
+
+def tag_value(tensor: Tensor, name: ValueName | None) -> None:
+    """Marks a tensor as a value of a forward."""
+    tensor.__dict__[_TAG] = name, tensor._version
+
+
+def value_name(tensor: Tensor) -> ValueName | None:
+    """Returns the name of the value that a tensor is marked as."""
+    found = tensor.__dict__.get(_TAG)
+    return None if found is None else found[0]
+
+
+def tensors_in(*trees: Any) -> list[Tensor]:
+    """Returns the tensors of nested values, in order."""
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
+
+
+def below_functions() -> Any:
+    """Returns a context in which no mode sees the functions that are called."""
+    return torch._C.DisableTorchFunction()
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Returns a name of a torch function; the getter of an attribute has that of the attribute."""
+    name = str(getattr(function, "__name__", function))
+    return f"{function.__self__.__name__}.{name}" if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
+
+
+class ParameterIndex:
+    """The names of a model's parameters and buffers, by tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # reversed, so that the first of several tied names wins
+        parameters = reversed(list(model.named_parameters(remove_duplicate=False)))
+        self.parameters = {id(each): (name, each) for name, each in parameters}
+        buffers = reversed(list(model.named_buffers(remove_duplicate=False)))
+        self.buffers = {id(each): (name, each) for name, each in buffers}
+
+    def of(self, tensor: Tensor) -> str | None:
+        """Returns the name of a parameter; None for any other tensor."""
+        found = self.parameters.get(id(tensor))
+        return None if found is None else found[0]
+
+    def any_of(self, tensor: Tensor) -> str | None:
+        """Returns the name of a parameter or buffer; None for any other tensor."""
+        found = self.buffers.get(id(tensor))
+        return self.of(tensor) if found is None else found[0]
+
+
+@contextmanager
+def calls_replaced(around: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """A context in which modules are called by other functions; their hooks do not run unless these run them."""
+    for module, call in around.items():
+        vars(module)["_call_impl"] = call
+    try:
+        yield
+    finally:
+        for module in around:
+            vars(module).pop("_call_impl", None)
+
+
+class _Events(TorchFunctionMode):
+    """The mode that writes a :class:`ForwardRecord`."""
+
+    def __init__(self, model: nn.Module, units: Collection[str], work: CostCounting) -> None:
+        super().__init__()
+        self.record, self.names = ForwardRecord(), ParameterIndex(model)
+        self._units, self._work, self._numbers = frozenset(units), work, Counter[str]()
+        self._unit: int | None = None
+        self._given: frozenset[ValueName] = frozenset()
+        self._reads: set[str] = set()
+        self._scope = -1
+        self._made: dict[ValueName, Any] = {}
+
+    def _name(self, tensor: Tensor) -> ValueName | str | None:
+        return value_name(tensor) or self.names.of(tensor)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        given = tensors_in(args, named)
+        for tensor in given:
+            self._look_at(tensor)
+        takes = tuple(map(self._name, given))
+        if all(name is None for name in takes):
+            return func(*args, **named)
+        versions, before = [tensor._version for tensor in given], self._work.now()
+        results = func(*args, **named)
+        made = tensors_in(results)
+        written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
+        if self._unit is not None:
+            inside = self._unit, -1
+            for tensor in [each for each in made if all(each is not other for other in given)]:
+                tag_value(tensor, inside)
+        elif made or written:
+            reads = frozenset(name for name in takes if isinstance(name, str))
+            self._add(function_name(func), None, given, takes, results, written, reads, self._work.since(before))
+        return results
+
+    def _look_at(self, tensor: Tensor) -> None:
+        """Notes which weights are read where, and values that reach an event on another way than as arguments."""
+        weight, here = self.names.any_of(tensor), len(self.record.events)
+        if weight is not None and self._unit is not None:
+            self._reads.add(weight)
+        elif weight is not None and self.names.of(tensor) is None:
+            self.record.shared_buffers.add(weight)
+        found = tensor.__dict__.get(_TAG)
+        if found is None:
+            return
+        (maker, place), version = found
+        inside = self._unit is not None
+        if place < 0 and not (inside and maker == self._unit):
+            if inside:
+                self.record.together.add((maker, here))
+            else:
+                self.record.escaping.add(maker)
+        elif place >= 0 and ((inside and found[0] not in self._given) or tensor._version != version):
+            self.record.together.add((maker, here))
+
+    def _add(
+        self, name: str, number: int | None, given: Sequence[Tensor], takes: Any, results: Any,
+        written: Sequence[int], reads: frozenset[str], cost: Cost,
+    ) -> None:  # fmt: skip
+        here = len(self.record.events)
+        leaves, tree = tree_flatten(results)
+        found: list[Any] = []
+        for place, leaf in enumerate(leaves):
+            same = next((number for number, tensor in enumerate(given) if tensor is leaf), None)
+            if same is not None:
+                found.append(SharedOperand(same))
+            else:
+                found.append(self._spec(leaf, (here, place)) if isinstance(leaf, Tensor) else leaf)
+        changed = tuple((place, self._spec(given[place], (here, len(leaves) + place))) for place in written)
+        event = ForwardEvent(name, number, takes, tree, tuple(found), changed, reads, cost)
+        self.record.events.append(event)
+
+    def _spec(self, tensor: Tensor, name: ValueName) -> GhostSpec:
+        tag_value(tensor, name)
+        self._made[name] = tensor.grad_fn
+        learns = tensor.requires_grad
+        spec = GhostSpec(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, learns)
+        self.record.specs[name] = spec
+        return spec
+
+    def caller(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        """Returns the function that runs in place of a module's call."""
+        original: Callable[..., Any] = module._call_impl
+
+        def call(*args: Any, **named: Any) -> Any:
+            number = self._numbers[path]
+            self._numbers[path] += 1
+            is_unit = self._unit is None and path in self._units
+            self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
+            if is_unit:
+                return self._call_unit(path, number, original, args, named)
+            scope, before, first = len(self.record.scopes), self._work.now(), len(self.record.events)
+            self.record.scopes.append(ModuleSpan(path, self._scope, first, first, Cost(), False))
+            outer, self._scope = self._scope, scope
+            results = original(*args, **named)
+            self._scope = outer
+            cost, stop = self._work.since(before), len(self.record.events)
+            is_free = all(self._name(tensor) is None for tensor in tensors_in(results))
+            self.record.scopes[scope] = ModuleSpan(path, outer, first, stop, cost, is_free)
+            return results
+
+        return call
+
+    def _call_unit(self, path: str, number: int, original: Any, args: Any, named: Any) -> Any:
+        with below_functions():
+            given = tensors_in(args, named)
+            for tensor in given:
+                self._look_at(tensor)
+            takes = tuple(map(self._name, given))
+            versions = [tensor._version for tensor in given]
+        self._unit, self._reads = len(self.record.events), set()
+        self._given = frozenset(name for name in takes if isinstance(name, tuple))
+        before = self._work.now()
+        results = original(*args, **named)
+        with below_functions():
+            written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
+            self._unit = None
+            reads, cost = frozenset(self._reads), self._work.since(before)
+            self._add(path, number, given, takes, results, written, reads, cost)
+        return results
+
+    def finish(self, outputs: Any) -> ForwardRecord:
+        """Notes which values the model returns and which of them learn; returns the record."""
+        tensors = tensors_in(outputs)
+        self.record.outputs = tuple(name for t in tensors if (name := value_name(t)) is not None)
+        nodes, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes += [before for before, _ in node.next_functions]
+        self.record.learning = frozenset(name for name, node in self._made.items() if node is not None and node in seen)
+        return self.record
+
+
+def record_events(model: nn.Module, inputs: Any, units: Collection[str] = ()) -> ForwardRecord:
+    """Runs one forward of a model on the meta device, and returns its events; ``units`` are events as a whole.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).to("meta")
+    >>> record = record_events(model, torch.empty(4, 2), ["0", "1"])
+    >>> [(event.name, event.takes) for event in record.events]
+    [('0', (None,)), ('1', ((0, 0),))]
+    """
+    work = CostCounting()
+    with on_meta(model), ignoring_batch_statistics(model), work:
+        mode = _Events(model, units, work)
+        paths = {module: path for path, module in model.named_modules()}
+        mode.record.inside = {
+            unit: tuple(paths[each] for each in model.get_submodule(unit).modules()) for unit in units
+        }
+        around = {module: mode.caller(path, module) for module, path in paths.items()}
+        with calls_replaced(around), mode:
+            outputs = call_model(model, inputs)
+        return mode.finish(outputs)

@@ -1,0 +1,280 @@
+"""Cuts a recorded forward into pipeline chunks: the largest least, then the fewest bytes between chunks.
+
+A module whose call costs more than a small part of a chunk's share is opened: the calls that its code makes are events
+of their own, at any depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwright.analysis.call_graph import CallSite, weights_by_module
+from shardwright.analysis.costs import Cost, measured, total
+from shardwright.analysis.events_chunked import EventsChunked
+from shardwright.analysis.forward_events import ForwardRecord, record_events
+from shardwright.analysis.meta_values import ValueReadError
+from shardwright.analysis.structure import has_hooks
+from shardwright.analysis.torch_loops import KNOWN_LOOPS
+from shardwright.analysis.tracer import line_of
+from shardwright.errors import LayoutError
+from shardwright.plan.event_stages import EventStages
+
+FINEST = 0.25
+"""A module is opened if a call of it costs more than this part of a chunk's share of the work."""
+
+SLACK = 1.1
+"""A cut may have a largest chunk this much larger than the least possible, for fewer bytes between chunks."""
+
+
+def cut_events(
+    model: nn.Module, num_chunks: int, example: Any, *, names: Sequence[str] = (),
+    seconds: Mapping[str, float] | None = None, closed: Collection[str] = (),
+) -> EventStages:  # fmt: skip
+    """Returns a model, on the meta device, whose forward on ``example`` is cut into contiguous pipeline chunks.
+
+    ``names`` are the modules at which chunks begin, ``seconds`` measured times of modules; ``closed`` are not opened.
+
+    Raises: LayoutError: the forward reads values, or makes too few calls; modules share values on hidden ways.
+
+    >>> class Model(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+    ...     def forward(self, x):
+    ...         assert x.shape[1] == 4
+    ...         return self.down(self.up(x).relu()) + x
+    >>> stages = cut_events(Model().to("meta"), 2, torch.empty(3, 4, device="meta"))
+    >>> stages.chunked.calls_of(0), stages.chunked.calls_of(1), stages.chunked.edges[0].values
+    (('up',), ('down',), ('1.0',))
+    """
+    closed = {*closed, *(path for path, module in model.named_modules() if path and has_hooks(module))}
+    record, inputs = _recorded(model, example, ())
+    before = _settings(model)
+    escaped: set[str] = set()
+    while True:
+        opened = _opened(model, record, num_chunks, names, closed) | escaped
+        units = _units(record, opened)
+        found, _ = _recorded(model, inputs, units)
+        out_of = {found.events[number].name for number in found.escaping}
+        for path in out_of:
+            if path in escaped or next(model.get_submodule(path).children(), None) is None:
+                raise _escapes(path)
+        if not out_of:
+            break
+        escaped |= out_of
+    for (path, name), value in _settings(model).items():
+        if before.get((path, name), value) != value and path in opened:
+            raise _counts(f"{path}.{name}".lstrip("."))
+    costs = _costs(model, found, seconds)
+    sites = _sites(found, names)
+    if len(sites) < num_chunks:
+        raise LayoutError(
+            f"the model cannot be cut into {num_chunks} chunks",
+            given=f"{type(model).__name__}, whose forward makes {len(sites)} calls of modules with weights",
+            allowed=f"1 to {len(sites)} chunks, stages times chunks of each",
+            fix="ask for fewer stages, or fewer chunks on each" if len(sites) > 1 else "leave out pp",
+        )
+    starts = [0, *sites[1:]] if names else _balanced(found, costs, sites, num_chunks)
+    chunked = EventsChunked(found, tuple(_site(found, start) for start in starts), weights_by_module(model))
+    _check_together(chunked)
+    each = tuple(total(costs[first:stop]) for first, stop in pairwise(chunked.bounds))
+    return EventStages(model, chunked, each, frozenset(units), tuple(sorted(opened)))
+
+
+def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[ForwardRecord, Any]:
+    """Returns a forward's record and the inputs that it ran on: ones where it reads values of the example."""
+    try:
+        try:
+            return record_events(model, inputs, units), inputs
+        except ValueReadError:
+            ones = tree_map_only(Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype), inputs)
+            return record_events(model, ones, units), ones
+    except (ValueReadError, NotImplementedError, RuntimeError) as failure:
+        raise LayoutError(
+            f"the forward of {type(model).__name__} cannot be recorded, so it cannot be cut into stages",
+            given=f"{type(failure).__name__}: {str(failure).splitlines()[0]}{line_of(failure)}",
+            allowed="forwards whose calls and shapes do not depend on values of parameters and activations",
+            fix="leave out pp, or move what depends on values out of the model",
+        ) from failure
+
+
+def _settings(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Returns the plain attributes of all modules, by module and name."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    }
+
+
+def _counts(attribute: str) -> LayoutError:
+    return LayoutError(
+        f"each forward changes '{attribute}', and every stage runs the code that does, for every chunk",
+        given="an attribute that is another one after each forward, as a count of calls is",
+        allowed="forwards that leave attributes as they are, or set them to what follows from the shapes of the inputs",
+        fix="move the count into a module with parameters, which one stage calls, or into the training loop",
+    )
+
+
+def _escapes(path: str) -> LayoutError:
+    return LayoutError(
+        f"code outside of '{path}' reads a tensor that '{path}' makes and does not return",
+        given="a tensor kept in an attribute or a list, so that stages without the module would not have it",
+        allowed="values that modules take as arguments and return",
+        fix="return the tensor from the module's forward",
+    )
+
+
+# ---- units: the calls that are one event each
+
+
+def _opened(
+    model: nn.Module, record: ForwardRecord, num_chunks: int, names: Sequence[str], closed: Collection[str]
+) -> set[str]:
+    """Returns the modules whose inner calls are events."""
+    share = record.scopes[0].cost.work / num_chunks
+    found = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(len(parts))}
+    children = {scope.caller for scope in record.scopes}
+    for number, scope in enumerate(record.scopes):
+        module = model.get_submodule(scope.path)
+        from_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in KNOWN_LOOPS
+        plain = isinstance(module, nn.Sequential | nn.ModuleList)
+        if scope.path in closed or number not in children or (from_torch and not plain):
+            continue
+        is_called = scope.caller < 0 or record.scopes[scope.caller].path in found
+        if is_called and (scope.caller < 0 or scope.cost.work > share * FINEST):
+            found.add(scope.path)
+    return found | {scope.path for scope in record.scopes if scope.is_free}
+
+
+def _units(record: ForwardRecord, opened: Collection[str]) -> set[str]:
+    return {
+        scope.path
+        for scope in record.scopes
+        if scope.path not in opened and scope.caller >= 0 and record.scopes[scope.caller].path in opened
+    }
+
+
+# ---- the cut
+
+
+def _costs(model: nn.Module, record: ForwardRecord, seconds: Mapping[str, float] | None) -> list[Cost]:
+    """Returns the cost of each event; a parameter's bytes count where it is used first."""
+    found, seen = [], set[str]()
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    names = weights_by_module(model)
+    for event in record.events:
+        used = event.reads if event.number is None else event.reads.union(names.get(event.name, ()))
+        found.append(event.cost._replace(parameter_bytes=sum(sizes.get(name, 0) for name in used - seen)))
+        seen |= used
+    if seconds:
+        sites = {CallSite(e.name, e.number): n for n, e in enumerate(record.events) if e.number is not None}
+        for site, cost in measured({site: found[number] for site, number in sites.items()}, seconds).items():
+            found[sites[site]] = cost
+    return found
+
+
+def _site(record: ForwardRecord, number: int) -> CallSite:
+    event = record.events[number]
+    return CallSite(event.name, event.number or 0)
+
+
+def _sites(record: ForwardRecord, names: Sequence[str]) -> list[int]:
+    """Returns the events at which a chunk may begin: calls of modules with weights; the first call inside each name."""
+    calls = [number for number, event in enumerate(record.events) if event.number is not None]
+    if not names:
+        return [number for number in calls if record.events[number].reads]
+    found: list[int] = []
+    for name in names:
+        inside = [number for number in calls if f"{record.events[number].name}.".startswith(f"{name}.")]
+        if not inside or (found and inside[0] <= found[-1]):
+            raise LayoutError(
+                f"no stage can begin at '{name}'",
+                given=f"cut:{','.join(names)}",
+                allowed="modules that the model calls, in the order of the calls: "
+                + ", ".join(dict.fromkeys(record.events[number].name for number in calls)),
+                fix="name modules in the order in which the model calls them",
+            )
+        found.append(inside[0])
+    return found
+
+
+def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int], num_chunks: int) -> list[int]:
+    """Returns the events at which chunks begin."""
+    inner = [site for site in sites[1:] if not any(a < site <= b for a, b in record.together)]
+    places, bytes_at = [0, *inner, len(record.events)], _crossing_bytes(record)
+    work = [0.0, *accumulate(cost.work for cost in costs)]
+    sums, sent = [work[place] for place in places], [bytes_at[place] for place in places]
+    if len(places) <= num_chunks:
+        a, b = next(iter(record.together))
+        raise LayoutError(
+            f"the model cannot be cut into {num_chunks} chunks: its modules exchange values on hidden ways",
+            given=f"a tensor of {record.events[a]} that {record.events[min(b, len(record.events) - 1)]} reads, from a "
+            "list or an attribute, or after a write through a view of it",
+            allowed="values that modules take as arguments and return",
+            fix="return the tensor from the module's forward and pass it on; write in place of a view a new tensor",
+        )
+
+    def load(first: int, stop: int) -> Price:
+        return 0.0, sums[stop] - sums[first]
+
+    (_, least), _ = _best(len(places) - 1, num_chunks, load)
+
+    def sent_bytes(first: int, stop: int) -> Price:
+        _, work = load(first, stop)
+        return (float("inf") if work > least * SLACK else float(sent[first])), work
+
+    return [places[at] for at in _best(len(places) - 1, num_chunks, sent_bytes)[1]]
+
+
+Price = tuple[float, float]
+"""What a run costs: what is added up over all runs, then what only the largest counts of."""
+
+
+def _best(num: int, num_chunks: int, price: Callable[[int, int], Price]) -> tuple[Price, list[int]]:
+    """Cuts ``num`` items into non-empty runs so that their prices are least; returns the price and the starts."""
+    worst = float("inf"), float("inf")
+    best: list[tuple[Price, list[int]]] = [(price(0, stop) if stop else worst, [0]) for stop in range(num + 1)]
+    for chunk in range(1, num_chunks):
+        row: list[tuple[Price, list[int]]] = [(worst, [])] * (num + 1)
+        for stop in range(chunk + 1, num + 1):
+            options = []
+            for at in range(chunk, stop):
+                (added, largest), (more, size) = best[at][0], price(at, stop)
+                options.append(((added + more, max(largest, size)), at))
+            found, at = min(options)
+            row[stop] = found, [*best[at][1], at]
+        best = row
+    return best[num]
+
+
+def _crossing_bytes(record: ForwardRecord) -> list[int]:
+    """Returns, for each event, the bytes of the values made before it that it or a later one takes."""
+    last_use = {value: number for number, event in enumerate(record.events) for value in event.takes}
+    last_use |= dict.fromkeys(record.outputs, len(record.events))
+    change = [0] * (len(record.events) + 2)
+    for value, last in last_use.items():
+        if isinstance(value, tuple) and value in record.specs:
+            spec = record.specs[value]
+            change[value[0] + 1] += prod(spec.shape) * spec.dtype.itemsize
+            change[last + 1] -= prod(spec.shape) * spec.dtype.itemsize
+    return list(accumulate(change))[: len(record.events) + 1]
+
+
+def _check_together(chunked: EventsChunked) -> None:
+    for a, b in sorted(chunked.record.together):
+        if chunked.chunk_of[a] != chunked.chunk_of[b]:
+            raise LayoutError(
+                "a stage would read a tensor that stays on another stage",
+                given=f"a tensor of {chunked.record.events[a]} that {chunked.record.events[b]} reads",
+                allowed="values that modules take as arguments and return",
+                fix="return the tensor from the module's forward and pass it on, or cut elsewhere",
+            )

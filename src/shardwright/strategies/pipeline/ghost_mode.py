@@ -1,0 +1,217 @@
+"""Runs a user's own whole forward on one pipeline stage: its own events natively, all others as ghosts.
+
+A ghost is a tensor on the meta device that stands for a value of another stage (``analysis/forward_events.py``). Calls
+of other stages return ghosts without running; what depends on a ghost is a ghost. Where an event of this chunk takes a
+ghost, it gets the value that was received. Every event is compared with the record, so that a forward which takes
+another path raises before anything wrong is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from shardwright.analysis.events_chunked import EventsChunked
+from shardwright.analysis.forward_events import (
+    ForwardEvent,
+    GhostSpec,
+    ParameterIndex,
+    SharedOperand,
+    ValueName,
+    below_functions,
+    calls_replaced,
+    function_name,
+    tag_value,
+    tensors_in,
+    value_name,
+)
+from shardwright.analysis.module_calls import call_model
+from shardwright.errors import PlanError
+
+_DEVICE = Tensor.device.__get__
+
+
+class ChunkStoppedError(Exception):
+    """Raised to leave the user's forward once a chunk's last event has run."""
+
+
+class GhostMode(TorchFunctionMode):
+    """One chunk's forward of one microbatch; ``made`` are the values that other chunks take, once they are made."""
+
+    def __init__(
+        self, chunked: EventsChunked, chunk: int, names: ParameterIndex, received: Mapping[ValueName, Tensor],
+        device: torch.device, before: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._chunked, self._names, self._device, self._before = chunked, names, device, before
+        self._events = chunked.record.events
+        self._first, self._stop = chunked.bounds[chunk : chunk + 2]
+        self._is_last = chunk == chunked.num_chunks - 1
+        self._sent = {value for edge, values in chunked.values.items() if edge[0] == chunk for value in values}
+        self._real: dict[ValueName, Tensor] = dict(received)
+        self._at, self._inside = 0, False
+        self.made: dict[ValueName, Tensor] = {}
+
+    def run(self, model: nn.Module, units: Mapping[nn.Module, str], opened: Sequence[nn.Module], inputs: Any) -> Any:
+        """Returns the model's output on the last chunk, None on others; hooks on ``opened`` modules do not run."""
+        callers: dict[nn.Module, Callable[..., Any]] = {module: module.forward for module in opened}
+        callers.update((module, self._caller(path, module)) for module, path in units.items())
+        with calls_replaced(callers):
+            try:
+                with self:
+                    outputs = call_model(model, inputs)
+            except ChunkStoppedError:
+                return None
+        if not self._is_last or self._at != len(self._events):
+            raise self._differs("the end of the forward")
+        return tree_map_only(Tensor, self._value, outputs)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if self._inside:
+            return func(*args, **named)
+        given = tensors_in(args, named)
+        takes = self._takes(given)
+        if all(name is None for name in takes):
+            return func(*args, **named)
+        name = function_name(func)
+        event = self._events[self._at] if self._at < len(self._events) else None
+        if event is None or event.number is not None or event.name != name:
+            return self._look(func, name, args, named, given)
+        return self._event(event, takes, given, func, args, named)
+
+    def _takes(self, given: Sequence[Tensor]) -> tuple[Any, ...]:
+        return tuple(value_name(tensor) or self._names.of(tensor) for tensor in given)
+
+    def _look(self, func: Any, name: str, args: Any, named: Any, given: Sequence[Tensor]) -> Any:
+        """Runs a function that makes no tensor, such as one that asks for a size."""
+        if func == _DEVICE and given[0].is_meta:
+            return self._device
+        versions = [tensor._version for tensor in given]
+        try:
+            result = func(*args, **named)
+        except (RuntimeError, NotImplementedError) as failure:
+            if not any(tensor.is_meta for tensor in given):
+                raise
+            raise PlanError(
+                f"the code between modules reads a value that another stage computes: {name}",
+                given=self._where(),
+                allowed="code between modules whose calls do not depend on values",
+                fix="move what depends on values into a module of its own",
+            ) from failure
+        if tensors_in(result) or versions != [tensor._version for tensor in given]:
+            raise self._differs(f"a call of {name}")
+        return result
+
+    def _caller(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        original: Callable[..., Any] = module._call_impl
+
+        def call(*args: Any, **named: Any) -> Any:
+            if self._inside:
+                return original(*args, **named)
+            event = self._events[self._at] if self._at < len(self._events) else None
+            if event is None or event.number is None or event.name != path:
+                raise self._differs(f"a call of '{path}'")
+            with below_functions():
+                given = tensors_in(args, named)
+                takes = self._takes(given)
+            return self._event(event, takes, given, original, args, named)
+
+        return call
+
+    def _event(
+        self, event: ForwardEvent, takes: tuple[Any, ...], given: Sequence[Tensor], call: Any, args: Any, named: Any
+    ) -> Any:
+        if takes != event.takes:
+            raise self._differs(f"{event} on values {takes} and not {event.takes}")
+        number, self._at = self._at, self._at + 1
+        if not self._first <= number < self._stop:
+            if number >= self._stop:
+                raise ChunkStoppedError  # the user's code has caught the first one
+            return self._ghosts(event, given)
+        self._before(number)
+        if any(name is not None for name in takes):
+            args, named = tree_map_only(Tensor, self._value, (args, named))
+            given = [self._value(tensor) for tensor in given]
+        with self._natively():
+            results = call(*args, **named)
+        results = self._marked(event, given, results)
+        if self._at == self._stop and not self._is_last:
+            raise ChunkStoppedError
+        return results
+
+    @contextmanager
+    def _natively(self) -> Iterator[None]:
+        """A context in which functions run without this mode, so that a recomputation runs without it too."""
+        self._inside = True
+        is_on = _get_current_function_mode() is self
+        try:
+            with _pop_mode_temporarily() if is_on else nullcontext():
+                yield
+        finally:
+            self._inside = False
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor with a value's numbers in place of its ghost."""
+        name = value_name(tensor)
+        found = tensor if name is None else self._real.get(name, tensor)
+        if found.is_meta and self._device.type != "meta":
+            raise self._differs("a use of a value that was not received")
+        return found
+
+    def _marked(self, event: ForwardEvent, given: Sequence[Tensor], results: Any) -> Any:
+        """Marks an event's results with their names, and keeps those that other chunks take."""
+        leaves, tree = tree_flatten(results)
+        if len(leaves) != len(event.results):
+            raise self._differs(f"{event} with {len(leaves)} results")
+        for place, (leaf, spec) in enumerate(zip(leaves, event.results, strict=True)):
+            if isinstance(spec, GhostSpec):
+                if any(leaf is tensor for tensor in given):  # the record's kernel has made a new tensor
+                    leaves[place] = leaf = leaf.view_as(leaf)
+                self._keep(leaf, spec)
+            elif isinstance(spec, SharedOperand) and isinstance(leaf, Tensor) and leaf is not given[spec.operand]:
+                name = event.takes[spec.operand]
+                tag_value(leaf, name if isinstance(name, tuple) else None)
+        for place, spec in event.written:
+            self._keep(given[place], spec)
+            self._real[spec.name] = given[place]
+        return tree_unflatten(leaves, tree)
+
+    def _keep(self, tensor: Tensor, spec: GhostSpec) -> None:
+        if tuple(tensor.shape) != spec.shape:
+            raise self._differs(f"a value of shape {tuple(tensor.shape)} and not {spec.shape}")
+        tag_value(tensor, spec.name)
+        if spec.name in self._sent:
+            self.made[spec.name] = tensor
+
+    def _ghosts(self, event: ForwardEvent, given: Sequence[Tensor]) -> Any:
+        def result(leaf: Any) -> Any:
+            if isinstance(leaf, SharedOperand):
+                return given[leaf.operand]
+            return leaf.ghost() if isinstance(leaf, GhostSpec) else leaf
+
+        for place, spec in event.written:
+            tag_value(given[place], spec.name)
+        return tree_unflatten([result(leaf) for leaf in event.results], event.tree)
+
+    def _where(self) -> str:
+        after = f"after {self._events[self._at - 1]}" if self._at else "at the beginning of the forward"
+        return f"{after}, event {self._at} of {len(self._events)}"
+
+    def _differs(self, now: str) -> PlanError:
+        expected = str(self._events[self._at]) if self._at < len(self._events) else "the end of the forward"
+        return PlanError(
+            f"the forward does other calls than those that were recorded when the model was cut: {now}",
+            given=f"{now}, {self._where()}; recorded was {expected}",
+            allowed="forwards whose calls depend on the shapes of the inputs alone, and not on values or on state that "
+            "modules of other stages keep",
+            fix="make the forward take the same path for all values, or leave out pp",
+        )

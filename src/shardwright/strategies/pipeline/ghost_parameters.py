@@ -1,0 +1,70 @@
+"""What code between modules finds in place of parameters, so that it may ask for shapes and dtypes on any stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from shardwright.analysis.forward_events import ForwardEvent
+from shardwright.analysis.structure import has_hooks, owners
+from shardwright.plan.event_stages import EventStages
+
+
+class GhostParameters:
+    """The parameters of a rank's model, and in place of those that other stages hold the ones on the meta device.
+
+    A strategy may shard parameters and gather them where a module's attribute is read. Code between modules reads them
+    on every stage; here only an event of this stage does (:meth:`fetch`).
+    """
+
+    def __init__(self, model: nn.Module, stages: EventStages) -> None:
+        self._missing: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._plain: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        self._stores: dict[str, tuple[dict[str, Any], str]] = {}
+        whole = stages.model
+        self.opened = [model.get_submodule(path) for path in stages.opened if not has_hooks(whole.get_submodule(path))]
+        """The modules whose code runs on every stage, without the hooks that strategies have put on them."""
+        for path, module in model.named_modules():
+            theirs = whole.get_submodule(path)._parameters
+            held = dict(dict.items(module._parameters))
+            missing = {
+                name: p
+                for name, p in theirs.items()
+                if p is not None and (held[name] is None or _is_empty(held[name], p))
+            }
+            if path in stages.units or path in stages.opened:
+                self._plain.append((module, module._parameters, {**held, **missing}))
+            else:
+                self._missing += [(module._parameters, name, p) for name, p in missing.items()]
+        for _, module, own, name in owners(model):
+            self._stores.setdefault(name, (module._parameters, own))
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """A context in which every parameter of the model can be read, with values only where this rank holds it."""
+        before = [(store, name, dict.get(store, name)) for store, name, _ in self._missing]
+        for module, _, plain in self._plain:
+            vars(module)["_parameters"] = plain
+        for store, name, parameter in self._missing:
+            dict.__setitem__(store, name, parameter)
+        try:
+            yield
+        finally:
+            for module, own, _ in self._plain:
+                vars(module)["_parameters"] = own
+            for store, name, held in before:
+                dict.__setitem__(store, name, held)
+
+    def fetch(self, event: ForwardEvent) -> None:
+        """Reads the parameters that a function takes, as the user's own code would: a strategy may gather them now."""
+        for name in event.reads if event.number is None else ():
+            if name in self._stores:
+                store, own = self._stores[name]
+                store[own]
+
+
+def _is_empty(held: Any, whole: nn.Parameter) -> bool:
+    return bool(held.numel() == 0 and whole.numel() > 0)

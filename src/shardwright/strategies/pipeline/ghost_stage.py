@@ -1,0 +1,123 @@
+"""One pipeline stage that runs the user's own whole forward for each of its chunks, with ghosts of other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from shardwright.analysis.events_chunked import EventsChunked
+from shardwright.analysis.forward_events import ParameterIndex, ValueName
+from shardwright.errors import PlanError
+from shardwright.plan.event_stages import EventStages
+from shardwright.plan.schedule import Schedule
+from shardwright.runtime.executor import Microbatch, OutputHandler
+from shardwright.strategies.pipeline.ghost_mode import GhostMode
+from shardwright.strategies.pipeline.ghost_parameters import GhostParameters
+from shardwright.strategies.pipeline.messages import StageMessage
+from shardwright.strategies.pipeline.p2p import PLAIN, spec_of
+from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, Incoming, PipelineStage
+from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
+
+KEPT_RECORDS = 64
+"""For how many shapes of inputs records are kept."""
+
+
+@dataclass
+class GhostStage(PipelineStage[EventStages]):
+    """This rank's pipeline chunks of a model whose forward was recorded, for the executor."""
+
+    _chunks: list[EventsChunked] = field(default_factory=list)
+    _records: dict[object, EventsChunked] = field(default_factory=dict)
+    _routes: dict[object, list[ChunkRoute]] = field(default_factory=dict)
+    _places: GhostParameters | None = None
+    _units: Mapping[nn.Module, str] = field(default_factory=dict)
+    _names: ParameterIndex | None = None
+
+    def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
+        """Sets the shapes of messages, as :meth:`PipelineStage.expect`."""
+        for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
+            for edge in self.stages.chunked.edges:
+                spec, _ = spec_of([crossing[name] for name in edge.values], f"chunk {edge.source}")
+                self.p2p.set_spec(self._key(number, microbatch, len(microbatches)), (edge.source, edge.target), spec)
+
+    def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
+        """Prepares for one run of a schedule; records the forward of each form of inputs that is new."""
+        count = len(microbatches)
+        keys = [self._key(number, each, count) for number, each in enumerate(microbatches)]
+        self._prepare()
+        self._chunks = [self._chunks_for(each.inputs) for each in microbatches]
+        if any(each.edges != self._chunks[0].edges for each in self._chunks):
+            raise PlanError(
+                "microbatches of one step take different paths through the model",
+                given="other values cross between stages for one microbatch than for another",
+                allowed="forwards that make the same calls for every microbatch",
+                fix="write mb1, or give every microbatch inputs of one form",
+            )
+        self._route = self._route_of(schedule, self._chunks[0])
+        self._microbatches, self._last = microbatches, last
+        self._saved, self._arrived = {}, {}
+        self.p2p.begin(self._route.arrivals, keys)
+
+    def _prepare(self) -> None:
+        if self._places is None:
+            self._places = GhostParameters(self.model, self.stages)
+            self._units = {self.model.get_submodule(path): path for path in self.stages.units}
+            with self._places.standing_in():
+                self._names = ParameterIndex(self.model)
+
+    def _chunks_for(self, inputs: Any) -> EventsChunked:
+        leaves, tree = tree_flatten(inputs)
+        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+        training = tuple(module.training for module in self.model.modules())
+        key = (str(tree), shapes, training, torch.is_grad_enabled())
+        found = self._records.pop(key, None)
+        if found is None:
+            for path, module in self.model.named_modules():
+                self.stages.model.get_submodule(path).training = module.training
+            found = self.stages.with_inputs(inputs)
+            kind = (str(tree), self.model.training)
+            if kind not in self._compared:  # all stages begin the same kinds of runs, so all of them compare here
+                self._compared.add(kind)
+                check_same_code(self.p2p.axis.for_strategy("core"), lines_of(found))
+        self._records[key] = found
+        for old in list(self._records)[:-KEPT_RECORDS]:
+            del self._records[old]
+        return found
+
+    def _route_of(self, schedule: Schedule, chunked: EventsChunked) -> ChunkRoute:
+        return self._new_route(schedule, self._routes.setdefault(chunked.edges, []), chunked.edges)
+
+    def _run(self, chunk: int, number: int, inputs: Any) -> Sequence[Tensor]:
+        places, names = self._places, self._names
+        assert places is not None
+        assert names is not None
+        chunked = self._chunks[number]
+        incoming: list[Incoming] = []
+        received: dict[ValueName, Tensor] = {}
+        for (source, target), values in chunked.values.items():
+            if target == chunk:
+                came = self._received_values(StageMessage("F", number, source, chunk), incoming)
+                received.update(zip(values, came, strict=True))
+
+        def before(event: int) -> None:
+            for path, times in chunked.repeats.get(event, ()):
+                self.repeat(path, times, len(chunked.record.calls[path]))
+            places.fetch(chunked.record.events[event])
+
+        mode = GhostMode(chunked, chunk, names, received, self.p2p.axis.device, before)
+        with places.standing_in():
+            output = mode.run(self.model, self._units, places.opened, inputs)
+        if not torch.is_grad_enabled():  # others are sent the output, but no cache: its parts lie on all stages
+            output = tree_map(lambda leaf: leaf if isinstance(leaf, (Tensor, *PLAIN)) else None, output)
+        learning = chunked.record.learning
+        sent = {
+            target: [mode.made[name] if name in learning else mode.made[name].detach() for name in values]
+            for (source, target), values in chunked.values.items()
+            if source == chunk
+        }
+        return self._finish(chunk, number, incoming, sent, output, chunk == chunked.num_chunks - 1)

@@ -1,0 +1,251 @@
+"""What every pipeline stage does with its messages: it waits for them, sends them, and passes gradients back.
+
+How a chunk is run is another matter: :mod:`~shardwright.strategies.pipeline.stage` runs calls that were traced,
+:mod:`~shardwright.strategies.pipeline.ghost_stage` the user's own whole forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._pytree import tree_flatten
+
+from shardwright.analysis.call_graph import Edge, Repeat
+from shardwright.comm.autograd import once
+from shardwright.plan.event_stages import EventStages
+from shardwright.plan.plan import ForwardFrame
+from shardwright.plan.schedule import Schedule
+from shardwright.plan.stages import Stages
+from shardwright.runtime.executor import Microbatch, OutputHandler
+from shardwright.strategies.pipeline.messages import StageMessage, arrivals, coming, receiver
+from shardwright.strategies.pipeline.p2p import P2P, fill, spec_of
+
+POSTED_AHEAD = 2
+"""For how many actions, from the one that runs next, receives are posted."""
+
+KEPT_ROUTES = 4
+"""How many schedules' message routes are kept, the most recently used first."""
+
+
+@dataclass
+class Incoming:
+    """The tensors of one received message that need gradients, and their gradients once the backward has run."""
+
+    message: StageMessage
+    tensors: tuple[Tensor, ...]
+    gradients: Sequence[Tensor | None] = ()
+
+
+class _Entry(Function):
+    """Makes received tensors the inputs of a chunk's autograd graph, and stores their gradients in ``incoming``.
+
+    They are no leaves, so that the chunk's code may overwrite them in place, as on one device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, incoming: Incoming) -> tuple[Tensor, ...]:
+        ctx.incoming = incoming
+        ctx.set_materialize_grads(False)
+        return incoming.tensors
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        ctx.incoming.gradients = gradients
+        return None, None
+
+
+class SavedMicrobatch(NamedTuple):
+    """What a chunk keeps of one microbatch between its forward and its backward.
+
+    ``starts`` are the tensors that the backward starts from. ``outgoing`` lists, for each outgoing edge, the message
+    that brings the gradients back and which of ``starts`` they belong to, in order.
+    """
+
+    incoming: tuple[Incoming, ...]
+    starts: tuple[Tensor, ...]
+    outgoing: tuple[tuple[StageMessage, tuple[int, ...]], ...]
+
+
+class ChunkRoute(NamedTuple):
+    """The messages that a stage receives under one schedule: by the action that needs them, and by sending stage."""
+
+    schedule: Schedule
+    coming: tuple[tuple[StageMessage, ...], ...]
+    arrivals: Mapping[int, Sequence[StageMessage]]
+
+
+StagesT = TypeVar("StagesT", bound=Stages | EventStages)
+
+
+@dataclass
+class PipelineStage(Generic[StagesT]):
+    """This rank's pipeline chunks, for the executor; a subclass says how a chunk runs, in ``begin`` and ``_run``.
+
+    ``repeat`` is called before a module that earlier chunks call too, with the number of their calls: dropout masks
+    are numbered over all calls. ``frame`` is what strategies have put around the model's forward.
+    """
+
+    model: nn.Module
+    stages: StagesT
+    stage_of: tuple[int, ...]
+    p2p: P2P
+    repeat: Repeat
+    frame: ForwardFrame | None = None
+    _compared: set[object] = field(default_factory=set)
+    _route: ChunkRoute | None = None
+    _microbatches: Sequence[Microbatch] = ()
+    _last: OutputHandler | None = None
+    _saved: dict[tuple[int, int], SavedMicrobatch] = field(default_factory=dict)
+    _arrived: dict[StageMessage, list[Tensor]] = field(default_factory=dict)  # received, or from a chunk of this stage
+
+    @property
+    def stage(self) -> int:
+        """This rank's index on the axis ``pp``."""
+        return self.p2p.axis.index
+
+    def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
+        """Sets the shapes and dtypes of all messages from other stages; a rehearsal, which receives none, needs them.
+
+        ``values[m]`` are microbatch m's values that cross between chunks, by their names in the model's code.
+        """
+        raise NotImplementedError
+
+    def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
+        """Prepares for one run of a schedule over ``microbatches``; ``last`` gets the model's output of each."""
+        raise NotImplementedError
+
+    def wait(self, place: int) -> None:
+        """Posts receives ahead and waits for the messages that the action at index ``place`` of the stage needs."""
+        assert self._route is not None
+        for messages in self._route.coming[place : place + POSTED_AHEAD]:
+            self.p2p.post(messages)
+        for message in self._route.coming[place]:
+            self._arrived[message] = self.p2p.take(message)
+
+    def forward(self, chunk: int, number: int) -> Sequence[Tensor]:
+        """Runs microbatch ``number`` through a chunk and sends its outputs; returns those to run backward from."""
+        with framed(self.frame, self._microbatches[number].inputs) as inputs:
+            return self._run(chunk, number, inputs)
+
+    def _run(self, chunk: int, number: int, inputs: Any) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+    def gradients(self, chunk: int, number: int) -> Sequence[Tensor | None]:
+        """Returns the received gradient of each output of a chunk, summed over senders; None for the loss itself."""
+        saved = self._saved[chunk, number]
+        found: list[Tensor | None] = [None] * len(saved.starts)
+        for message, positions in saved.outgoing:
+            for position, gradient in zip(positions, self._arrived.pop(message, []), strict=True):
+                before = found[position]
+                found[position] = gradient if before is None else before + gradient
+        return found
+
+    def pass_back(self, chunk: int, number: int) -> None:
+        """Sends the gradients of a chunk's inputs to the stages that sent those inputs."""
+        for incoming in self._saved.pop((chunk, number)).incoming:
+            found = incoming.gradients or [None] * len(incoming.tensors)
+            pairs = zip(found, incoming.tensors, strict=True)
+            gradients = [torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in pairs]
+            # The autograd node refers to `incoming`: emptying it breaks a cycle that only the collector would free.
+            incoming.tensors = incoming.gradients = ()
+            back = incoming.message._replace(kind="B")
+            if receiver(back, self.stage_of) == self.stage:
+                self._arrived[back] = gradients
+            else:
+                self.p2p.send_gradients(gradients, receiver(back, self.stage_of))
+
+    def chunks_with(self, parameter: str) -> frozenset[int]:
+        """Returns this rank's chunks that use a parameter; its first chunk if none does."""
+        mine = [chunk for chunk, at in enumerate(self.stage_of) if at == self.stage]
+        chunked = self.stages.chunked
+        return frozenset(chunk for chunk in mine if parameter in chunked.weights_of(chunk)) or frozenset(mine[:1])
+
+    def _key(self, number: int, microbatch: Microbatch, count: int) -> object:
+        """Returns all that determines the specs of a microbatch's values, equal on every stage."""
+        leaves, spec = tree_flatten(microbatch.inputs)
+        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+        place = (number, count, microbatch.num_global, microbatch.num_tokens)
+        kind = self.p2p.axis.device.type
+        cast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+        return (str(spec), shapes, place, self.model.training, torch.is_grad_enabled(), cast)
+
+    def _new_route(self, schedule: Schedule, routes: list[ChunkRoute], edges: Sequence[Edge]) -> ChunkRoute:
+        """Returns the schedule's message route, from ``routes`` if it is there; evaluations bring new schedules."""
+        for place, route in enumerate(routes):
+            if route.schedule is schedule:
+                routes.insert(0, routes.pop(place))
+                return route
+        each = (coming(action, edges) for action in schedule.actions[self.stage])
+        remote = (tuple(m for m in some if self.stage_of[m.source] != self.stage_of[m.target]) for some in each)
+        route = ChunkRoute(schedule, tuple(remote), arrivals(schedule, edges, self.stage))
+        routes[KEPT_ROUTES - 1 :] = []
+        routes.insert(0, route)
+        return route
+
+    # ---- values on edges
+
+    def _finish(
+        self, chunk: int, number: int, incoming: Sequence[Incoming], sent: Mapping[int, list[Any]], output: Any,
+        is_last: bool,
+    ) -> Sequence[Tensor]:  # fmt: skip
+        """Sends a chunk's values to later chunks and gives the last one's output on; returns where backward starts."""
+        assert self._last is not None
+        starts: list[Tensor] = []
+        outgoing = []
+        for target, values in sent.items():
+            message = StageMessage("F", number, chunk, target)
+            outgoing.append((message._replace(kind="B"), tuple(_positions(self._send(message, values), starts))))
+        if is_last:
+            output = output if self.frame is None else self.frame.give(output)
+            start = self._last.give(number, self._microbatches[number], output)
+            starts += [start] if torch.is_grad_enabled() else []
+        if torch.is_grad_enabled():
+            self._saved[chunk, number] = SavedMicrobatch(tuple(incoming), tuple(starts), tuple(outgoing))
+        return starts
+
+    def _received_values(self, message: StageMessage, incoming: list[Incoming]) -> Any:
+        """Returns the values of a message, in order; appends those that need gradients to ``incoming``."""
+        tensors = self._arrived.pop(message)
+        spec = self.p2p.spec(message)
+        differentiable = [i for i, leaf in enumerate(spec.tensors) if leaf.needs_gradient]
+        if differentiable:
+            came = Incoming(message, tuple(tensors[i] for i in differentiable))
+            incoming.append(came)
+            start = torch.empty(0, requires_grad=True)
+            for i, tensor in zip(differentiable, _Entry.apply(start, came), strict=True):  # type: ignore[no-untyped-call]
+                tensors[i] = tensor
+        return fill(spec, tensors)
+
+    def _send(self, message: StageMessage, values: list[Any]) -> list[Tensor]:
+        """Sends values to the stage that uses them; returns the tensors whose gradients will come back."""
+        spec, tensors = spec_of(values, f"chunk {message.source}")
+        to = receiver(message, self.stage_of)
+        if to == self.stage:
+            self.p2p.set_local_spec(message, spec)
+            self._arrived[message] = [tensor.detach() for tensor in tensors]
+        else:
+            self.p2p.send(message, spec, tensors, to)
+        return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def framed(frame: ForwardFrame | None, inputs: Any) -> AbstractContextManager[Any]:
+    """Returns a ``with`` context for one forward, which yields the inputs as the frame's strategies change them."""
+    return nullcontext(inputs) if frame is None else frame.within(inputs)
+
+
+def _positions(tensors: Sequence[Tensor], starts: list[Tensor]) -> list[int]:
+    """Returns the position of each tensor among the backward's starts, to which new ones are appended."""
+    positions = []
+    for tensor in tensors:
+        position = next((i for i, start in enumerate(starts) if start is tensor), len(starts))
+        if position == len(starts):
+            starts.append(tensor)
+        positions.append(position)
+    return positions

@@ -1,0 +1,278 @@
+"""Stages that run the user's own whole forward: what they refuse, what they check, what they give back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import verify
+from shardwright.analysis.forward_events import record_events
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout
+from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.planning import job_for, make_plan
+from shardwright.plan.event_stages import EventStages
+from shardwright.report.description import describe
+from shardwright.report.show import show_text
+
+WIDTH = 8
+
+
+class Layers(nn.Module):
+    """Layers in a loop, with a check of shapes that a tracer cannot follow."""
+
+    def __init__(self, num: int = 4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num))
+
+    def forward(self, x):
+        assert x.shape[1] == WIDTH
+        for layer in self.layers:
+            x = self.step(layer, x)
+        return x
+
+    def step(self, layer, x):
+        return torch.tanh(layer(x)) + x
+
+
+def batches(num=8):
+    draw = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(num, WIDTH, generator=draw).double(), torch.randint(WIDTH, (num,), generator=draw))
+        for _ in range(2)
+    ]
+
+
+def model_of(kind: type[nn.Module], **given) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(**given).double()
+
+
+def plan_of(model, line):
+    layout = Layout.parse(line)
+    return make_plan(job_for(model, CrossEntropy(), layout, batches()[0][0]), layout)[0]
+
+
+def refusal(kind, line="pp2 mb2"):
+    with pytest.raises(LayoutError) as found:
+        plan_of(model_of(kind), line)
+    return str(found.value)
+
+
+def test_the_layers_are_cut_evenly_and_one_value_crosses():
+    stages = plan_of(model_of(Layers), "pp2").stages
+    assert isinstance(stages, EventStages)
+    assert [stages.chunked.calls_of(chunk) for chunk in range(2)] == [
+        ("layers.0", "layers.1"),
+        ("layers.2", "layers.3"),
+    ]
+    assert [len(edge.values) for edge in stages.chunked.edges] == [1]
+
+
+class ReadsActivations(Layers):
+    def step(self, layer, x):
+        return layer(x) if x.mean() > 0 else -layer(x)
+
+
+def test_a_path_that_depends_on_activations_is_refused_before_the_first_step():
+    assert "cannot be recorded" in refusal(ReadsActivations)
+
+
+class ReadsInputs(Layers):
+    def forward(self, x):
+        if x[0, 0] < 100:
+            return super().forward(x)
+        return super().forward(self.layers[0](x))
+
+
+def test_another_path_than_the_recorded_one_raises_and_names_the_call():
+    inputs = [(torch.where(torch.arange(WIDTH) == 0, 200.0, x), y) for x, y in batches()[:1]]
+    assert verify(model_of(ReadsInputs), "pp2 mb2", batches()).equal
+    # each form of inputs is recorded once: the second microbatch takes another path than the first
+    x, y = batches()[0]
+    mixed = torch.cat([x[:4], inputs[0][0][:4]])
+    with pytest.raises(Exception, match="the forward does other calls than those that were recorded") as found:
+        verify(model_of(ReadsInputs), "pp2 mb2", [(mixed, y)])
+    assert "layers.0" in str(found.value)
+
+
+class ChoosesValues(Layers):
+    def forward(self, x):
+        assert x.shape[1] == WIDTH
+        y, z = self.layers[0](x), self.layers[1](x)
+        return self.layers[3](self.layers[2](y if x[0, 0] < 100 else z))
+
+
+def test_the_same_calls_on_other_values_raise_too():
+    x, y = batches()[0]
+    mixed = torch.cat([x[:4], torch.where(torch.arange(WIDTH) == 0, 200.0, x[4:])])
+    with pytest.raises(Exception, match=r"call 0 of 'layers\.2' on values"):
+        verify(model_of(ChoosesValues), "pp2/cut:layers.0,layers.2 mb2", [(mixed, y)])
+
+
+class KeepsTensors(Layers):
+    """Each layer leaves its output in a list that the model reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Leaving() for _ in range(4))
+
+    def forward(self, x):
+        assert x.shape[1] == WIDTH
+        kept: list[torch.Tensor] = []
+        for layer in self.layers:
+            x = layer(x, Notes(kept))
+        return x + sum(kept)
+
+
+@dataclass
+class Notes:
+    kept: list
+
+
+class Leaving(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x, notes):
+        y = super().forward(x)
+        notes.kept.append(y.tanh())
+        return y
+
+
+def test_a_tensor_that_leaves_a_module_on_a_hidden_way_is_refused_and_the_module_named():
+    found = refusal(KeepsTensors)
+    assert "code outside of 'layers.0' reads a tensor" in found or "'layers." in found
+
+
+class WritesInPlace(Layers):
+    """Values change in place between modules."""
+
+    def forward(self, x):
+        assert x.shape[1] == WIDTH
+        total = torch.zeros_like(x)
+        for layer in self.layers:
+            x = self.step(layer, x)
+            total += x
+            total[:, 0] = x[:, 1]
+            x.mul_(0.5)
+        return total
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "pp4/gpipe mb2", "pp2/interleaved:v2 mb2"])
+def test_values_that_change_in_place_between_modules_are_those_of_one_device(line):
+    assert verify(model_of(WritesInPlace), line, batches()).equal
+
+
+class WritesThroughView(Layers):
+    def step(self, layer, x):
+        x = layer(x).tanh()
+        x[:, :2].mul_(0.5)
+        return x
+
+
+def test_a_write_through_a_view_that_would_cross_is_refused():
+    assert "through a view" in refusal(WritesThroughView, "pp4")
+
+
+@dataclass
+class Made:
+    logits: torch.Tensor
+    first: torch.Tensor
+
+
+torch.utils._pytree.register_dataclass(Made, serialized_type_name="tests.Made")
+
+
+class GivesDataclass(Layers):
+    def forward(self, x):
+        first = self.step(self.layers[0], x)
+        x = first
+        for layer in self.layers[1:]:
+            x = self.step(layer, x)
+        assert x.shape[1] == WIDTH
+        return Made(x, first)
+
+
+class LossOfMade(nn.Module):
+    def forward(self, made, targets):
+        assert isinstance(made, Made)
+        return CrossEntropy()(made.logits + made.first, targets)
+
+
+def test_the_output_keeps_its_class_and_values_of_other_stages_in_it_are_received():
+    assert verify(model_of(GivesDataclass), "pp2/1f1b mb2", batches(), loss=LossOfMade()).equal
+
+
+class Tied(Layers):
+    """The last layer's code uses the first one's weight without calling it, and a table of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x):
+        assert self.table.shape[0] == x.shape[1]
+        assert self.layers[0].weight.dtype is x.dtype
+        y = super().forward(x * self.scale + self.table)
+        return (y * self.scale) @ self.layers[0].weight.T + self.table
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "pp4", "dp2/zero3 pp2/1f1b mb2", "pp2/zb-h1 mb2", "pp2 bf16"])
+def test_parameters_that_code_between_modules_reads_are_summed_over_their_stages(line):
+    plan = plan_of(model_of(Tied), line)
+    assert plan.compute["layers.1.weight"].num_elements({"pp": plan.mesh["pp"] - 1, "dp": 0}) == 0
+    model = model_of(Tied).float() if "bf16" in line else model_of(Tied)
+    given = [(x.float(), y) for x, y in batches()] if "bf16" in line else batches()
+    assert verify(model, line, given).equal
+
+
+class Normed(Layers):
+    """One BatchNorm that every layer's output goes through."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def step(self, layer, x):
+        return self.norm(layer(x)) + x
+
+
+def test_a_batch_norm_that_two_stages_call_is_refused():
+    assert "'norm' updates state with every call, and several stages or chunks call it" in refusal(Normed, "pp2")
+
+
+def test_ghosts_with_tensor_parallelism_are_refused():
+    assert "no layer of the model can be cut over tp=2" in refusal(Layers, "pp2 tp2")
+
+
+class Uneven(Layers):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 400)
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+def test_show_names_the_call_that_makes_a_stage_larger_than_its_share():
+    layout = Layout.parse("pp2")
+    inputs = batches()[0][0]
+    found = describe(job_for(model_of(Uneven), CrossEntropy(), layout, inputs), layout, inputs=inputs)
+    assert "larger than its share: call 0 of 'head' is" in " ".join(show_text(found).split())
+
+
+def test_functions_of_inputs_alone_are_no_events():
+    class Masked(Layers):
+        def forward(self, x):
+            mask = (x > 0).cumsum(0) > 1
+            return super().forward(x) * mask
+
+    record = record_events(Masked().to("meta"), torch.empty(3, WIDTH, device="meta"), ["layers.0"])
+    assert record.events[0].name == "layers.0"
+    assert "cumsum" not in {event.name for event in record.events}
+    assert record.events[-1].takes[1] is None
