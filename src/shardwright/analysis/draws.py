@@ -113,7 +113,10 @@ class Draws:
 
 
 def find_draws(model: nn.Module, example: Any) -> Draws | None:
-    """Returns the draws of a model in training, by a run on the meta device; None where it does not run there.
+    """Returns the draws of a model in training, by a run on the meta device.
+
+    None where it does not run there, and for models of torch's and our own layers that draw nothing but what
+    ``nn.Dropout`` and attentions drop: these are keyed without.
 
     >>> class Dropping(nn.Module):
     ...     def forward(self, x):
@@ -121,7 +124,7 @@ def find_draws(model: nn.Module, example: Any) -> Draws | None:
     >>> find_draws(Dropping(), torch.zeros(4, 3)).places
     {('', 0, 0): SamplePlace(dim=1, outside=1, inside=1)}
     """
-    if example is None:
+    if example is None or all(map(_is_known, model.modules())):
         return None
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     memo.update({id(b): b.detach().to("meta") for b in model.buffers()})
@@ -132,6 +135,17 @@ def find_draws(model: nn.Module, example: Any) -> Draws | None:
         except (ValueReadError, RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError):
             continue
     return None
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module is torch's or our own, and draws as ``nn.Dropout`` and attention do, or not at all."""
+    home = type(module).__module__.startswith(("torch.nn.", "shardwright.models."))
+    return home and "forward" not in vars(module) and not isinstance(module, _DRAWING)
+
+
+_DRAWING = (
+    nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.RNNBase,
+)  # fmt: skip
 
 
 def _examples(model: nn.Module, example: Any) -> Iterator[Any]:

@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.copying import copied
 from shardwright.analysis.meta_device import on_meta
-from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.structure import owners
 from shardwright.comm.autograd import cut_to_shared
@@ -107,7 +106,7 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | Non
     name = columns[0].name if columns else None
     try:
         cuts = graph_cuts(job.model, job.example, columns[0].size if columns else 1)
-    except (ValueReadError, RuntimeError, TypeError):  # the forward does not run without values
+    except Exception:  # a forward of anybody's, without values: whatever it raises, the model is not recorded
         return None
     if columns and (cuts.functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
         return None
