@@ -42,6 +42,9 @@ from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, held
 NUM_COPIES = 4
 """How many tensors whose gradient is added up are remembered, so that q, k and v layers share one sum."""
 
+MOST_PLANS = 20_000
+"""How many plans of calls are kept."""
+
 _SIZES: Mapping[Any, Callable[[TensorPart], Any]] = {
     Tensor.shape.__get__: lambda part: part.shape,  # type: ignore[attr-defined]
     Tensor.ndim.__get__: lambda part: len(part.shape),  # type: ignore[attr-defined]
@@ -141,6 +144,8 @@ class PartsMode(TorchFunctionMode):
         if key is None or key not in self._plans:
             plan = self._planned(func, flat, spec)
             if key is not None:
+                if len(self._plans) >= MOST_PLANS:  # arguments that change with every step
+                    self._plans.clear()
                 self._plans[key] = plan
         else:
             plan = self._plans[key]
