@@ -28,7 +28,7 @@ from shardwright.parallelize import parallelize
 
 def save_after_a_step(line, case, folder):
     def work(world):
-        run = parallelize(case.model, line, world, loss=case.loss)
+        run = parallelize(case.model, line, world, loss=case.loss, example=case.batches[0][0])
         optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
         run.step(next(run.shard(case.batches[:1])))
         optimizer.step()
@@ -40,7 +40,7 @@ def save_after_a_step(line, case, folder):
 
 def load_and_save_again(line, case, folder, again):
     def work(world):
-        run = parallelize(case.model, line, world, loss=case.loss, seed=99)
+        run = parallelize(case.model, line, world, loss=case.loss, seed=99, example=case.batches[0][0])
         optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
         load(folder, run, optimizer)
         save(again, run, optimizer)
