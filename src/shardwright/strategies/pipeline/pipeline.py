@@ -36,7 +36,7 @@ from shardwright.forward_stack import Rung
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
 from shardwright.operators.split_backward import may_split, split_backward
-from shardwright.plan.event_stages import UNEVEN, EventStages
+from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.param_groups import ParamGroup
 from shardwright.plan.plan import Job, Partial, Plan, StateLayout
@@ -247,12 +247,16 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
     return schedule, stages[schedule.num_chunks]
 
 
+MOST_OF_ONE = 0.75
+"""The share of the work from which on one chunk holds so much of traced code that a record is tried in its place."""
+
+
 def _cut(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Stages | EventStages:
     """Cuts a model by its code where that can be followed, else by a record of its forward on the example."""
     found, failure = None, None
     try:
         found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, **asked)
-        if not found.gives_dict and (not found.unread or _largest(found) <= UNEVEN / num_chunks):
+        if not found.gives_dict and (not found.unread or _largest(found) <= MOST_OF_ONE):
             return found
     except UnknownCodeError as error:
         failure = error

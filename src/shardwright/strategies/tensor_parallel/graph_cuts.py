@@ -10,7 +10,7 @@ a head would cost a sum of all scores, and cutting the features between blocks a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from math import prod
@@ -21,6 +21,7 @@ from torch import nn
 from shardwright.analysis.operator_dims import Role, relation_of
 from shardwright.analysis.recording import RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import ALL, DimAxis, RunAxes, axes_of, labels_of, leaves, root
+from shardwright.analysis.structure import owners
 from shardwright.mesh import balanced
 from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, part_of
 
@@ -59,7 +60,9 @@ def graph_cuts(model: nn.Module, inputs: Any, size: int) -> GraphCuts:
     """
     recording = record_forward(model, inputs)
     axes = axes_of(recording)
-    cut = {} if size == 1 else {axis: _balanced(axis.size, size) for axis in _chosen(recording, axes, size)}
+    # recurrent layers keep their weights in a list as well, which their code on devices reads at once
+    kept = {name for _, module, _, name in owners(model) if isinstance(module, nn.RNNBase)}
+    cut = {} if size == 1 else {axis: _balanced(axis.size, size) for axis in _chosen(recording, axes, size, kept)}
     found = {}
     for name, use in {**recording.parameters, **recording.buffers}.items():
         part = part_of(use.shape, [labels_of(axis, cut) for axis in axes.of(use)])
@@ -85,8 +88,8 @@ def _balanced(num_elements: int, size: int) -> bytes:
     )
 
 
-def _chosen(recording: Recording, axes: RunAxes, size: int) -> list[DimAxis]:
-    found = _candidates(recording, axes, size)
+def _chosen(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> list[DimAxis]:
+    found = _candidates(recording, axes, size, kept)
     by_cost = sorted(
         found.values(), key=lambda each: (each.in_output, each.num_sent / each.num_elements, -each.num_elements)
     )
@@ -105,10 +108,11 @@ def _chosen(recording: Recording, axes: RunAxes, size: int) -> list[DimAxis]:
     return list(taken) if inner else []
 
 
-def _candidates(recording: Recording, axes: RunAxes, size: int) -> dict[DimAxis, _Candidate]:
-    """Returns the axes that could be cut, with what they cut, send and exclude."""
+def _candidates(recording: Recording, axes: RunAxes, size: int, kept: Collection[str]) -> dict[DimAxis, _Candidate]:
+    """Returns the axes that could be cut, with what they cut, send and exclude; not those of parameters ``kept``."""
     refused = {leaf for use in recording.inputs for axis in axes.of(use) for leaf in leaves(axis)}
     refused |= {leaf for use in axes.uses if use.role is Role.LOOKUP for leaf in leaves(use.axis)}
+    refused |= {leaf for name in kept for axis in axes.of(recording.parameters[name]) for leaf in leaves(axis)}
     found: dict[DimAxis, _Candidate] = {}
     for use in recording.parameters.values():
         for axis in axes.of(use):
