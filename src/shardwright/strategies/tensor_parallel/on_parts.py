@@ -38,7 +38,7 @@ from shardwright.comm.backends.fake import fake_world
 from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.mesh import Coord, balanced
 from shardwright.operators.batch_norm import share_statistics
-from shardwright.plan.plan import Job, Plan
+from shardwright.plan.plan import ActivationCut, Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
 from shardwright.rng import DimSlice
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
@@ -142,6 +142,9 @@ def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str | None) ->
         else:
             continue  # it is sliced where it is used
         found[name] = part
+        path = name.rpartition(".")[0]
+        if path in plan.statistics and path not in plan.activations:  # its statistics are those of this rank's channels
+            plan = plan.cut_activation(path, ActivationCut(axis, 1, part.shape[0], ranges))
     return plan, found
 
 
