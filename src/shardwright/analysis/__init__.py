@@ -1,1 +1,1 @@
-"""How a user's model is understood before it is cut: its calls, chains of layers, costs."""
+"""How a user's model is understood before it is cut: recorded runs, traced code, costs, random draws."""

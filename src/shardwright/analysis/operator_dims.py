@@ -162,48 +162,25 @@ def _group(a: Letters, before: Sequence[int], after: Sequence[int]) -> tuple[Dim
     """The letters of a reshape: the finest common factors, from the fastest dim on."""
     left: list[list[int | Concat]] = [[] for _ in before]
     right: list[list[int | Concat]] = [[] for _ in after]
-    i, j = len(before) - 1, len(after) - 1
-    x, y = 1, 1  # what remains of dims i and j
-    i_open = j_open = False
-    while True:
-        while not i_open and i >= 0:
-            x = before[i]
-            if x == 1:
-                i -= 1
-                continue
-            i_open = True
-        while not j_open and j >= 0:
-            y = after[j]
-            if y == 1:
-                j -= 1
-                continue
-            j_open = True
-        if not i_open or not j_open:
-            break
-        if x == y or x % y == 0 or y % x == 0:
+    rest = [(d, size) for d, size in enumerate(before) if size > 1]  # what is left of each dim, the fastest last
+    other = [(d, size) for d, size in enumerate(after) if size > 1]
+    while rest and other:
+        (i, x), (j, y) = rest.pop(), other.pop()
+        if x % y == 0 or y % x == 0:
             size = min(x, y)
             (letter,) = a.new(size)
             left[i].insert(0, letter)
             right[j].insert(0, letter)
-            x, y = x // size, y // size
-        else:  # the factors overlap: both groups are needed whole until they end together
-            first_i, first_j, p, q = i, j, x, y
-            while p != q:
-                if p < q:
-                    first_i -= 1
-                    p *= before[first_i]
-                else:
-                    first_j -= 1
-                    q *= after[first_j]
-            for k in range(first_i, i + 1):
-                left[k][:0] = a.new(x if k == i else before[k], Role.WHOLE)
-            for k in range(first_j, j + 1):
-                right[k][:0] = a.new(y if k == j else after[k], Role.WHOLE)
-            i, j, x, y = first_i, first_j, 1, 1
-        if x == 1:
-            i, i_open = i - 1, False
-        if y == 1:
-            j, j_open = j - 1, False
+            rest += [(i, x // size)] * (x > size)
+            other += [(j, y // size)] * (y > size)
+            continue
+        # the factors overlap: both groups are needed whole, to where they end together
+        ones, others = [(i, x)], [(j, y)]
+        while (p := prod(size for _, size in ones)) != (q := prod(size for _, size in others)):
+            (ones if p < q else others).append((rest if p < q else other).pop())
+        for dims, group in ((left, ones), (right, others)):
+            for d, size in group:
+                dims[d][:0] = a.new(size, Role.WHOLE)
     return tuple(map(tuple, left)), tuple(map(tuple, right))
 
 
@@ -431,12 +408,12 @@ def _reduce(call: RecordedCall, a: Letters) -> Any:
     return [own, *(a.of(v.shape, Role.WHOLE) for v in call.operands[1:])], outs
 
 
-def _along(*numbers: int) -> Rule:
-    """A rule for operators that need one dim whole; ``numbers``: where the dim stands among the arguments."""
+def _along(number: int) -> Rule:
+    """A rule for operators that need one dim whole, which is argument ``number``."""
 
     def found(call: RecordedCall, a: Letters) -> Any:
         x = call.operands[0].shape
-        dim = call.argument(numbers[0], "dim", -1)
+        dim = call.argument(number, "dim", -1)
         dim = -1 if dim is None or not isinstance(dim, int) else dim
         own = tuple(a.new(n, Role.WHOLE if d == dim % max(len(x), 1) else Role.SAME) for d, n in enumerate(x))
         outs = []
@@ -538,7 +515,7 @@ def _index_select(call: RecordedCall, a: Letters) -> Any:
 def _index(call: RecordedCall, a: Letters) -> Any:
     x, indices = call.args[0], list(call.args[1])
     given = [v for v in indices if v is not None]
-    if any(v.dtype.is_floating_point is False and str(v.dtype) == "torch.bool" for v in given):
+    if any(v.dtype is torch.bool for v in given):
         return _whole(call, a)
     places = [d for d, v in enumerate(indices) if v is not None]
     joint = a.of(torch.broadcast_shapes(*(v.shape for v in given)))
@@ -564,7 +541,7 @@ def _sdpa(call: RecordedCall, a: Letters) -> Any:
     q, k, v = (call.args + tuple(call.named.get(n) for n in ("query", "key", "value")[len(call.args) :]))[:3]
     mask = call.argument(3, "attn_mask")
     causal = call.argument(5, "is_causal", False)
-    batch, scalar = a.of(q.shape[:-2]), Role.WHOLE
+    batch = a.of(q.shape[:-2])
     kv = batch
     if q.shape[-3:-2] != k.shape[-3:-2] and len(q.shape) >= 3 and k.shape[-3] != 1:
         group = a.new(k.shape[-3])
@@ -572,7 +549,7 @@ def _sdpa(call: RecordedCall, a: Letters) -> Any:
         kv = (*batch[:-1], group)
     kv = tuple(() if n == 1 else d for n, d in zip(k.shape[:-2], kv, strict=True))
     rows = a.new(q.shape[-2], Role.WHOLE if causal else Role.SAME)
-    keys, inner, out = a.new(k.shape[-2], scalar), a.new(q.shape[-1], scalar), a.new(v.shape[-1])
+    keys, inner, out = a.new(k.shape[-2], Role.WHOLE), a.new(q.shape[-1], Role.WHOLE), a.new(v.shape[-1])
     operands: list[Dims | None] = [(*batch, rows, inner), (*kv, keys, inner), (*kv, keys, out)]
     if isinstance(mask, TensorUse):
         operands.append(_broadcast(mask.shape, (*batch, rows, keys)))

@@ -87,7 +87,7 @@ def predict_memory(
     """
     meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    world = fake_world(rank, layout.num_ranks, blocks=Blocks() if ranks == "processes" else None)
+    world = fake_world(rank, layout.num_ranks, blocks=Blocks(at_most=True) if ranks == "processes" else None)
     run = parallelize(
         without_storage(job.model), layout, world, loss=without_storage(job.loss), num_tokens=job.num_tokens,
         roles=job.roles, example=meta[0], seconds=job.seconds,

@@ -654,7 +654,9 @@ def test_ranks_without_samples_attend_to_nothing_under_masks_of_each_sample(kind
 def test_a_sequence_without_samples_attends_as_torchs(batch_first, options):
     module = nn.MultiheadAttention(WIDTH, 4, batch_first=batch_first)
     x, memory = torch.randn(TOKENS, WIDTH), torch.randn(KEYS, WIDTH)
-    masks = {"key_padding_mask": torch.tensor([False, True, False]), "attn_mask": torch.randn(4, TOKENS, KEYS) > 1}
+    hidden = torch.randn(4, TOKENS, KEYS) > 1
+    hidden[..., 0] = False  # each token attends to something: attention to nothing is not a number
+    masks = {"key_padding_mask": torch.tensor([False, True, False]), "attn_mask": hidden}
     given = {name: functional._canonical_mask(mask, name, None, "", x.dtype) for name, mask in masks.items()}
     for mask in (masks, given):
         expected = module(x, memory, memory, **mask, **options)

@@ -19,9 +19,13 @@ class Blocks:
     >>> blocks.release(first)
     >>> blocks.take(90_000, readers=1) == first, blocks.sizes, blocks.num_bytes
     (True, [131072, 131072], 176128)
+
+    Which block is free depends on the moment at which readers release it, so each may come to carry the largest message
+    of its size. With ``at_most`` the memory is counted as if each had: what a rehearsal promises.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_most: bool = False) -> None:
+        self.at_most = at_most
         self.sizes: list[int] = []
         self._used: list[int] = []
         self._free: dict[int, list[int]] = {}
@@ -30,7 +34,13 @@ class Blocks:
     @property
     def num_bytes(self) -> int:
         """The memory of all blocks in bytes, counting of each only the pages that a message has ever filled."""
-        return sum(-(-used // _PAGE_BYTES) * _PAGE_BYTES for used in self._used)
+        filled = self._used
+        if self.at_most:
+            by_size: dict[int, int] = {}
+            for size, used in zip(self.sizes, filled, strict=True):
+                by_size[size] = max(used, by_size.get(size, 0))
+            filled = [by_size[size] for size in self.sizes]
+        return sum(-(-used // _PAGE_BYTES) * _PAGE_BYTES for used in filled)
 
     def take(self, num_bytes: int, readers: int, listen: Callable[[], object] = lambda: None) -> int:
         """Reserves a block for a message: the index of a free one of the right size, else of a new one.

@@ -108,9 +108,10 @@ class ProcessTransport:
         return key
 
     def call_starter(self, ranks: tuple[int, ...], name: str) -> Callable[..., int]:
-        """Returns the function that begins each call of a channel: it records, in a debug run checks, and numbers it.
+        """Returns a function to call at the start of each collective: it records the call and returns its number.
 
-        ``meets``: all members make the call, so it counts; p2p messages do not.
+        In debug runs it also compares what the ranks call. ``meets``: all members make the call, so it counts; p2p
+        messages do not.
         """
         num_calls = 0
 

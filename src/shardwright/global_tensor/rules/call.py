@@ -154,7 +154,7 @@ def decide(call: OperatorCall, ways: Sequence[Way], run: Run | None = None, *, i
     chosen: list[Way] = []
     for axis, size in enumerate(call.placement.shape):
         now = [to_letter(x.sbp[axis]) for x in call.tensors]
-        # without a way that keeps the layout, the result is redistributed back into the input afterwards
+        # if no rule keeps the input's layout, the result is redistributed to it and written back
         candidates = [way for way in ways if in_place and way[0][0] == way[1][0] == now[0]] or ways
         chosen.append(min(candidates, key=lambda way: _cost(call, size, now, way)))
     ins = [tuple(to_sbp(way[0][i]) for way in chosen) for i in range(len(call.tensors))]

@@ -121,7 +121,7 @@ class _CutForward:
             self.settled = None
 
     def begin(self, bound: inspect.BoundArguments) -> inspect.BoundArguments:
-        """Settles what is cut of this picture, and cuts the input."""
+        """Chooses the rows that each rank holds of every feature map for this picture size, and slices the input."""
         x = bound.arguments.get(self.maps.inputs[0])
         if tuple(bound.arguments) != self.maps.inputs or not isinstance(x, Tensor) or x.dim() < 3:
             spelled = {

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from shardwright.analysis.operator_dims import Dims, Letters, Relation, Role, relation_of
 from shardwright.analysis.recording import Recorded, RecordedCall, TensorUse
@@ -372,11 +372,6 @@ def _sliced(
     start += len(cut) if start < 0 else 0
     first, last = num_held(cut[:start], rank), num_held(cut[: start + size], rank)
     return step._replace(function=torch.ops.aten.slice.Tensor, args=(call.args[0], dim, first, last), named={})
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Returns the tensors in the arguments of a call."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def like(tensor: Tensor, shape: Sequence[int]) -> Tensor:

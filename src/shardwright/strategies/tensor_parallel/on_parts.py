@@ -39,6 +39,7 @@ from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.mesh import Coord, balanced
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.plan.plan import ActivationCut, Job, Plan
+from shardwright.plan.shares import shares
 from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
 from shardwright.rng import DimSlice
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
@@ -46,22 +47,21 @@ from shardwright.sharding.box import Ranges
 from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
-from shardwright.strategies.tensor_parallel.sequence import cut_rows
+from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
 from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, held, tag, tagged
 from shardwright.strategy import check_samples_apart
 
 LEAST_SHARE = 0.2
-"""The share of parameter elements that must be cut for a model to run on parts."""
+"""The share of parameter bytes that must be cut for a model to run on parts."""
 
 ENOUGH = 0.5
 """The share from which on the layers that the grid modes know are cut as they are, and the model is not recorded."""
 
 
-def share_cut(plan: Plan, mode: Mode) -> float:
-    """Returns the share of a plan's parameter elements that the mode's axes cut."""
-    names = {axis.name for axis in mode.axes}
-    sizes = [(prod(layout.shape), not names.isdisjoint(layout.axes)) for layout in plan.compute.values()]
-    return sum(size for size, cut in sizes if cut) / max(sum(size for size, _ in sizes), 1)
+def share_cut(plan: Plan) -> float:
+    """Returns the share of a plan's parameter bytes that tensor parallelism cuts; 0 where it has one rank."""
+    factor = str(plan.layout.factor("tp"))
+    return next((each.share for each in shares(plan) if each.factor == factor), 0.0)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,15 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | Non
     That takes an example of the inputs, and samples that are cut rather than tokens. Stages do not run on parts, nor do
     models with backwards of their own (hooks, autograd functions): these would see parts of gradients.
     """
-    if job.example is None or plan.layout.factor("pp") is not None or job.roles or mode.dim == 1 or mode.pinned:
+    tokens = mode.dim == 1 or is_asked(plan)
+    if (
+        not mode.axes
+        or job.example is None
+        or plan.layout.factor("pp") is not None
+        or job.roles
+        or tokens
+        or mode.pinned
+    ):
         return None
     columns = [axis for axis in mode.axes if axis.stream != "T"]
     if len(columns) > 1 or (any(axis.stream == "C" for axis in columns) and mode.row_axes):
@@ -113,9 +121,9 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | Non
     if mode.row_axes:
         check_samples_apart(job.model, str(plan.layout.factor("tp")))
         plan = cut_rows(plan, mode)
-    plan, parts = _cut_parts(plan, cuts.parts, name)
+    plan, parts = (plan, {}) if name is None else _cut_parts(plan, cuts.parts, name)
     plan, stored = _store_parts(job.model, plan, cuts, mode, parts)
-    if share_cut(plan, mode) < least:
+    if share_cut(plan) < least:
         return None
     for path, module, own, whole in owners(job.model):
         if whole in parts or whole in stored:
@@ -128,11 +136,10 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | Non
     return plan.note("", PartsNote(name, rows, parts, stored, job.model), by=mode.name, rung=Rung.ON_PARTS)
 
 
-def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str | None) -> tuple[Plan, dict[str, TensorPart]]:
+def _cut_parts(plan: Plan, parts: Mapping[str, TensorPart], axis: str) -> tuple[Plan, dict[str, TensorPart]]:
     """Cuts parameters and buffers into their parts over an axis."""
     found = {}
-    for name, part in parts.items() if axis is not None else ():
-        assert axis is not None, "parts are of an axis"
+    for name, part in parts.items():
         (dim,) = (dim for dim, cut in enumerate(part.cuts) if cut is not None)
         ranges = _ranges(part.cuts[dim] or b"", plan.mesh[axis])
         if name in plan.compute:
@@ -271,7 +278,7 @@ def _norm_on_parts(mode: PartsMode, held: Sequence[_Held], forward: Forward) -> 
 
     def on_parts(input: Tensor) -> Tensor:
         part = tagged(input)
-        if part is None or part.cuts[1] != channels:
+        if part is None or channels is None or part.cuts[1] != channels:
             return run(input)  # type: ignore[no-any-return]
         with torch._C.DisableTorchFunction():
             output: Tensor = forward(input)

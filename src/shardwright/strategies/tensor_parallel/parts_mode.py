@@ -225,7 +225,9 @@ class PartsMode(TorchFunctionMode):
 
     def _changed(self, x: Tensor, change: OperandChange) -> Tensor:
         if change.kind == "gather":
-            return self._gather(x, change.dim, change.cut)
+            whole = self._gather(x, change.dim, change.cut)
+            self._gathered.append(whole.untyped_storage())  # the result may be a view of it
+            return whole
         if change.kind == "slice":
             return self._slice(x, change.dim, change.cut)
         if not (x.requires_grad and torch.is_grad_enabled()):

@@ -95,8 +95,9 @@ class TensorParallel:
             if on_parts is None:
                 raise
             return on_parts
-        share = share_cut(known, mode)
-        return known if share >= ENOUGH else place_on_parts(job, plan, mode, 2 * share) or known
+        share = share_cut(known)
+        least = max(LEAST_SHARE, 2 * share)  # what is gained must be worth the mode
+        return known if share >= ENOUGH else place_on_parts(job, plan, mode, least) or known
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Gives each module of this rank its tensor-parallel forward."""
