@@ -36,6 +36,8 @@ def main() -> None:
     for number, name in enumerate(options.only, 1):
         model, mode = MODELS[name], options.mode
         layouts = [each for each in options.layouts if options.again or is_due(kept, (name, each, mode), library)]
+        if options.failed:
+            layouts = [each for each in layouts if kept.get((name, each, mode), {}).get("result") != EQUAL]
         for row in measured(model, layouts, mode, options.limit_s, library):
             kept[name, row.layout, mode] = row.to_dict()
             print(
@@ -60,6 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layouts", help="layouts, separated by commas; by default the columns of the table")
     parser.add_argument("--mode", choices=("train", "eval"), default="train", help="eval: without dropout")
     parser.add_argument("--again", action="store_true", help="measure again what was measured on the same source")
+    parser.add_argument("--failed", action="store_true", help="measure only what is not known to be equal")
     parser.add_argument("--limit-s", type=float, default=120.0, help="the most seconds of one model and layout")
     options = parser.parse_args()
     options.only = options.only.split(",") if options.only else list(MODELS)

@@ -63,7 +63,9 @@ def written_arguments(function: Any, args: Sequence[Any], named: dict[str, Any],
 class MetaValues(TorchDispatchMode):
     """A context in which small tensors on the meta device that depend on no parameter and no input have values.
 
-    An operator on tensors of both devices runs on meta. A subclass sees every operator in :meth:`ran`.
+    An operator on tensors of both devices runs on meta. A subclass sees every operator in :meth:`ran`. Code that asks
+    whether something is so of values that only a real run has is answered ``guess``: such questions mostly check the
+    inputs, and every rank gets the same answer.
 
     >>> with MetaValues():
     ...     torch.arange(3, device="meta").sum().item(), torch.ones(2, device="meta").bool().all().item()
@@ -75,8 +77,9 @@ class MetaValues(TorchDispatchMode):
     shardwright.analysis.meta_values.ValueReadError: the code reads a value that only a real run has
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, guess: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._guess = guess
         self._values: dict[Key, Tensor] = {}
         self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
 
@@ -106,11 +109,13 @@ class MetaValues(TorchDispatchMode):
         known = name not in RANDOM and all(value is not None for value in values)
         small = known and sum(value.numel() for value in values if value is not None) <= MOST_ELEMENTS
         if name in _READS:
+            if not known and (name in ("equal", "is_nonzero") or given[0].dtype is torch.bool):
+                return self._guess
             if not known:
                 raise ValueReadError("the code reads a value that only a real run has")
             return func(*self._on_cpu(args), **self._on_cpu(named))
         if not any(tensor.is_meta for tensor in given) and not _makes_meta(named):
-            results = func(*args, **named)
+            results = _drawn(func, args, named) if name in RANDOM else func(*args, **named)
         else:
             results = self._on_meta(func, name, args, named, known and small)
         self.ran(func, args, named, results, random=name in RANDOM)
@@ -147,6 +152,10 @@ class MetaValues(TorchDispatchMode):
 
     def _run(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
         args, named = tree_map_only(Tensor, self._as_meta, (args, named))
+        if name == "_grouped_mm":  # its kernel on meta takes no dtype but bf16, other than the CPU's
+            x, w, *offs = (leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor))
+            groups = x.shape[:1] if x.dim() == w.dim() == 3 else offs[0].shape if x.dim() == w.dim() else ()
+            return x.new_empty(*groups, x.shape[-2], w.shape[-1], dtype=args[4] if len(args) > 4 else None)
         if name in RANDOM:  # the first draw on meta would make torch import its compiler
             if name.endswith("_"):
                 return args[0]
@@ -177,6 +186,16 @@ class MetaValues(TorchDispatchMode):
             return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
         return tree_map(found, tree)
+
+
+def _drawn(func: Any, args: Any, named: dict[str, Any]) -> Any:
+    """Draws numbers that are all a half, so that every rank takes one path, and leaves the generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        results = func(*args, **named)
+    for result in tree_leaves(results):
+        if isinstance(result, Tensor):
+            result.fill_(0.5)
+    return results
 
 
 def _makes_meta(named: dict[str, Any]) -> bool:

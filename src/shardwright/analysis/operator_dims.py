@@ -344,6 +344,20 @@ def _product(call: RecordedCall, a: Letters) -> Any:
     return [(*batch, rows, inner), (*batch, inner, columns)], [(*batch, rows, columns)]
 
 
+@_rule("_grouped_mm")
+def _grouped_product(call: RecordedCall, a: Letters) -> Any:
+    """Rows of x, or columns of w, come in groups that the values of ``offs`` bound; with neither in 3 dims, the sum."""
+    x, w, *others = call.operands
+    matrices = len(x.shape) == len(w.shape) == 2
+    of_groups = a.new(next((each.shape[0] for each in (x, w) if len(each.shape) == 3), 0), Role.WHOLE)
+    rows = a.new(x.shape[-2], Role.SAME if len(x.shape) == 3 or matrices else Role.WHOLE)
+    inner = a.new(x.shape[-1], Role.WHOLE if matrices else Role.SUM)
+    columns = a.new(w.shape[-1], Role.SAME if len(w.shape) == 3 or matrices else Role.WHOLE)
+    ins = [(*([of_groups] * (len(x.shape) - 2)), rows, inner), (*([of_groups] * (len(w.shape) - 2)), inner, columns)]
+    out = (*a.of(call.results[0].shape[:-2], Role.WHOLE), rows, columns)
+    return [*ins, *(a.of(each.shape, Role.WHOLE) for each in others)], [out]
+
+
 @_rule("addmm", "baddbmm")
 def _add_product(call: RecordedCall, a: Letters) -> Any:
     (x, w), (y,) = _product(RecordedCall(call.function, call.args[1:], {}, call.results), a)

@@ -89,8 +89,8 @@ class Recording:
 class Recorded(MetaValues):
     """The context that records operators into a :class:`Recording`; ``where`` names the module that runs."""
 
-    def __init__(self, where: Callable[[], tuple[str, int]] = lambda: ("", 0)) -> None:
-        super().__init__()
+    def __init__(self, where: Callable[[], tuple[str, int]] = lambda: ("", 0), *, guess: bool = False) -> None:
+        super().__init__(guess=guess)
         self.recording = Recording()
         self.where, self._uses = where, dict[Any, TensorUse]()
         self._quiet = 0
@@ -216,14 +216,23 @@ def record_forward(
 ) -> Recording:
     """Runs one forward of a model on the meta device, in the context ``within``, and returns its operators.
 
-    Raises: ValueReadError: the code reads a value that depends on a parameter or an input.
+    Code that asks something about values of the inputs is answered no, and if it raises then, yes.
+
+    Raises: ValueReadError: the code reads a number that depends on a parameter or an input.
 
     >>> recording = record_forward(nn.Linear(3, 4, device="meta"), torch.empty(2, 3, device="meta"))
     >>> [call.name for call in recording.calls], recording.calls[0].results[0].shape
     (['linear'], (2, 4))
     """
+    try:
+        return _record(model, inputs, within, guess=False)
+    except Exception:  # of the user's own code: a check that has failed, for example
+        return _record(model, inputs, within, guess=True)
+
+
+def _record(model: nn.Module, inputs: Any, within: Callable[[Recorded], Any], *, guess: bool) -> Recording:
     with _running(model) as where:
-        recorded = Recorded(where)
+        recorded = Recorded(where, guess=guess)
         recording = recorded.recording
         for name, parameter in model.named_parameters():
             recording.parameters[name] = recorded.use(parameter.detach(), "parameter", name)

@@ -9,12 +9,13 @@ is known from the recorded run (``analysis/draws.py``). Only the modules that dr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, handle_torch_function
 
 from shardwright.analysis.draw_calls import DrawCall, draw_of, in_multihead
 from shardwright.analysis.draws import FIRST, MIXED, Draws, SamplePlace
@@ -98,7 +99,17 @@ class KeyedDraws(TorchFunctionMode):
             return func(*args, **named)
         x = call.drawn(None)
         device = x.device if isinstance(x, Tensor) else call.empty().device
-        return _KEYED[call.kind](call, x, self.running[-1].next(device))
+        numbers = self.running[-1].next(device)
+        if not getattr(_get_current_function_mode(), "takes_draws", False):
+            return _KEYED[call.kind](call, x, numbers)
+
+        @wraps(func)
+        def drawn(*args: Any, **named: Any) -> Any:  # the mode below may run it on other tensors, or not at all
+            again = draw_of(func, args, named)
+            assert again is not None, "the same function, with tensors in place of tensors"
+            return _KEYED[again.kind](again, again.drawn(None), numbers)
+
+        return handle_torch_function(drawn, (x,), *args, **named)
 
 
 def key_draws(

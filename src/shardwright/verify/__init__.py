@@ -20,8 +20,9 @@ layout in bf16 or fp16 is compared with the same reference: the loss and gradien
 The tolerance is TOLERANCE, with one exception. If a tensor differs by more, and the model rounds to a narrower dtype
 inside (norms that compute in float32), the reference is run again to measure by how much one device differs from itself
 (``reference.py`` says how). Each tensor for which that is more than TOLERANCE is allowed SEVERAL times its own such
-difference, at least one rounding of the narrow dtype and at most MOST of them. All other tensors keep TOLERANCE, and a
-model that rounds to no narrower dtype keeps it for all.
+difference, at least one rounding of the narrow dtype and at most MOST of them. So is a loss that is a float32 number:
+its own difference is at least one rounding. All other tensors keep TOLERANCE, and a model that rounds to no narrower
+dtype keeps it for all.
 """
 
 from __future__ import annotations

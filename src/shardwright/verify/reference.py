@@ -61,6 +61,7 @@ class Outcome:
     parameters: Named
     buffers: Named = field(default_factory=dict)
     eps: float = 0.0
+    loss_dtype: torch.dtype = torch.float64
     changed: frozenset[str] = frozenset()
     """The names of the floating-point buffers that the steps changed."""
 
@@ -100,9 +101,13 @@ def reference(
             with moves, forward or nullcontext():
                 sums.append(sum_and_count(loss(call_model(model, inputs), targets)))
         loss_sum = torch.stack([each for each, _ in sums]).sum()
-        mean, _ = mean_of(loss_sum, sum(float(count) for _, count in sums))
-        mean.backward()
+        mean, divisor = mean_of(loss_sum, sum(float(count) for _, count in sums))
         outcome.losses.append(mean.item())
+        outcome.loss_dtype = loss_sum.dtype
+        loss_sum.backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= divisor  # here, since a loss in float32 would round 1 / divisor, and all with it
         if step == 0:
             outcome.gradients = copied_gradients(dict(model.named_parameters()))
             outcome.eps = (FLOOR * _largest(outcome.gradients) or 1e-8) if eps is None else eps
@@ -221,9 +226,10 @@ def own_errors(
     changed = {name: expected.buffers[name] for name in expected.changed}
     every = [zip(up.losses, down.losses, expected.losses, strict=True) for up, down in pairs]
     losses = [max(abs(a + b - 2 * c) / max(abs(c), 1e-30) for a, b, c in each) for each in every]
+    of_loss = torch.finfo(expected.loss_dtype).eps  # a number of few digits, which two runs often round alike
     return DeviceDifference(
         recorder.narrowest,
-        median(losses) / 3**0.5,
+        max(median(losses) / 3**0.5, of_loss),
         _medians(_second(up.gradients, down.gradients, expected.gradients) for up, down in pairs),
         _medians(_second(up.parameters, down.parameters, expected.parameters) for up, down in pairs),
         _medians(_second(up.buffers, down.buffers, changed) for up, down in pairs),

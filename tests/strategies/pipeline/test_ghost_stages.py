@@ -167,6 +167,20 @@ def test_values_that_change_in_place_between_modules_are_those_of_one_device(lin
     assert verify(model_of(WritesInPlace), line, batches()).equal
 
 
+class DropsBetweenModules(Layers):
+    """Attention that drops scores, called by code between modules, as most models of other packages do."""
+
+    def step(self, layer, x):
+        heads = layer(x).view(len(x), 2, 2, -1)
+        return x + nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).reshape(x.shape)
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "pp4/zb-v mb4"])
+def test_random_numbers_that_code_between_modules_draws_are_those_of_one_device(line):
+    verdict = verify(model_of(DropsBetweenModules, num=8), line, batches())
+    assert verdict.equal, str(verdict)
+
+
 class WritesThroughView(Layers):
     def step(self, layer, x):
         x = layer(x).tanh()

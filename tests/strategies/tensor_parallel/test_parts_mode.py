@@ -148,6 +148,22 @@ def test_a_function_on_parts_gives_what_it_gives_on_the_whole(name, cut):
                 torch.testing.assert_close(gradient, mine(leaf.grad, part, rank))
 
 
+def grouped(x, w):
+    """Experts: the first 10 rows by one weight, the others by another."""
+    both, ends = torch.stack([w, 2 * w]), torch.tensor([10, 24], dtype=torch.int32)
+    return torch._grouped_mm(x.reshape(24, -1), both, offs=ends).view(x.shape)
+
+
+@pytest.mark.parametrize("cut", ["features of x", "tokens of x", "x and columns of w", "x and rows of w"])
+def test_products_of_groups_on_parts_give_what_they_give_on_the_whole_in_float32(cut):
+    x, w, *_ = given()
+    function = lambda x, w, b, t: grouped(x.float(), w.float()).double()  # noqa: E731
+    found = run_on_threads(Mesh(tp=2), partial(on_parts, function=function, cuts=CUTS[cut]))
+    for result, seen, _ in found:
+        assert seen == X
+        torch.testing.assert_close(result, grouped(x.float(), w.float()).double(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("write", [lambda view: view.add_(1), lambda view: view.mul_(2.0)])
 def test_a_write_to_a_view_of_a_gathered_part_is_refused(write):
     def work(axes):

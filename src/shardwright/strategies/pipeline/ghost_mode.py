@@ -44,6 +44,9 @@ class ChunkStoppedError(Exception):
 class GhostMode(TorchFunctionMode):
     """One chunk's forward of one microbatch; ``made`` are the values that other chunks take, once they are made."""
 
+    takes_draws = True
+    """A function that draws random numbers is one event, as it was recorded, however its numbers are computed."""
+
     def __init__(
         self, chunked: EventsChunked, chunk: int, names: ParameterIndex, received: Mapping[ValueName, Tensor],
         device: torch.device, before: Callable[[int], None],
