@@ -140,3 +140,18 @@ def test_running_statistics_are_equal_under_every_kind_of_layout(line):
     verdict = verify(model, line, [batch()] * 3, loss=LOSS, alter=alter)
     assert verdict.first_difference == "3.running_mean"
     assert 0.01 < verdict.buffers_error < 1
+
+
+class KeepsWhatItMade(nn.Linear):
+    """Registers a buffer in its first forward, as attention biases that depend on the length often are."""
+
+    def forward(self, x):
+        if not hasattr(self, "bias_of_length"):
+            self.register_buffer("bias_of_length", torch.ones(x.shape[-1], dtype=x.dtype), persistent=False)
+        return super().forward(x) + self.bias_of_length
+
+
+def test_a_buffer_that_the_first_forward_registers_is_no_error():
+    torch.manual_seed(0)
+    batch = torch.randn(4, 6, dtype=torch.float64), torch.arange(4)
+    assert verify(KeepsWhatItMade(6, 6).double(), "dp2", [batch]).equal

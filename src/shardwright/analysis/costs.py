@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from shardwright.analysis.arguments import bind
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.call_graph import CallSite, Chunked, prepare, run, sites
+from shardwright.analysis.device_moves import OnMeta
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.module_calls import call_model
@@ -97,7 +98,7 @@ def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite,
         each._replace(call=partial(counted_call, call_sites[each.node], each.call)) if each.node in call_sites else each
         for each in prepare(model, chunked, 0)
     ]
-    with torch.no_grad(), on_meta(model), ignoring_batch_statistics(model):
+    with torch.no_grad(), on_meta(model), OnMeta(), ignoring_batch_statistics(model):
         run(ready, bind(chunked, inputs))
     return found
 

@@ -28,6 +28,35 @@ def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tup
     return (rest, kept) if rest or kept else None
 
 
+_DEVICE = Tensor.device.__get__
+
+
+def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], device: str) -> Any:
+    """Calls a function of a forward that runs on meta in place of ``device``: tensors say that they are on that device.
+
+    So code that does one thing on one kind of device and another on another does what it does in a real run.
+    """
+    if function == _DEVICE and args[0].is_meta:
+        return torch.device(device)
+    if named.get("device") is not None:
+        named = {**named, "device": torch.device("meta")}
+    return function(*args, **named)
+
+
+class OnMeta(TorchFunctionMode):
+    """The context in which every function is called by :func:`call_on_meta`, in place of the CPU.
+
+    >>> with OnMeta():
+    ...     torch.empty(2, device="meta").device, torch.zeros(2, device="cpu").is_meta
+    (device(type='cpu'), True)
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return call_on_meta(func, args, dict(kwargs or {}), "cpu")
+
+
 def ignore_device_moves(graph: fx.Graph) -> None:
     """Removes moves to a named device from an fx graph. ``x.to(other)`` stays, since it may change the dtype."""
     for node in list(graph.nodes):

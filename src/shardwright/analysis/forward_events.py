@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.costs import Cost, CostCounting
+from shardwright.analysis.device_moves import call_on_meta
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 
@@ -169,8 +170,9 @@ def calls_replaced(around: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
 class _Events(TorchFunctionMode):
     """The mode that writes a :class:`ForwardRecord`."""
 
-    def __init__(self, model: nn.Module, units: Collection[str], work: CostCounting) -> None:
+    def __init__(self, model: nn.Module, units: Collection[str], work: CostCounting, device: str) -> None:
         super().__init__()
+        self._device = device
         self.record, self.names = ForwardRecord(), ParameterIndex(model)
         self._units, self._work, self._numbers = frozenset(units), work, Counter[str]()
         self._unit: int | None = None
@@ -191,9 +193,9 @@ class _Events(TorchFunctionMode):
             self._look_at(tensor)
         takes = tuple(map(self._name, given))
         if all(name is None for name in takes):
-            return func(*args, **named)
+            return call_on_meta(func, args, named, self._device)
         versions, before = [tensor._version for tensor in given], self._work.now()
-        results = func(*args, **named)
+        results = call_on_meta(func, args, named, self._device)
         made = tensors_in(results)
         written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
         if self._unit is not None:
@@ -315,7 +317,8 @@ def record_events(model: nn.Module, inputs: Any, units: Collection[str] = ()) ->
     """
     work = CostCounting()
     with on_meta(model), ignoring_batch_statistics(model), work:
-        mode = _Events(model, units, work)
+        devices = (leaf.device.type for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.is_meta)
+        mode = _Events(model, units, work, next(devices, "cpu"))
         paths = {module: path for path, module in model.named_modules()}
         mode.record.inside = {
             unit: tuple(paths[each] for each in model.get_submodule(unit).modules()) for unit in units

@@ -17,10 +17,11 @@ from shardwright.analysis.meta_values import MetaValues
 
 
 @contextmanager
-def on_meta(model: nn.Module, *, values: bool = True) -> Iterator[None]:
+def on_meta(model: nn.Module, *, values: bool = True, guess: bool | None = None) -> Iterator[None]:
     """Returns a context in which the model's forward can run on the meta device, also on no samples.
 
-    ``values``: small constants have values that the model's code may read; they are kept to the end.
+    ``values``: small constants have values that the model's code may read; they are kept to the end. ``guess`` answers
+    questions about other values, as in :class:`MetaValues`.
 
     >>> class Masked(nn.Linear):
     ...     def forward(self, x):
@@ -30,7 +31,7 @@ def on_meta(model: nn.Module, *, values: bool = True) -> Iterator[None]:
     ...     model(torch.empty(4, 2, device="meta")).shape
     torch.Size([4, 3])
     """
-    kept = MetaValues() if values else nullcontext()
+    kept = MetaValues(guess=guess) if values else nullcontext()
     with IgnoresDeviceMoves(torch.device("meta")), _InterpolatesEmpty(), without_branches(model), kept:
         yield
 

@@ -63,9 +63,9 @@ def written_arguments(function: Any, args: Sequence[Any], named: dict[str, Any],
 class MetaValues(TorchDispatchMode):
     """A context in which small tensors on the meta device that depend on no parameter and no input have values.
 
-    An operator on tensors of both devices runs on meta. A subclass sees every operator in :meth:`ran`. Code that asks
-    whether something is so of values that only a real run has is answered ``guess``: such questions mostly check the
-    inputs, and every rank gets the same answer.
+    An operator on tensors of both devices runs on meta. A subclass sees every operator in :meth:`ran`. With ``guess``,
+    code that asks whether something is so of values that only a real run has gets this answer: such questions mostly
+    check the inputs, and every rank gets the same.
 
     >>> with MetaValues():
     ...     torch.arange(3, device="meta").sum().item(), torch.ones(2, device="meta").bool().all().item()
@@ -77,7 +77,7 @@ class MetaValues(TorchDispatchMode):
     shardwright.analysis.meta_values.ValueReadError: the code reads a value that only a real run has
     """
 
-    def __init__(self, *, guess: bool = False) -> None:
+    def __init__(self, *, guess: bool | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._guess = guess
         self._values: dict[Key, Tensor] = {}
@@ -109,7 +109,7 @@ class MetaValues(TorchDispatchMode):
         known = name not in RANDOM and all(value is not None for value in values)
         small = known and sum(value.numel() for value in values if value is not None) <= MOST_ELEMENTS
         if name in _READS:
-            if not known and (name in ("equal", "is_nonzero") or given[0].dtype is torch.bool):
+            if not known and self._guess is not None and (name == "equal" or given[0].dtype is torch.bool):
                 return self._guess
             if not known:
                 raise ValueReadError("the code reads a value that only a real run has")

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwright.analysis.device_moves import call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key, written_arguments
 from shardwright.analysis.module_calls import call_model
 
@@ -89,7 +90,7 @@ class Recording:
 class Recorded(MetaValues):
     """The context that records operators into a :class:`Recording`; ``where`` names the module that runs."""
 
-    def __init__(self, where: Callable[[], tuple[str, int]] = lambda: ("", 0), *, guess: bool = False) -> None:
+    def __init__(self, where: Callable[[], tuple[str, int]] = lambda: ("", 0), *, guess: bool | None = None) -> None:
         super().__init__(guess=guess)
         self.recording = Recording()
         self.where, self._uses = where, dict[Any, TensorUse]()
@@ -153,7 +154,7 @@ class _WholeCalls(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         if func not in WHOLE_CALLS:
-            return func(*args, **named)
+            return call_on_meta(func, args, named, "cpu")
         with self._recorded.quiet():
             results = func(*args, **named)
         self._recorded.ran(func, args, named, results, random=False)

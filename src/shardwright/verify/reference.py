@@ -114,7 +114,9 @@ def reference(
             optimizer.param_groups[0]["eps"] = outcome.eps
         optimizer.step()
     outcome.parameters = {name: p.detach() for name, p in model.named_parameters()}
-    outcome.buffers = copied_buffers(model)
+    outcome.buffers = {
+        name: each for name, each in copied_buffers(model).items() if name in before
+    }  # others are caches
     different = (name for name, buffer in outcome.buffers.items() if not torch.equal(buffer, before[name]))
     outcome.changed = frozenset(
         name for name in different if before[name].is_floating_point() or before[name].is_complex()

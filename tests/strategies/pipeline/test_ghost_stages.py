@@ -167,6 +167,21 @@ def test_values_that_change_in_place_between_modules_are_those_of_one_device(lin
     assert verify(model_of(WritesInPlace), line, batches()).equal
 
 
+class TakesAnything(Layers):
+    """A wrapper whose forward names no arguments, and asks for the device to choose a function."""
+
+    def forward(self, *args, **named):
+        return super().forward(*args, **named)
+
+    def step(self, layer, x):
+        return x + layer(x).sigmoid() if x.device.type == "cpu" else layer(x)
+
+
+def test_a_forward_that_names_no_arguments_and_asks_for_the_device_is_cut():
+    verdict = verify(model_of(TakesAnything), "pp2 mb2", batches())
+    assert verdict.equal, str(verdict)
+
+
 class DropsBetweenModules(Layers):
     """Attention that drops scores, called by code between modules, as most models of other packages do."""
 

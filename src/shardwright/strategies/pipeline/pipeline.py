@@ -20,6 +20,7 @@ Source: Narayanan et al. 2021, arXiv:2104.04473; each schedule names its own in 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,10 +29,10 @@ from typing import Any, ClassVar, Literal
 
 from shardwright.analysis.batch_norms import keeps_state_between_calls
 from shardwright.analysis.copying import copied
-from shardwright.analysis.structure import has_hooks
+from shardwright.analysis.structure import OPEN_ENDED, has_hooks
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
-from shardwright.errors import LayoutError, UnknownCodeError
+from shardwright.errors import LayoutError, PlanError, UnknownCodeError
 from shardwright.forward_stack import Rung
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
@@ -253,13 +254,19 @@ MOST_OF_ONE = 0.75
 
 def _cut(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Stages | EventStages:
     """Cuts a model by its code where that can be followed, else by a record of its forward on the example."""
-    found, failure = None, None
+    found: Stages | None = None
+    failure: Exception | None = None
     try:
         found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, **asked)
         if not found.gives_dict and (not found.unread or _largest(found) <= MOST_OF_ONE):
             return found
     except UnknownCodeError as error:
         failure = error
+    except PlanError as error:
+        parameters = inspect.signature(job.model.forward).parameters.values()
+        if not any(each.kind in OPEN_ENDED for each in parameters):
+            raise
+        failure = error  # arguments without names, which traced code cannot take
     others = [str(factor) for factor in plan.layout.factors if factor.axis not in ("pp", "dp")]
     if job.example is not None and not others:
         recorded = cut_events(job.model, num_chunks, job.example, **asked)

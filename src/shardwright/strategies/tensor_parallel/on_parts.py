@@ -337,7 +337,7 @@ def _rehearsed(plan: Plan, note: PartsNote, coord: Coord, inputs: Any) -> Counte
     apply_on_parts(model, world.axes(plan.mesh), note, "rehearsal")
     checkpoint_activations(Job(model, model), plan)
     model.eval()
-    with world.recorder.recording() as records, torch.enable_grad(), on_meta(model):
+    with world.recorder.recording() as records, torch.enable_grad(), on_meta(model, guess=False):
         outputs = call_model(model, inputs)
         learning = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         torch.autograd.backward(learning, [torch.empty_like(leaf) for leaf in learning])
