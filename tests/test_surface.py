@@ -63,7 +63,7 @@ def test_the_keys_of_a_run_are_these():
 
 
 def test_the_format_of_a_checkpoint_is_this():
-    assert (manifest.FORMAT, manifest.VERSION, manifest.MANIFEST) == ("shardwright-checkpoint", 1, "manifest.json")
+    assert (manifest.FORMAT, manifest.VERSION, manifest.MANIFEST) == ("shardwright-checkpoint", 2, "manifest.json")
 
 
 def test_names_that_the_pages_give_are_where_they_were():

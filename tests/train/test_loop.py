@@ -142,6 +142,19 @@ def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(tmp_path):
     assert train(config(steps=3), out, resume=True, ranks="threads")["steps"] == 3
 
 
+def test_a_new_run_is_refused_where_another_began_and_ended_since_the_folder_was_found_free(tmp_path, monkeypatch):
+    out, plain = tmp_path / "run", loop.launch
+
+    def late(*args, **options):
+        monkeypatch.setattr(loop, "launch", plain)
+        train(config(), out, ranks="threads")
+        return plain(*args, **options)
+
+    monkeypatch.setattr(loop, "launch", late)
+    assert "another run has begun in it meanwhile" in refused(PlanError, config(steps=3), out)
+    assert len(read_metrics(out)) == 2
+
+
 def test_a_resumed_run_with_no_steps_left_does_not_rewrite_its_checkpoint(tmp_path):
     out = tmp_path / "run"
     train(config(), out, ranks="threads")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy
 import psutil
@@ -23,6 +23,7 @@ from torch import Tensor
 
 import shardwright
 from shardwright.checkpoint.loading import load
+from shardwright.checkpoint.locking import lock
 from shardwright.checkpoint.manifest import find, steps_in
 from shardwright.checkpoint.saving import save
 from shardwright.comm.agreement import first_problem, gather_json
@@ -113,7 +114,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     saved = bool(steps_in(out / CHECKPOINTS))
     if resume and not saved and (out / METRICS_FILE).exists():
         with contextlib.suppress(OSError), (out / LOCK).open() as file:
-            if not _lock(file):
+            if not lock(file):
                 raise _in_use(out)
         raise CheckpointError(
             f"the run in '{out}' ended before its first checkpoint",
@@ -166,7 +167,7 @@ def _check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
 
 def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:
     stop = stop or Stop()
-    with stop.on_signals(), _locked_folder(world, out):
+    with stop.on_signals(), _locked_folder(world, out, new=not resume):
         summary = _Training(world, config, out, resume, stop).run_all()
         if summary["stopped"] and not world.local:
             # everything is saved, and a launcher that is itself stopping accepts no results
@@ -182,44 +183,33 @@ def _signalled_ranks(world: World, stop: Stop) -> str:
 
 
 @contextlib.contextmanager
-def _locked_folder(world: World, out: Path) -> Iterator[None]:
-    """Locks ``out`` on rank 0; raises on every rank if another run has it. The system releases a dead run's lock."""
+def _locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[None]:
+    """Locks ``out`` on rank 0; raises on every rank if another run has it. The system releases a dead run's lock.
+
+    A ``new`` run is refused too if another has begun and ended there since the folder was found to be free.
+    """
     everyone = world.everyone()
     with contextlib.ExitStack() as stack:
         problem = ""
         if world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((out / LOCK).open("w"))
-            if not _lock(file):
+            if not lock(file):
                 problem = "another run writes to it"
-        if first_problem(everyone, problem):
-            raise _in_use(out)
+            elif new and (out / METRICS_FILE).exists():
+                problem = "another run has begun in it meanwhile"
+        if found := first_problem(everyone, problem):
+            raise _in_use(out, found[1])
         yield
 
 
-def _in_use(out: Path) -> PlanError:
+def _in_use(out: Path, why: str = "another run writes to it") -> PlanError:
     return PlanError(
         f"'{out}' is in use",
-        given="another run writes to it",
+        given=why,
         allowed="one run for each folder",
         fix="give another --out, or wait until the other run has ended",
     )
-
-
-def _lock(file: IO[str]) -> bool:
-    """Locks the file for this process; returns False if another process holds the lock."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _peak_bytes() -> int:
