@@ -27,7 +27,7 @@ FLAGS = {
     | {"--offload-folder", "--out", "--resume", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
     "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--ranks"},
-    "sample": {"--from", "--layout", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
+    "sample": {"--from", "--layout", "--model", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
     "doctor": {"--json"},
     "checkpoint inspect": {"PATH", "--json"},
     "checkpoint export": {"PATH", "TO", "--json"},

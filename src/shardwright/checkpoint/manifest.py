@@ -25,7 +25,7 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -210,21 +210,29 @@ def on_all(everyone: Axis, path: Path, do: Callable[[], T]) -> T:
     """
     result, problem = None, ""
     try:
-        result = do()
+        with reading(path):
+            result = do()
     except CheckpointError as failure:
         problem = str(failure)
-    except Exception as failure:  # a file that is not what its manifest says can fail anywhere
-        problem = str(
-            CheckpointError(
-                f"the checkpoint at '{path}' could not be loaded; all is as it was",
-                given=f"{type(failure).__name__}: {failure}".splitlines()[0],
-                allowed="files that can be read as they were written, and room for their content",
-                fix="mend what is given, or load the checkpoint of another step",
-            )
-        )
     if found := first_problem(everyone, problem):
         raise CheckpointError(found[1])
     return cast("T", result)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Makes every error of the block, which reads the checkpoint at ``path``, a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as failure:  # a file that is not what its manifest says can fail anywhere
+        raise CheckpointError(
+            f"the checkpoint at '{path}' could not be read; all is as it was",
+            given=f"{type(failure).__name__}: {failure}".splitlines()[0],
+            allowed="files that can be read as they were written, and room for their content",
+            fix="mend what is given, or take the checkpoint of another step",
+        ) from failure
 
 
 def checksum(file: Path) -> str:

@@ -189,14 +189,37 @@ def read_toml(path: Path) -> dict[str, Any]:
     return read_options(found, given_in=str(path))
 
 
-def read_run(out: Path) -> dict[str, Any]:
-    """Returns the options that an earlier run in ``out`` was started with. Raises CheckpointError: no such run."""
+def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
+    """Returns the options that an earlier run in ``out`` was started with. ``model`` is the one that the person names.
 
+    A folder may come from another person, and importing a factory runs its code. So a factory is taken from a folder
+    only if it is named beside it.
+
+    Raises: CheckpointError: no such run; another model than the one named; a factory that is not named.
+    """
+    options = options_of(out)
+    found = options.get("model", TrainConfig.model)
+    if model is not None and model != found:
+        raise CheckpointError(
+            f"the run in '{out}' has another model", given=model, allowed=found, fix=f"write --model {found}"
+        )
+    if ":" in found and model is None:
+        raise CheckpointError(
+            f"{RUN_FILE} of '{out}' names code that would run: the factory of its model",
+            given=found,
+            allowed=f"a factory that the command names too, or one of {', '.join(MODELS)}",
+            fix=f"if you trust that code, add --model {found}",
+        )
+    return options
+
+
+def options_of(out: Path) -> dict[str, Any]:
+    """Returns the options of a run's file, without ``stop_at``. Raises CheckpointError: no such run."""
     try:
         found = json.loads((out / RUN_FILE).read_text())
         options = read_options(found["options"], given_in=RUN_FILE)
         return {key: value for key, value in options.items() if key != "stop_at"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         raise CheckpointError(
             f"there is no run at '{out}'",
             given=str(failure).splitlines()[0],

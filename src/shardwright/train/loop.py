@@ -36,7 +36,7 @@ from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.rng import without_values
 from shardwright.runtime.executor import Microbatch
-from shardwright.train.config import RUN_FILE, TrainConfig, read_run
+from shardwright.train.config import RUN_FILE, TrainConfig, options_of
 from shardwright.train.data import Dataset, Indices, Order, global_batch, open_data
 from shardwright.train.measuring import agreed_seconds
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
@@ -131,7 +131,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
         )
     if resume:
         find(out / CHECKPOINTS)
-        _check_same_run(config, read_run(out))
+        _check_same_run(config, options_of(out))
     elif (out / METRICS_FILE).exists():
         raise PlanError(
             f"'{out}' holds a run already",
