@@ -133,7 +133,7 @@ def signed(text: str) -> str:
 
     >>> print(signed('{"step": 3\\n}')[:30])
     {"step": 3,
-     "sha256": "d4b18e
+     "sha256": "b3d60a
     """
     body = text.removesuffix("\n}")
     return f'{body}{_SIGN}{hashlib.sha256(body.encode()).hexdigest()}"\n}}'

@@ -14,9 +14,13 @@ import typer
 # Only modules that `import shardwright` loads anyway stand here. A command imports train and report when it runs,
 # because they load rich and psutil, which --help and checkpoint do not need.
 import shardwright
+from shardwright import command_start
+from shardwright.checkpoint.export import export_model
 from shardwright.checkpoint.manifest import find, read, steps_in
 from shardwright.cli import options as opt
 from shardwright.cli.options import emit, given, parse_pairs, report_errors, warn, with_shared
+from shardwright.comm.limits import check_can_start
+from shardwright.command_start import INTERRUPTED
 from shardwright.errors import PlanError, explain
 from shardwright.formatting import format_bytes, format_count
 from shardwright.layout import Layout
@@ -120,7 +124,7 @@ def train(
         if _is_first_rank():
             done = f"; {saved[-1]} is complete, continue with --resume" if saved else " before the first checkpoint"
             warn(f"{why}stopped{done}")
-        raise typer.Exit(opt.INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED) from None
     if _is_first_rank():
         _print_summary(summary, out, config, as_json=as_json)
 
@@ -141,7 +145,7 @@ def _print_summary(summary: dict[str, Any], out: Path, config: Any, *, as_json: 
         raise typer.Exit(opt.FAILURE)
     if summary["stopped"]:
         warn(f"stopped at step {summary['steps']}; continue with --resume")
-        raise typer.Exit(opt.INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _is_first_rank() -> bool:
@@ -199,6 +203,7 @@ def verify(
 ) -> None:
     """Proves a layout equal to one device: the loss, every gradient, the parameters after some steps."""
     from shardwright.train.data import Order, global_batch, open_data
+    from shardwright.train.fitting import check_room, check_takes
     from shardwright.train.measuring import layer_seconds
 
     backend = opt.ranks_of(ranks)
@@ -208,6 +213,7 @@ def verify(
         )
     config = _config(shared, {"seq": 64}, steps=steps)
     opt.check_one_process(config)
+    check_can_start(Layout.parse(config.layout).num_ranks)
     with without_values():
         plain, loss, model_config = config.build()
     dropped = False
@@ -215,6 +221,9 @@ def verify(
         if isinstance(module, torch.nn.Dropout) and module.p == 0:
             module.p, dropped = 0.1, True  # so that the comparison covers dropout masks, which must not depend on ranks
     samples = open_data(config.data, seq=config.seq, model=model_config)
+    check_room(plain, Layout.parse(config.layout))
+    if model_config is None:
+        check_takes(config, plain, loss, samples)
     order = Order(len(samples), config.batch, config.seed)
     batches = [global_batch(samples, order.batch(step)) for step in range(config.steps)]
     verdict = compare(
@@ -368,8 +377,6 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Writes the model alone into one safetensors file, under the plain model's names."""
-    from shardwright.checkpoint.export import export_model
-
     manifest, num_tensors = export_model(find(_inside(path)), to)
     text = f"{to}: {num_tensors} tensors of step {manifest.step}"
     emit({"file": str(to), "tensors": num_tensors}, text, as_json=as_json)
@@ -382,4 +389,5 @@ def _inside(path: Path) -> Path:
 
 def main() -> None:
     """Runs the command; the entry point of the console script."""
+    command_start.imported()
     app()

@@ -29,6 +29,7 @@ from shardwright.checkpoint.saving import save
 from shardwright.comm.agreement import first_problem, gather_json
 from shardwright.comm.failures import StopRequested
 from shardwright.comm.launch import Ranks, launch
+from shardwright.comm.limits import check_can_start
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
@@ -38,6 +39,7 @@ from shardwright.rng import without_values
 from shardwright.runtime.executor import Microbatch
 from shardwright.train.config import RUN_FILE, TrainConfig, options_of
 from shardwright.train.data import Dataset, Indices, Order, global_batch, open_data
+from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.measuring import agreed_seconds
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
 
@@ -85,9 +87,25 @@ def train(
     Raises: LayoutError, PlanError, CheckpointError: before the first step.
     """
     layout = Layout.parse(config.layout)
+    check_can_start(layout.num_ranks)
+    with _writing(out):
+        out.exists()  # raises for a name that is too long
     _check_before(config, out, resume=resume)
-    try:
+    with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
+    if ranks == "threads":
+        stop = stop or Stop()
+        with stop.on_signals():
+            return launch(_rank, layout, config, out, resume, stop, ranks=ranks)[0]
+    options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores}
+    return launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Makes an error of the system, in the block, a PlanError about the folder ``out``."""
+    try:
+        yield
     except OSError as failure:
         raise PlanError(
             f"cannot write to '{out}'",
@@ -95,12 +113,6 @@ def train(
             allowed="a folder that can be written, or can be created",
             fix="give another --out",
         ) from failure
-    if ranks == "threads":
-        stop = stop or Stop()
-        with stop.on_signals():
-            return launch(_rank, layout, config, out, resume, stop, ranks=ranks)[0]
-    options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores}
-    return launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
 
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
@@ -110,6 +122,9 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     layout = Layout.parse(config.layout)
     data = [open_data(config.data, seq=config.seq, model=model_config, split=split) for split in ("train", "eval")]
     inputs = inputs_of(data[0], config.batch)
+    check_room(model, layout)
+    if model_config is None:
+        check_takes(config, model, loss, data[0])
     make_plan(job_for(model, loss, layout, inputs, config.num_tokens, config.roles), layout)
     saved = bool(steps_in(out / CHECKPOINTS))
     if resume and not saved and (out / METRICS_FILE).exists():
