@@ -24,7 +24,7 @@ FLAGS = {
     | {"--data", "--steps", "--stop-at", "--seed", "--lr", "--schedule", "--warmup", "--weight-decay", "--clip"}
     | {"--save-every", "--keep", "--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
     | {"--bind-cores"}
-    | {"--offload-folder", "--out", "--resume", "--ranks"},
+    | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
     "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--ranks"},
     "sample": {"--from", "--layout", "--model", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},

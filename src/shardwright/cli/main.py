@@ -99,6 +99,9 @@ def train(
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/train"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
+    changed_data: Annotated[
+        bool, typer.Option("--changed-data", help="Resume even if the data have changed since the run was started.")
+    ] = False,
     ranks: Annotated[str, opt.RANKS] = "processes",
     as_json: Json = False,
 ) -> None:
@@ -117,7 +120,7 @@ def train(
         bind_cores=bind_cores, offload_folder=offload_folder,
     )  # fmt: skip
     try:
-        summary = run_training(config, out, resume=resume, ranks=backend)
+        summary = run_training(config, out, resume=resume, ranks=backend, changed_data=changed_data)
     except KeyboardInterrupt as stop:
         saved = steps_in(out / CHECKPOINTS)
         why = f"{stop}\n" if str(stop) else ""

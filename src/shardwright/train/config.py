@@ -252,6 +252,13 @@ def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
     return options
 
 
+def noted_data(out: Path) -> Mapping[str, Any]:
+    """Returns what a run's file notes of its data, by file; nothing if it is a run of a version that noted nothing."""
+    options_of(out)  # raises if it is no run
+    found = json.loads((out / RUN_FILE).read_text()).get("data", {})
+    return found if isinstance(found, dict) else {}
+
+
 def options_of(out: Path) -> dict[str, Any]:
     """Returns the options of a run's file, without ``stop_at``. Raises CheckpointError: no such run."""
     try:
