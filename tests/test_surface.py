@@ -24,10 +24,10 @@ FLAGS = {
     | {"--data", "--steps", "--stop-at", "--seed", "--lr", "--schedule", "--warmup", "--weight-decay", "--clip"}
     | {"--save-every", "--keep", "--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
     | {"--bind-cores"}
-    | {"--offload-folder", "--out", "--resume", "--ranks"},
+    | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
     "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--ranks"},
-    "sample": {"--from", "--layout", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
+    "sample": {"--from", "--layout", "--model", "--prompt", "--num", "--temperature", "--seed", "--ranks", "--json"},
     "doctor": {"--json"},
     "checkpoint inspect": {"PATH", "--json"},
     "checkpoint export": {"PATH", "TO", "--json"},
@@ -63,7 +63,7 @@ def test_the_keys_of_a_run_are_these():
 
 
 def test_the_format_of_a_checkpoint_is_this():
-    assert (manifest.FORMAT, manifest.VERSION, manifest.MANIFEST) == ("shardwright-checkpoint", 1, "manifest.json")
+    assert (manifest.FORMAT, manifest.VERSION, manifest.MANIFEST) == ("shardwright-checkpoint", 2, "manifest.json")
 
 
 def test_names_that_the_pages_give_are_where_they_were():

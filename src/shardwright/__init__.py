@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import shardwright.command_start  # noqa: F401  # first: Ctrl-C may come while the command imports the rest
 from shardwright.analysis.costs import time_layers
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.saving import save

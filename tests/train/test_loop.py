@@ -142,6 +142,19 @@ def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(tmp_path):
     assert train(config(steps=3), out, resume=True, ranks="threads")["steps"] == 3
 
 
+def test_a_new_run_is_refused_where_another_began_and_ended_since_the_folder_was_found_free(tmp_path, monkeypatch):
+    out, plain = tmp_path / "run", loop.launch
+
+    def late(*args, **options):
+        monkeypatch.setattr(loop, "launch", plain)
+        train(config(), out, ranks="threads")
+        return plain(*args, **options)
+
+    monkeypatch.setattr(loop, "launch", late)
+    assert "another run has begun in it meanwhile" in refused(PlanError, config(steps=3), out)
+    assert len(read_metrics(out)) == 2
+
+
 def test_a_resumed_run_with_no_steps_left_does_not_rewrite_its_checkpoint(tmp_path):
     out = tmp_path / "run"
     train(config(), out, ranks="threads")
@@ -162,6 +175,60 @@ def test_rows_after_the_checkpoint_are_written_again_and_a_torn_last_row_is_left
     train(config(steps=4, save_every=2), out, resume=True, ranks="threads")
     assert losses(out) == expected
     assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("line", ["single", "dp2"])
+def test_a_folder_that_is_removed_while_a_run_goes_on_is_written_anew_at_the_next_save(
+    tmp_path, monkeypatch, line, capsys
+):
+    out, plain = tmp_path / "run", loop._Training._step
+
+    def step(self):
+        row = plain(self)
+        if self.world.rank == 0 and row["step"] == 3:
+            shutil.rmtree(out)
+        return row
+
+    monkeypatch.setattr(loop._Training, "_step", step)
+    train(config(layout=line, steps=6, save_every=2), out, ranks="threads")
+    monkeypatch.undo()
+    said = "".join(capsys.readouterr().err.split())
+    assert f"warning: '{out}' was removed; it is written anew, with the metrics from step 1 on".replace(" ", "") in said
+    assert [step.name for step in steps_in(out / "checkpoints")] == ["step-00000004", "step-00000006"]
+    assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
+    assert train(config(steps=7), out, resume=True, ranks="threads")["steps"] == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[: len(text) // 2], "2,048 bytes, 4,096 bytes at the run's start"),
+        (lambda text: b"x" + text[1:], "another beginning or end"),
+        (lambda text: text[:-1] + b"x", "another beginning or end"),
+    ],
+)
+def test_data_that_changed_between_stop_and_resume_are_refused_unless_they_are_accepted(tmp_path, change, words):
+    text, out = tmp_path / "text", tmp_path / "run"
+    text.write_bytes(bytes(range(256)) * 16)
+    train(config(data=str(text)), out, ranks="threads")
+    before = text.read_bytes()
+    text.write_bytes(change(before))
+    told = refused(PlanError, config(data=str(text), steps=3), out, resume=True)
+    assert words in told
+    assert "--changed-data" in told
+    assert train(config(data=str(text), steps=3), out, resume=True, changed_data=True, ranks="threads")["steps"] == 3
+    assert train(config(data=str(text), steps=4), out, resume=True, ranks="threads")["steps"] == 4  # it is noted anew
+    text.write_bytes(before)
+    refused(PlanError, config(data=str(text), steps=5), out, resume=True)
+
+
+def test_a_run_of_a_version_that_did_not_note_its_data_is_resumed(tmp_path):
+    out = tmp_path / "run"
+    train(config(), out, ranks="threads")
+    found = json.loads((out / "run.json").read_text())
+    assert found.pop("data")["stdlib"][0] > 1_000_000
+    (out / "run.json").write_text(json.dumps(found))
+    assert train(config(steps=3), out, resume=True, ranks="threads")["steps"] == 3
 
 
 # ---- signals

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +12,70 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from shardwright.checkpoint.manifest import Manifest, check_files_on_all, find
+from shardwright.checkpoint.manifest import MANIFEST, Manifest, check_files, find, on_all
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.checkpoint.saving import LOSS_SCALE, buffer_layout, group_parameters, kept_buffers
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
 from shardwright.parallelize.run import Run
+from shardwright.runtime.offload_storage import OffloadStorage
 from shardwright.sharding.box import Piece, write
 from shardwright.sharding.tensor_layout import TensorLayout
 from shardwright.sharding.transfer import plan_transfer
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a rank has read of a checkpoint: complete before anything of the run changes.
+
+    ``values`` are the live tensors to be filled, each with what was read for it: in host memory, or where the run
+    offloads its state to disk, there.
+    """
+
+    manifest: Manifest
+    values: list[tuple[Tensor, Tensor]]
+    states: Mapping[Tensor, dict[str, Any]]
+    options: tuple[Mapping[str, Any], ...]
 
 
 def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = None) -> Mapping[str, Any]:
     """Fills ``run`` and ``optimizer`` from a checkpoint of any layout; returns ``extra``, the user data saved with it.
 
     ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Each rank reads and verifies only the
-    files that hold some of its part.
+    files that hold some of its part. All is read before anything is changed: a load that fails leaves run and optimizer
+    as they were.
 
-    Raises: CheckpointError: the checkpoint is missing, broken or foreign, of another model, or without the optimizer's
-        state. Every check that does not need the files comes first.
+    Raises: CheckpointError, on every rank: the checkpoint is missing, broken or foreign, of another model, or without
+        the optimizer's state. Every check that does not need the files comes first.
     """
-    folder = find(Path(path))
+    everyone = run.axes["world"].for_strategy("checkpoint")
+    own = {name: list(buffer_layout(run, name, b).shape) for name, b in kept_buffers(run.model).items()}
+    buffers = {name: shape for each in gather_json(everyone, own) for name, shape in each.items()}
+    found = on_all(everyone, Path(path), lambda: _read(Path(path), run, optimizer, buffers))
+    manifest = found.manifest
+    with torch.no_grad():
+        for local, values in found.values:
+            local.copy_(values)
+    run.changed()
+    if optimizer is not None:
+        for parameter in run.parameters.values():
+            optimizer.state.pop(parameter, None)
+        optimizer.state.update(found.states)
+        for group, options in zip(optimizer.param_groups, found.options, strict=True):
+            group.update(options)
+    if run.loss_scale is not None:
+        for key, (_, value) in manifest.scalars.get(LOSS_SCALE, {}).items():
+            setattr(run.loss_scale, key, value)
+    run.num_steps = manifest.step
+    run.rng.seed = manifest.seed
+    return manifest.extra
+
+
+def _read(path: Path, run: Run, optimizer: torch.optim.Optimizer | None, buffers: Mapping[str, Sequence[int]]) -> _Read:
+    """Checks and reads this rank's part of a checkpoint; ``buffers`` are the shapes of all ranks' buffers."""
+    folder = find(path)
     manifest = read_manifest(folder)
-    _check_names(folder, manifest, run)
+    _check_names(folder, manifest, run, buffers)
     if optimizer is not None:
         _check_optimizer(optimizer, manifest)
     wanted, states = _wanted(run, optimizer, manifest)
@@ -42,23 +85,26 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
         for stored in manifest.tensors[name][2]
         if any(stored.box.intersect(piece.whole) for piece in layout.pieces(run.coord)) or not layout.shape
     }
-    check_files_on_all(run.axes["world"].for_strategy("checkpoint"), folder, manifest, needed)
-    with torch.no_grad():
-        for name, layout, local in wanted:
-            values = torch.empty(layout.local_shape(run.coord), dtype=local.dtype)
-            read_pieces(folder, manifest, name, layout.pieces(run.coord), values)
-            local.copy_(values)
-    run.changed()
-    if optimizer is not None:
-        for parameter, key, value in states:
-            optimizer.state[parameter][key] = value
-        _fill_optimizer(run, optimizer, manifest)
-    if run.loss_scale is not None:
-        for key, (_, value) in manifest.scalars.get(LOSS_SCALE, {}).items():
-            setattr(run.loss_scale, key, value)
-    run.num_steps = manifest.step
-    run.rng.seed = manifest.seed
-    return manifest.extra
+    check_files(folder, manifest, needed)
+    # offloaded state has one place, whose values are still in use
+    fresh = {t for state in states.values() for t in state.values()} if run.offload is None else set[Tensor]()
+    disk = run.offload.storage if run.offload is not None and run.offload.place == "disk" else None
+    room = None if disk is None else OffloadStorage("disk", run.axes["world"], disk.folder)
+    values: list[tuple[Tensor, Tensor]] = []
+    for name, layout, local in wanted:
+        read = local
+        if local not in fresh:
+            shape = layout.local_shape(run.coord)
+            size = prod(shape)
+            read = torch.empty(shape, dtype=local.dtype) if room is None else room.empty(size, local.dtype).view(shape)
+            values.append((local, read))
+        read_pieces(folder, manifest, name, layout.pieces(run.coord), read)
+        if room is not None:
+            room.put_away([read])
+    options = _fill_optimizer(run, optimizer, manifest, states, values) if optimizer is not None else ()
+    if run.loss_scale is not None and not manifest.scalars.get(LOSS_SCALE, {}).keys() <= vars(run.loss_scale).keys():
+        raise ValueError(f"{MANIFEST}: unknown entries of the loss scale")
+    return _Read(manifest, values, states, options)
 
 
 def read_whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
@@ -84,10 +130,10 @@ def read_pieces(folder: Path, manifest: Manifest, name: str, pieces: tuple[Piece
 
 def _wanted(
     run: Run, optimizer: torch.optim.Optimizer | None, manifest: Manifest
-) -> tuple[list[tuple[str, TensorLayout, Tensor]], list[tuple[Tensor, str, Tensor]]]:
-    """The tensors that this rank fills, with global names and layouts; and of state, the parameter and key of each."""
+) -> tuple[list[tuple[str, TensorLayout, Tensor]], dict[Tensor, dict[str, Any]]]:
+    """The tensors that this rank fills, with global names and layouts; and of state, the new tensors by parameter."""
     found: list[tuple[str, TensorLayout, Tensor]] = []
-    states: list[tuple[Tensor, str, Tensor]] = []
+    states: dict[Tensor, dict[str, Any]] = {}
     keys: dict[str, list[str]] = {}
     for name in manifest.tensors:
         if name.startswith("optimizer/"):
@@ -99,8 +145,7 @@ def _wanted(
         found.append((name, run.plan.state[name].parameter, parameter))
         for key in keys.get(name, []) if optimizer is not None else ():
             dtype = getattr(torch, manifest.tensors[f"optimizer/{name}/{key}"][0])
-            state = _new_state(run, parameter, key, dtype)
-            states.append((parameter, key, state))
+            state = states.setdefault(parameter, {})[key] = _new_state(run, parameter, key, dtype)
             found.append((f"optimizer/{name}/{key}", run.plan.state[name].optimizer, state))
     for name, buffer in kept_buffers(run.model).items():
         layout = buffer_layout(run, name, buffer)
@@ -115,19 +160,19 @@ def _new_state(run: Run, parameter: nn.Parameter, key: str, dtype: torch.dtype) 
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
 
-def _check_names(folder: Path, manifest: Manifest, run: Run) -> None:
+def _check_names(folder: Path, manifest: Manifest, run: Run, buffers: Mapping[str, Sequence[int]]) -> None:
     held = {name for name in manifest.tensors if not name.startswith("optimizer/")}
     wanted = {name: layout.shape for name, layout in run.plan.compute.items()}
-    buffers = {name: list(buffer_layout(run, name, b).shape) for name, b in kept_buffers(run.model).items()}
-    for buffers_there in gather_json(
-        run.axes["world"].for_strategy("checkpoint"), buffers
-    ):  # other stages have other buffers
-        wanted.update({name: tuple(shape) for name, shape in buffers_there.items()})
+    wanted.update({name: tuple(shape) for name, shape in buffers.items()})  # other stages have other buffers
     wanted = {name: shape for name, shape in wanted.items() if 0 not in shape}  # empty tensors are not stored
     wrong = sorted(held ^ wanted.keys())
     for name in sorted(held & wanted.keys()):
         if manifest.tensors[name][1] != tuple(wanted[name]):
             wrong.append(f"{name} {list(manifest.tensors[name][1])} instead of {list(wanted[name])}")
+    for name in sorted(manifest.tensors.keys() - held):
+        owner = name.removeprefix("optimizer/").rpartition("/")[0]
+        if owner not in held or manifest.tensors[name][1] != manifest.tensors[owner][1]:
+            wrong.append(f"{name}, which is no state of a parameter")
     if wrong:
         raise CheckpointError(
             f"'{folder}' is a checkpoint of another model",
@@ -147,22 +192,29 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, manifest: Manifest) -> No
         )
 
 
-def _fill_optimizer(run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+def _fill_optimizer(
+    run: Run, optimizer: torch.optim.Optimizer, manifest: Manifest, states: dict[Tensor, dict[str, Any]],
+    values: list[tuple[Tensor, Tensor]],
+) -> tuple[Mapping[str, Any], ...]:  # fmt: skip
+    """Adds to ``states`` what is no tensor of a parameter's shape; returns the options of each param group."""
     elementwise = {name.rpartition("/")[2] for name in manifest.tensors if name.startswith("optimizer/")}
+    every = []
     for number, group in enumerate(optimizer.param_groups):
         held = group_parameters(run, group)
         for name, parameter in held.items():
             for key, (kind, value) in manifest.scalars.get(name, {}).items():
-                state = optimizer.state[parameter]
+                state = states.setdefault(parameter, {})
                 on_device = group.get("fused") or group.get("capturable")  # then torch keeps step counts there
                 device = parameter.device if on_device else torch.device("cpu")
                 state[key] = torch.tensor(value, dtype=getattr(torch, kind), device=device) if kind else value
                 if kind and key in elementwise:  # a parameter without dims, which this layout may store in a slice
-                    state[key] = _new_state(run, parameter, key, state[key].dtype).fill_(value)
-            if optimizer.state.get(parameter) and 0 in run.plan.compute[name].shape:
-                optimizer.state[parameter].update((key, torch.empty_like(parameter)) for key in elementwise)
+                    state[key] = _new_state(run, parameter, key, state[key].dtype)
+                    values.append((state[key], torch.full_like(state[key], value)))
+            if states.get(parameter) and 0 in run.plan.compute[name].shape:
+                states[parameter].update((key, torch.empty_like(parameter)) for key in elementwise)
         options = _options_of(manifest, number, held.keys(), len(optimizer.param_groups))
-        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+        every.append({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+    return tuple(every)
 
 
 def _options_of(manifest: Manifest, number: int, names: Set[str], num_groups: int) -> Mapping[str, Any]:

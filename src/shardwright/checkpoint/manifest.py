@@ -10,28 +10,42 @@
         .tmp-.../                      being written, or left by a killed run: never read
 
 A checkpoint is complete exactly when its folder has its final name, which one rename gives it last. It contains no
-pickle, so opening a checkpoint runs no code.
+pickle, so opening a checkpoint runs no code; what a manifest may say stands in ``schema.py``.
+
+Versions of the format, which every later version can read:
+
+1. The first. It has no checksum of the manifest.
+2. The last entry of the manifest is the SHA-256 of all text before that entry. Every later version keeps this entry.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-import torch
-
+from shardwright.checkpoint.schema import check_schema
 from shardwright.comm.agreement import first_problem
 from shardwright.comm.axis import Axis
 from shardwright.errors import CheckpointError
 from shardwright.sharding.box import Box
 
 FORMAT = "shardwright-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
+
+_SIGN = ',\n "sha256": "'
+"""What stands between a manifest's text and the checksum of that text."""
+
+_STEP = re.compile(r"step-([0-9]+)(\.old)?")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,49 +89,73 @@ class Manifest:
         files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in self.files.items()}
         head = {"format": FORMAT, "version": VERSION, "step": self.step, "layout": self.layout, "seed": self.seed}
         state = {"optimizer": self.optimizer, "scalars": self.scalars, "groups": self.groups, "extra": self.extra}
-        return json.dumps({**head, **state, "files": files, "tensors": tensors}, indent=1)
+        return signed(json.dumps({**head, **state, "files": files, "tensors": tensors}, indent=1))
 
     @staticmethod
     def from_json(text: str, path: Path) -> Manifest:
         """Parses the text of ``manifest.json``. Raises CheckpointError for another format or a broken manifest."""
         try:
-            found = json.loads(text)
-            if found.get("format") != FORMAT:
-                raise _foreign(path, f"a manifest of format {found.get('format')!r}")
-            if found["version"] > VERSION:
+            found = json.loads(_checked(text))
+            if isinstance(found, dict) and found.get("format") != FORMAT:
+                raise _foreign(path, f"a manifest of format {found.get('format')!r:.80}")
+            version = found.get("version") if isinstance(found, dict) else None
+            if isinstance(version, int) and version > VERSION:
                 raise CheckpointError(
                     f"'{path}' was written by a newer shardwright",
-                    given=f"version {found['version']}",
+                    given=f"version {version}",
                     allowed=f"versions up to {VERSION}",
                     fix="upgrade shardwright",
                 )
-            tensors = {
-                name: (
-                    entry["dtype"],
-                    tuple(entry["shape"]),
-                    tuple(StoredBox(Box(tuple(a), tuple(b)), file, key) for a, b, file, key in entry["pieces"]),
-                )
-                for name, entry in found["tensors"].items()
-            }
-            files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in found["files"].items()}
-            for dtype, _, stored in tensors.values():
-                _ = getattr(torch, dtype), [files[each.file] for each in stored]  # raises if one does not exist
-            return Manifest(
-                found["step"], found["layout"], found["seed"], tensors, files,
-                found["optimizer"], found["scalars"], tuple(found["groups"]), found["extra"],
-            )  # fmt: skip
+            if _SIGN not in text and (version != 1 or version is True):
+                raise ValueError("no checksum at its end")
+            check_schema(found)
         except CheckpointError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as failure:
+        except (ValueError, TypeError, RecursionError) as failure:
             raise _broken(path, f"{MANIFEST}: {failure}") from failure
+        tensors = {
+            name: (
+                entry["dtype"],
+                tuple(entry["shape"]),
+                tuple(StoredBox(Box(tuple(a), tuple(b)), file, key) for a, b, file, key in entry["pieces"]),
+            )
+            for name, entry in found["tensors"].items()
+        }
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in found["files"].items()}
+        return Manifest(
+            found["step"], found["layout"], found["seed"], tensors, files,
+            found["optimizer"], found["scalars"], tuple(found["groups"]), found["extra"],
+        )  # fmt: skip
+
+
+def signed(text: str) -> str:
+    """Returns the JSON text of a manifest with the checksum of the text as its last entry.
+
+    >>> print(signed('{"step": 3\\n}')[:30])
+    {"step": 3,
+     "sha256": "b3d60a
+    """
+    body = text.removesuffix("\n}")
+    return f'{body}{_SIGN}{hashlib.sha256(body.encode()).hexdigest()}"\n}}'
+
+
+def _checked(text: str) -> str:
+    """Returns the text without its checksum, if it has one. Raises ValueError if the two do not match."""
+    body, sign, _ = text.rpartition(_SIGN)
+    if sign and signed(f"{body}\n}}") != text:
+        raise ValueError("it does not match its checksum")
+    return f"{body}\n}}" if sign else text
 
 
 def steps_in(folder: Path) -> list[Path]:
     """Returns the complete checkpoints of a run, oldest first.
 
-    ``step-N.old`` is one too: the previous checkpoint of step N, kept until the new one has its final name.
+    ``step-N.old`` is the previous checkpoint of step N. It counts until the new one has its final name.
     """
-    return sorted(path.parent for path in folder.glob(f"step-*/{MANIFEST}"))
+    found = {path.parent.name: path.parent for path in folder.glob(f"step-*/{MANIFEST}")}
+    steps = {path: _STEP.fullmatch(name) for name, path in found.items()}
+    newest = [(int(n[1]), path) for path, n in steps.items() if n and not (n[2] and path.stem in found)]
+    return [path for _, path in sorted(newest)]
 
 
 def find(path: Path) -> Path:
@@ -139,33 +177,62 @@ def find(path: Path) -> Path:
 def read(path: Path) -> Manifest:
     """Returns the manifest of a checkpoint. Raises CheckpointError: missing, broken or foreign."""
     try:
-        return Manifest.from_json((path / MANIFEST).read_text(), path)
+        return Manifest.from_json((path / MANIFEST).read_bytes().decode(), path)
     except (OSError, UnicodeDecodeError) as failure:
         raise _foreign(path, str(failure)) from failure
 
 
 def check_files(path: Path, manifest: Manifest, names: set[str]) -> None:
-    """Raises CheckpointError unless the checkpoint's files have the size and checksum that its manifest lists."""
+    """Raises CheckpointError unless the checkpoint's files have the size and checksum that its manifest lists.
+
+    Symbolic links, devices and whatever else is no regular file are refused before any file is opened.
+    """
+    sizes = {}
+    for name in sorted(names):
+        with contextlib.suppress(FileNotFoundError):
+            found = (path / name).lstat()
+            if not stat.S_ISREG(found.st_mode):
+                raise _broken(path, f"{name} is no regular file")
+            sizes[name] = found.st_size
     for name in sorted(names):
         size, digest = manifest.files[name]
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes"
+        if sizes.get(name) != size:
+            what = f"has {sizes[name]} bytes" if name in sizes else "is missing"
             raise _broken(path, f"{name} {what}, {size} were written")
-        if checksum(file) != digest:
+        if checksum(path / name) != digest:
             raise _broken(path, f"{name} does not match its checksum")
 
 
-def check_files_on_all(everyone: Axis, path: Path, manifest: Manifest, names: set[str]) -> None:
-    """Raises CheckpointError on every rank if :func:`check_files` raises on any, before any rank starts to load."""
-    problem = ""
+def on_all(everyone: Axis, path: Path, do: Callable[[], T]) -> T:
+    """Returns ``do()``, which reads the checkpoint at ``path``. Every rank calls it; ``do`` itself sends nothing.
+
+    Raises: CheckpointError, on every rank, if ``do`` raised on any.
+    """
+    result, problem = None, ""
     try:
-        check_files(path, manifest, names)
-    except (CheckpointError, OSError) as failure:
+        with reading(path):
+            result = do()
+    except CheckpointError as failure:
         problem = str(failure)
     if found := first_problem(everyone, problem):
         raise CheckpointError(found[1])
+    return cast("T", result)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Makes every error of the block, which reads the checkpoint at ``path``, a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as failure:  # a file that is not what its manifest says can fail anywhere
+        raise CheckpointError(
+            f"the checkpoint at '{path}' could not be read; all is as it was",
+            given=f"{type(failure).__name__}: {failure}".splitlines()[0],
+            allowed="files that can be read as they were written, and room for their content",
+            fix="mend what is given, or take the checkpoint of another step",
+        ) from failure
 
 
 def checksum(file: Path) -> str:

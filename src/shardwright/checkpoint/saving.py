@@ -7,6 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shardwright.checkpoint.locking import one_save
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, StoredBox, checksum, steps_in
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
@@ -55,8 +57,9 @@ def save(
     """Saves model and optimizer as the checkpoint ``folder/step-N`` and returns its path. Every rank calls it.
 
     Every element is written once, by the first rank that holds it. A kill at any moment leaves the last complete
-    checkpoint as it was. ``extra`` is stored as JSON, the same on every rank; ``keep`` > 0 removes all but the newest
-    ``keep`` checkpoints. Buffers that are not persistent are left out, as in ``state_dict``.
+    checkpoint as it was. ``extra`` is stored as JSON, the same on every rank; ``keep`` > 0 removes all but this
+    checkpoint and the ``keep`` - 1 of the highest steps beside it. Buffers that are not persistent are left out, as in
+    ``state_dict``. Saves of several runs into one folder wait for each other.
 
     Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; or the disk is full or not
         writable. Earlier checkpoints are untouched.
@@ -73,10 +76,12 @@ def save(
     entries, parts = _owned(run, optimizer, owners)
     num_bytes = sum(part.num_bytes for part in parts)
 
+    locked = ExitStack()
+
     def prepare() -> None:
-        for stale in root.glob(".tmp-*") if root.is_dir() else ():
-            shutil.rmtree(stale, ignore_errors=True)  # left by a run that was killed
-        partial.mkdir(parents=True)
+        locked.enter_context(one_save(root))
+        clear(root, token)
+        partial.mkdir()
 
     def write() -> tuple[Any, ...]:
         free = shutil.disk_usage(partial).free
@@ -95,14 +100,25 @@ def save(
     def finish() -> None:
         manifest = _merged(run, optimizer, wrote, extra or {})
         publish(partial, root / name, manifest, token)
-        for each in steps_in(root)[:-keep] if keep else ():
+        others = [step for step in steps_in(root) if step.name != name]
+        for each in others[: max(len(others) - keep + 1, 0)] if keep else ():
             _discard(each, token)
 
     first = run.world.rank == 0
-    run_on_all(everyone, prepare if first else None, partial)
-    wrote = run_on_all(everyone, write, partial)
-    run_on_all(everyone, finish if first else None, partial)
+    with locked:
+        run_on_all(everyone, prepare if first else None, partial)
+        wrote = run_on_all(everyone, write, partial)
+        run_on_all(everyone, finish if first else None, partial)
     return root / name
+
+
+def clear(root: Path, token: str) -> None:
+    """Removes what killed saves have left in a folder, under its lock: temporary folders, checkpoints put aside."""
+    for stale in root.glob(".tmp-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    for old in root.glob("step-*.old"):
+        if (old.with_suffix("") / MANIFEST).is_file():
+            _discard(old, token)
 
 
 def check_extra(extra: Mapping[str, Any] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.checkpoint.loading import read_pieces
-from shardwright.checkpoint.manifest import Manifest, StoredBox, check_files_on_all, checksum, find
+from shardwright.checkpoint.locking import one_save
+from shardwright.checkpoint.manifest import Manifest, StoredBox, check_files, checksum, find, on_all
 from shardwright.checkpoint.manifest import read as read_manifest
-from shardwright.checkpoint.saving import Entries, check_extra, flush, merge_tensors, pack_entries, publish, run_on_all
+from shardwright.checkpoint.saving import (
+    Entries,
+    check_extra,
+    clear,
+    flush,
+    merge_tensors,
+    pack_entries,
+    publish,
+    run_on_all,
+)
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.current_world import everyone_here, here
 from shardwright.errors import CheckpointError
@@ -48,10 +59,18 @@ def save_tensors(
         merged = merge_tensors(each for each, _ in wrote)
         publish(partial, root / name, Manifest(step, "", 0, merged, files, "", {}, (), extra or {}), token)
 
+    locked = ExitStack()
+
+    def prepare() -> None:
+        locked.enter_context(one_save(root))
+        clear(root, token)
+        partial.mkdir()
+
     first = here().rank == 0
-    run_on_all(everyone, lambda: partial.mkdir(parents=True) if first else None, partial)
-    wrote = run_on_all(everyone, write_part, partial)
-    run_on_all(everyone, finish if first else None, partial)
+    with locked:
+        run_on_all(everyone, prepare if first else None, partial)
+        wrote = run_on_all(everyone, write_part, partial)
+        run_on_all(everyone, finish if first else None, partial)
     return root / name
 
 
@@ -95,7 +114,17 @@ def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dic
 def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Any]:
     """Implements :func:`shardwright.global_tensor.load`: fills the tensors, returns the checkpoint's ``extra``."""
     _check_tensors(tensors)
-    folder = find(Path(path))
+    manifest, values = on_all(everyone_here(), Path(path), lambda: _read(Path(path), tensors))
+    with torch.no_grad():
+        for name, read in values.items():
+            tensors[name]._local_tensor.copy_(read)
+    count_writes(tensors.values())
+    return manifest.extra
+
+
+def _read(path: Path, tensors: Mapping[str, GlobalTensor]) -> tuple[Manifest, dict[str, Tensor]]:
+    """Checks a checkpoint and reads this rank's part of the tensors, before anything is changed."""
+    folder = find(path)
     manifest = read_manifest(folder)
     for name, tensor in tensors.items():
         if name not in manifest.tensors or manifest.tensors[name][1] != tuple(tensor.shape):
@@ -121,21 +150,18 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
             allowed="tensors that are no views",
             fix="give the tensor that it is a view of, or a .clone()",
         )
-    files = {stored.file for name in tensors for stored in manifest.tensors[name][2]}
-    check_files_on_all(everyone_here(), folder, manifest, files)
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            _fill(folder, manifest, name, tensor)
-    count_writes(tensors.values())
-    return manifest.extra
+    check_files(folder, manifest, {stored.file for name in tensors for stored in manifest.tensors[name][2]})
+    parts = {name: _part(folder, manifest, name, tensor) for name, tensor in tensors.items()}
+    return manifest, {name: part for name, part in parts.items() if part is not None}
 
 
-def _fill(folder: Path, manifest: Manifest, name: str, tensor: GlobalTensor) -> None:
+def _part(folder: Path, manifest: Manifest, name: str, tensor: GlobalTensor) -> Tensor | None:
+    """Returns what the local tensor is to hold; None if it has no elements."""
     layout, local = global_layout_of(tensor), tensor._local_tensor
     box = boxes(tuple(tensor.shape), layout).get(here().rank)
     if box is None or 0 in box.shape:
-        return
-    if terms(layout)[here().rank]:
-        local.zero_()  # the first term of a partial sum gets all of the value
-    else:
-        read_pieces(folder, manifest, name, (whole_piece(box),), local)
+        return None
+    values = torch.zeros(local.shape, dtype=local.dtype)
+    if not terms(layout)[here().rank]:  # else the first term of a partial sum gets all of the value
+        read_pieces(folder, manifest, name, (whole_piece(box),), values)
+    return values

@@ -10,16 +10,17 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 # Only modules that `import shardwright` loads anyway stand here. A command imports train and report when it runs,
 # because they load rich and psutil, which --help and checkpoint do not need.
 import shardwright
-from shardwright.checkpoint.loading import read_whole
-from shardwright.checkpoint.manifest import check_files, find, read, steps_in
+from shardwright import command_start
+from shardwright.checkpoint.export import export_model
+from shardwright.checkpoint.manifest import find, read, steps_in
 from shardwright.cli import options as opt
 from shardwright.cli.options import emit, given, parse_pairs, report_errors, warn, with_shared
+from shardwright.comm.limits import check_can_start
+from shardwright.command_start import INTERRUPTED
 from shardwright.errors import PlanError, explain
 from shardwright.formatting import format_bytes, format_count
 from shardwright.layout import Layout
@@ -48,17 +49,25 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-def _config(shared: opt.Shared, base: dict[str, Any] | None = None, **flags: Any) -> Any:
-    """Returns the TrainConfig from, in rising precedence: the defaults, ``base``, the TOML file, the flags."""
-    from shardwright.train.config import TrainConfig, read_options, read_toml
+def _config(
+    shared: opt.Shared, base: dict[str, Any] | None = None, *, resumed: Path | None = None, **flags: Any
+) -> Any:
+    """Returns the TrainConfig from, in rising precedence: the defaults, ``base``, the TOML file, the flags.
+
+    The options of the run in the folder ``resumed`` take the place of ``base``.
+    """
+    from shardwright.train.config import TrainConfig, read_options, read_run, read_toml
 
     flags |= shared
     config = flags.pop("config", None)
+    in_file = read_toml(config) if config is not None else {}
+    if resumed is not None:
+        base = read_run(resumed, model=flags.get("model", in_file.get("model")))
     tables = {
         "settings": parse_pairs("--set", "key", "value", flags.pop("set_", None)),
         "roles": parse_pairs("--role", "PATTERN", "ROLE", flags.pop("role", None)),
     }
-    values = {**(base or {}), **(read_toml(config) if config is not None else {})}
+    values = {**(base or {}), **in_file}
     values.update(read_options(given(**flags), given_in="the command"))
     return TrainConfig(**{**values, **{name: {**values.get(name, {}), **more} for name, more in tables.items()}})
 
@@ -90,6 +99,9 @@ def train(
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/train"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
+    changed_data: Annotated[
+        bool, typer.Option("--changed-data", help="Resume even if the data have changed since the run was started.")
+    ] = False,
     ranks: Annotated[str, opt.RANKS] = "processes",
     as_json: Json = False,
 ) -> None:
@@ -97,26 +109,25 @@ def train(
 
     A step whose loss or gradients are not finite ends the run with exit code 1, and is not saved.
     """
-    from shardwright.train.config import read_run
     from shardwright.train.loop import CHECKPOINTS
     from shardwright.train.loop import train as run_training
 
     backend = opt.ranks_of(ranks)
     config = _config(
-        shared, read_run(out) if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
+        shared, resumed=out if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
         tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
         bind_cores=bind_cores, offload_folder=offload_folder,
     )  # fmt: skip
     try:
-        summary = run_training(config, out, resume=resume, ranks=backend)
+        summary = run_training(config, out, resume=resume, ranks=backend, changed_data=changed_data)
     except KeyboardInterrupt as stop:
         saved = steps_in(out / CHECKPOINTS)
         why = f"{stop}\n" if str(stop) else ""
         if _is_first_rank():
             done = f"; {saved[-1]} is complete, continue with --resume" if saved else " before the first checkpoint"
             warn(f"{why}stopped{done}")
-        raise typer.Exit(opt.INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED) from None
     if _is_first_rank():
         _print_summary(summary, out, config, as_json=as_json)
 
@@ -137,7 +148,7 @@ def _print_summary(summary: dict[str, Any], out: Path, config: Any, *, as_json: 
         raise typer.Exit(opt.FAILURE)
     if summary["stopped"]:
         warn(f"stopped at step {summary['steps']}; continue with --resume")
-        raise typer.Exit(opt.INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _is_first_rank() -> bool:
@@ -195,6 +206,7 @@ def verify(
 ) -> None:
     """Proves a layout equal to one device: the loss, every gradient, the parameters after some steps."""
     from shardwright.train.data import Order, global_batch, open_data
+    from shardwright.train.fitting import check_room, check_takes
     from shardwright.train.measuring import layer_seconds
 
     backend = opt.ranks_of(ranks)
@@ -204,6 +216,7 @@ def verify(
         )
     config = _config(shared, {"seq": 64}, steps=steps)
     opt.check_one_process(config)
+    check_can_start(Layout.parse(config.layout).num_ranks)
     with without_values():
         plain, loss, model_config = config.build()
     dropped = False
@@ -211,6 +224,9 @@ def verify(
         if isinstance(module, torch.nn.Dropout) and module.p == 0:
             module.p, dropped = 0.1, True  # so that the comparison covers dropout masks, which must not depend on ranks
     samples = open_data(config.data, seq=config.seq, model=model_config)
+    check_room(plain, Layout.parse(config.layout))
+    if model_config is None:
+        check_takes(config, plain, loss, samples)
     order = Order(len(samples), config.batch, config.seed)
     batches = [global_batch(samples, order.batch(step)) for step in range(config.steps)]
     verdict = compare(
@@ -299,7 +315,7 @@ def show(
 
 @app.command()
 @report_errors
-@with_shared("layout", "seed")
+@with_shared("layout", "model", "seed")
 def sample(
     shared: opt.Shared,
     run: Annotated[Path, typer.Option("--from", help="The --out folder of a run.")] = Path("runs/train"),
@@ -313,7 +329,8 @@ def sample(
     from shardwright.train.config import TrainConfig, read_run
     from shardwright.train.sampling import sample as draw
 
-    layout, trained = Layout.parse(shared.get("layout", "single")), TrainConfig(**read_run(run))
+    layout = Layout.parse(shared.get("layout", "single"))
+    trained = TrainConfig(**read_run(run, model=shared.get("model")))
     text = draw(
         trained, run, layout, prompt=prompt, num=num, temperature=temperature, seed=shared.get("seed", 0),
         ranks=opt.ranks_of(ranks),
@@ -363,19 +380,9 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Writes the model alone into one safetensors file, under the plain model's names."""
-    folder = find(_inside(path))
-    manifest = read(folder)
-    names = [name for name in manifest.tensors if not name.startswith("optimizer/")]
-    check_files(folder, manifest, {stored.file for name in names for stored in manifest.tensors[name][2]})
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: read_whole(folder, manifest, name) for name in names}, str(to))
-    except (OSError, SafetensorError) as failure:
-        raise PlanError(
-            f"cannot write '{to}'", given=failure, allowed="a file that can be written", fix="give another path"
-        ) from failure
-    text = f"{to}: {len(names)} tensors of step {manifest.step}"
-    emit({"file": str(to), "tensors": len(names)}, text, as_json=as_json)
+    manifest, num_tensors = export_model(find(_inside(path)), to)
+    text = f"{to}: {num_tensors} tensors of step {manifest.step}"
+    emit({"file": str(to), "tensors": num_tensors}, text, as_json=as_json)
 
 
 def _inside(path: Path) -> Path:
@@ -385,4 +392,5 @@ def _inside(path: Path) -> Path:
 
 def main() -> None:
     """Runs the command; the entry point of the console script."""
+    command_start.imported()
     app()

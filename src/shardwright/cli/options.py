@@ -13,12 +13,13 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 
 from shardwright.comm.launch import Ranks
-from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError, RankFailedError
+from shardwright.command_start import INTERRUPTED
+from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError, RankFailedError, explain
 from shardwright.formatting import json_text
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
+BAD_INPUT, FAILURE = 2, 1
 
 Shared = Mapping[str, Any]
 """The shared options that were given on the command line, by name."""
@@ -125,12 +126,17 @@ def with_shared(*names: str) -> Callable[[F], F]:
 
 def emit(value: Mapping[str, Any], text: str, *, as_json: bool) -> None:
     """Prints a result on standard output: ``value`` as one JSON object, or ``text``."""
-    print(json_text(value) if as_json else text)  # noqa: T201
+    print(json_text(value) if as_json else _printable(text))  # noqa: T201
 
 
 def warn(text: str) -> None:
     """Prints a message on standard error, so that it does not mix with the result on standard output."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+    print(_printable(text), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _printable(text: str) -> str:
+    """Returns the text with what is no UTF-8, as arguments and names in files may have it, written as escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def report_errors(command: F) -> F:
@@ -144,6 +150,11 @@ def report_errors(command: F) -> F:
             warn(f"error: {failure}")
             code = FAILURE if isinstance(failure, RankFailedError | CommunicationError) else BAD_INPUT
             raise typer.Exit(code) from None
+        except OSError as failure:
+            allowed = "paths that can be read and written, on a disk with room"
+            wrong = explain("a file or folder cannot be used", given=failure, allowed=allowed, fix="give another path")
+            warn(f"error: {wrong}")
+            raise typer.Exit(BAD_INPUT) from None
         except KeyboardInterrupt:
             warn("stopped")
             raise typer.Exit(INTERRUPTED) from None

@@ -12,6 +12,7 @@ import torch
 
 from shardwright.comm.axis import Axis
 from shardwright.comm.backends.threads import StoppedError, ThreadTransport, ThreadWorld
+from shardwright.comm.limits import check_can_start
 from shardwright.comm.recorder import Recorder
 from shardwright.comm.world import World
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
@@ -47,12 +48,13 @@ def launch(
     machine what overlap gains. Threads take none of these.
 
     Raises: RankFailedError: a rank raised or died; its own traceback comes first. LayoutError: the world that
-        ``torchrun`` started has another number of ranks.
+        ``torchrun`` started has another number of ranks; or more ranks than this machine can start.
 
     >>> launch(lambda world: world.everyone().all_reduce(torch.tensor(world.rank)).item(), 4, ranks="threads")
     [6, 6, 6, 6]
     """
     num_ranks = ranks_or_layout if isinstance(ranks_or_layout, int) else ranks_or_layout.num_ranks
+    check_can_start(num_ranks)
     if ranks == "threads":
         return run_threads(work, num_ranks, *args)
     from shardwright.comm.backends import processes  # torch.distributed is imported only when it is used

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -23,7 +24,7 @@ from shardwright.models.settings import check_known, parse_value, read_config
 
 __all__ = ["GPT", "Attention", "CrossEntropy", "MeanSquaredError", "Rotary", "build_convnet", "build_mlp", "generate"]
 __all__ += ["AttentionConfig", "ConvNetConfig", "GPTConfig", "MLPConfig", "read_config"]
-__all__ += ["MODELS", "ModelEntry", "build", "configure", "entry_of", "find"]
+__all__ += ["MODELS", "ModelEntry", "build", "configure", "describable", "entry_of", "find"]
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -132,7 +133,9 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
     Linear(in_features=4, out_features=2, bias=True)
     """
     if ":" not in name:
-        return find(name).factory(configure(name, settings))
+        config = configure(name, settings)
+        with describable(f"the model {config}"):
+            return find(name).factory(config)
     factory = _load(name)
     parameters = inspect.signature(factory).parameters
     if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -153,6 +156,31 @@ def build(name: str, settings: Mapping[str, object]) -> nn.Module:
         given, allowed = type(model).__name__, "a function or class that returns a torch.nn.Module"
         raise PlanError(f"'{name}' makes no model", given=given, allowed=allowed, fix="return the module")
     return model
+
+
+@contextmanager
+def describable(what: str) -> Iterator[None]:
+    """Makes a size that torch cannot describe or allocate, in the block, a PlanError about ``what``.
+
+    >>> with describable("the batch"):
+    ...     _ = torch.empty(2**40, 2**40)
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the batch is too large for torch
+      given:   RuntimeError: ...
+      allowed: tensors of less than 2**63 bytes, and those with values, no more than fit in memory
+      fix:     set smaller sizes
+    """
+    try:
+        yield
+    except PlanError:
+        raise
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as failure:
+        raise PlanError(
+            f"{what} is too large for torch",
+            given=f"{type(failure).__name__}: {failure}".splitlines()[0],
+            allowed="tensors of less than 2**63 bytes, and those with values, no more than fit in memory",
+            fix="set smaller sizes",
+        ) from failure
 
 
 def _failed(name: str, failure: Exception) -> PlanError:

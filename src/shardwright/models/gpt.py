@@ -23,6 +23,10 @@ from shardwright.models.settings import check_fraction, check_sizes
 _STD = 0.02  # of the normal distribution of GPT-2's initial weights
 
 
+MOST_LAYERS = 10_000
+"""More layers take minutes to build, and no known model has a tenth of them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTConfig:
     """The settings of a ``GPT``: style, sizes and options.
@@ -53,6 +57,9 @@ class GPTConfig:
             raise PlanError("no such style", given=self.style, allowed="gpt2, llama", fix="set style=gpt2")
         check_sizes(self, 1, "vocabulary", "max_tokens", "num_layers", "num_heads", "width", "theta")
         check_sizes(self, 0, "num_kv_heads", "hidden")
+        if self.num_layers > MOST_LAYERS:
+            given, fix = self.num_layers, "set num_layers=4"
+            raise PlanError("too many layers", given=given, allowed=f"1 to {MOST_LAYERS}", fix=fix)
         check_fraction("dropout", self.dropout)
         check_heads(self.width, self.num_heads, self.num_kv_heads, 0, rotary=self.style == "llama")
 

@@ -59,7 +59,7 @@ def parse_value(name: str, value: object, hint: Any) -> Any:
     Traceback (most recent call last):
     shardwright.errors.PlanError: 'num_layers' does not have the right type
       given:   'four'
-      allowed: a whole number
+      allowed: a whole number of up to 64 bits
       fix:     write num_layers=1
     """
     text = value.strip() if isinstance(value, str) else None
@@ -67,7 +67,10 @@ def parse_value(name: str, value: object, hint: Any) -> Any:
         if hint is bool and isinstance(value, str | bool):
             return _BOOLS[text.lower()] if text is not None else value
         if hint in (int, float) and not isinstance(value, bool) and isinstance(value, str | int | hint):
-            return hint(value)
+            number = hint(value)
+            if hint is int and not -(2**63) <= number < 2**64:
+                raise ValueError(name)
+            return number
         if hint is str and text is not None:
             return text
         if get_origin(hint) is Literal and value in get_args(hint):
@@ -117,7 +120,11 @@ def _describe(hint: Any) -> tuple[str, str]:
         return ", ".join(map(str, get_args(hint))), str(get_args(hint)[0])
     if get_origin(hint) is tuple:
         return "whole numbers with commas between", "32,64,10"
-    described = {bool: ("true or false", "true"), int: ("a whole number", "1"), float: ("a number", "0.1")}
+    described = {
+        bool: ("true or false", "true"),
+        int: ("a whole number of up to 64 bits", "1"),
+        float: ("a number", "0.1"),
+    }
     return described.get(hint, (str(getattr(hint, "__name__", hint)), "..."))
 
 

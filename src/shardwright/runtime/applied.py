@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.plan.plan import ForwardFrame
 from shardwright.runtime.executor import Events, ModelPart
+from shardwright.runtime.offload_storage import OffloadStorage
 
 Saving = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """A pair of ``saved_tensors_hooks``: packs a tensor that autograd saves, and unpacks it."""
@@ -22,6 +23,11 @@ class Offload(Protocol):
     @property
     def place(self) -> str:
         """Where the offloaded state is stored: ``host`` or ``disk``."""
+        ...
+
+    @property
+    def storage(self) -> OffloadStorage:
+        """The storage that all offloaded tensors are allocated in."""
         ...
 
     @property

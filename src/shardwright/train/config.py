@@ -15,11 +15,19 @@ from torch import nn
 
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
-from shardwright.models import MODELS, CrossEntropy, build, configure
+from shardwright.models import MODELS, CrossEntropy, build, configure, describable
 from shardwright.models.settings import check_fraction, check_known, check_sizes, parse_value
 from shardwright.parallelize.auto import num_shares
+from shardwright.text_files import read_text
 
 RUN_FILE = "run.json"
+
+MOST_TOML_BYTES, MOST_RUN_BYTES = 2**14, 2**26
+"""The longest files of options that are read: a person's, and a run's own, which has the times of layers too."""
+
+LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.1, 1e6
+MOST_ELEMENTS = 2**28
+"""The most tokens in a global batch."""
 
 TABLES = {
     "settings": ("the model's settings", "num_layers = 2"),
@@ -70,11 +78,22 @@ class TrainConfig:
         for name in ("lr", "weight_decay", "clip", "timeout_s"):
             check_finite(name, getattr(self, name))
         check_sizes(self, 1, "batch", "seq", "steps", "eval_batches")
+        check_seed(self.seed)
         check_sizes(self, 0, "stop_at", "warmup", "clip", "save_every", "keep", "eval_every", "lr", "weight_decay")
         check_fraction("weight_decay", self.weight_decay)
-        if self.timeout_s <= 0:
+        if not LEAST_TIMEOUT_S <= self.timeout_s <= MOST_TIMEOUT_S:
             raise PlanError(
-                "'timeout_s' is too small", given=self.timeout_s, allowed="above 0", fix="set timeout_s=600"
+                "'timeout_s' is out of range",
+                given=self.timeout_s,
+                allowed=f"{LEAST_TIMEOUT_S} to {MOST_TIMEOUT_S:.0f} seconds",
+                fix="set timeout_s=600",
+            )
+        if self.batch * self.seq > MOST_ELEMENTS:
+            raise PlanError(
+                "the batch is too large",
+                given=f"batch={self.batch}, seq={self.seq}",
+                allowed=f"up to {MOST_ELEMENTS} tokens in a step",
+                fix="set a smaller batch or seq",
             )
         if self.schedule not in ("cosine", "linear", "constant"):
             raise PlanError("no such schedule", given=self.schedule, allowed="cosine, linear, constant", fix="cosine")
@@ -119,7 +138,8 @@ class TrainConfig:
         if model_config is None:
             return None
         draw = torch.Generator().manual_seed(0)
-        return MODELS[self.model].example_batch(model_config, self.batch, self.seq, draw)
+        with describable(f"a batch of {self.batch} samples"):
+            return MODELS[self.model].example_batch(model_config, self.batch, self.seq, draw)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the options of the run as plain data for JSON."""
@@ -144,6 +164,20 @@ def check_batch(batch: int, layout: Layout) -> None:
             allowed=f"1 to {batch} microbatches, or a batch of {num} samples or more",
             fix=f"write mb{batch}, or --batch {num}",
         )
+
+
+def check_seed(seed: int) -> None:
+    """Raises PlanError unless torch's generators take the seed.
+
+    >>> check_seed(2**64)
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: the seed is out of range
+      given:   18446744073709551616
+      allowed: -2**63 to 2**64 - 1
+      fix:     set seed=0
+    """
+    if not -(2**63) <= seed < 2**64:
+        raise PlanError("the seed is out of range", given=seed, allowed="-2**63 to 2**64 - 1", fix="set seed=0")
 
 
 def check_finite(name: str, value: float) -> None:
@@ -177,26 +211,61 @@ def read_options(values: Mapping[str, Any], *, given_in: str) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Returns the options in a TOML file; its tables ``[settings]`` and ``[roles]`` configure the model."""
     try:
-        found = tomllib.loads(path.read_text())
+        found = tomllib.loads(read_text(path, MOST_TOML_BYTES))
     except OSError as failure:
         raise PlanError(
             f"cannot read '{path}'", given=str(failure), allowed="a TOML file", fix="check the path"
         ) from failure
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
+    except (ValueError, RecursionError) as failure:  # of TOML, of text, of a number with thousands of digits
         raise PlanError(
             f"'{path}' is not TOML", given=str(failure), allowed="key = value lines", fix="correct that line"
         ) from failure
-    return read_options(found, given_in=str(path))
-
-
-def read_run(out: Path) -> dict[str, Any]:
-    """Returns the options that an earlier run in ``out`` was started with. Raises CheckpointError: no such run."""
-
     try:
-        found = json.loads((out / RUN_FILE).read_text())
+        return read_options(found, given_in=str(path))
+    except RecursionError as failure:
+        raise PlanError(
+            f"'{path}' is nested too deeply", given=failure, allowed="one table in another", fix="correct that line"
+        ) from failure
+
+
+def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
+    """Returns the options that an earlier run in ``out`` was started with. ``model`` is the one that the person names.
+
+    A folder may come from another person, and importing a factory runs its code. So a factory is taken from a folder
+    only if it is named beside it.
+
+    Raises: CheckpointError: no such run; another model than the one named; a factory that is not named.
+    """
+    options = options_of(out)
+    found = options.get("model", TrainConfig.model)
+    if model is not None and model != found:
+        raise CheckpointError(
+            f"the run in '{out}' has another model", given=model, allowed=found, fix=f"write --model {found}"
+        )
+    if ":" in found and model is None:
+        raise CheckpointError(
+            f"{RUN_FILE} of '{out}' names code that would run: the factory of its model",
+            given=found,
+            allowed=f"a factory that the command names too, or one of {', '.join(MODELS)}",
+            fix=f"if you trust that code, add --model {found}",
+        )
+    return options
+
+
+def noted_data(out: Path) -> Mapping[str, Any]:
+    """Returns what a run's file notes of its data, by file; nothing if it is a run of a version that noted nothing."""
+    options_of(out)  # raises if it is no run
+    found = json.loads((out / RUN_FILE).read_text()).get("data", {})
+    return found if isinstance(found, dict) else {}
+
+
+def options_of(out: Path) -> dict[str, Any]:
+    """Returns the options of a run's file, without ``stop_at``. Raises CheckpointError: no such run."""
+    try:
+        found = json.loads(read_text(out / RUN_FILE, MOST_RUN_BYTES))
         options = read_options(found["options"], given_in=RUN_FILE)
         return {key: value for key, value in options.items() if key != "stop_at"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         raise CheckpointError(
             f"there is no run at '{out}'",
             given=str(failure).splitlines()[0],

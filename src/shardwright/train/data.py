@@ -8,13 +8,14 @@ T tokens, C channels, Y and X a picture's rows and columns
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -334,6 +335,35 @@ def open_data(name: str, *, seq: int, model: object, split: Split = "train") -> 
         allowed="stdlib, synthetic, a text file, a CIFAR-10 folder",
         fix="check the path, or leave it out to use stdlib",
     )
+
+
+ENDS_BYTES = 2**20
+"""How much of the beginning and of the end of each file :func:`fingerprint` reads."""
+
+
+def fingerprint(name: str) -> dict[str, list[Any]]:
+    """Returns what a run notes of its data: for each file its bytes, and the SHA-256 of its first and last megabyte.
+
+    The source ``stdlib`` counts as one file. Synthetic samples have no files.
+
+    >>> fingerprint("synthetic")
+    {}
+    """
+    path = Path(name)
+    if path.is_dir():
+        train, test = _cifar_files(path)
+        return {file.name: _ends(file) for file in (*train, test)}
+    if name == "stdlib":
+        text = _read_stdlib()
+        return {name: [len(text), hashlib.sha256(text[:ENDS_BYTES] + text[-ENDS_BYTES:]).hexdigest()]}
+    return {} if name == "synthetic" else {name: _ends(path)}
+
+
+def _ends(path: Path) -> list[Any]:
+    with path.open("rb") as file:
+        size, first = path.stat().st_size, file.read(ENDS_BYTES)
+        file.seek(max(size - ENDS_BYTES, 0))
+        return [size, hashlib.sha256(first + file.read(ENDS_BYTES)).hexdigest()]
 
 
 def _check_fits(name: str, kind: str, model: object, *, fits: bool) -> None:

@@ -10,11 +10,11 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy
 import psutil
@@ -23,11 +23,13 @@ from torch import Tensor
 
 import shardwright
 from shardwright.checkpoint.loading import load
+from shardwright.checkpoint.locking import lock
 from shardwright.checkpoint.manifest import find, steps_in
 from shardwright.checkpoint.saving import save
 from shardwright.comm.agreement import first_problem, gather_json
 from shardwright.comm.failures import StopRequested
 from shardwright.comm.launch import Ranks, launch
+from shardwright.comm.limits import check_can_start
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.layout import Layout
@@ -35,10 +37,12 @@ from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.rng import without_values
 from shardwright.runtime.executor import Microbatch
-from shardwright.train.config import RUN_FILE, TrainConfig, read_run
-from shardwright.train.data import Dataset, Indices, Order, global_batch, open_data
+from shardwright.train.config import RUN_FILE, TrainConfig, noted_data, options_of
+from shardwright.train.data import Dataset, Indices, Order, fingerprint, global_batch, open_data
+from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.measuring import agreed_seconds
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
+from shardwright.train.same_run import check_same_data, check_same_run
 
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
@@ -73,20 +77,40 @@ class Stop:
 
 
 def train(
-    config: TrainConfig, out: Path, *, resume: bool = False, ranks: Ranks = "processes", stop: Stop | None = None
-) -> dict[str, Any]:
+    config: TrainConfig, out: Path, *, resume: bool = False, ranks: Ranks = "processes", stop: Stop | None = None,
+    changed_data: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Trains a model, writes metrics and checkpoints to ``out``, and returns the summary of the run.
 
     With ``resume`` it continues from the newest checkpoint in ``out``, under any layout, with the batches and dropout
-    masks of an uninterrupted run. A step whose loss or gradients are not finite ends the run, because AdamW does not
+    masks of an uninterrupted run. Data that have changed since the run was started are refused, unless
+    ``changed_data`` accepts them. A step whose loss or gradients are not finite ends the run, because AdamW does not
     recover from it: the step is not saved, and ``diverged`` of the summary is its number.
 
     Raises: LayoutError, PlanError, CheckpointError: before the first step.
     """
     layout = Layout.parse(config.layout)
+    check_can_start(layout.num_ranks)
+    with _writing(out):
+        out.exists()  # raises for a name that is too long
     _check_before(config, out, resume=resume)
-    try:
+    if resume and not changed_data:
+        check_same_data(config, noted_data(out))
+    with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
+    if ranks == "threads":
+        stop = stop or Stop()
+        with stop.on_signals():
+            return launch(_rank, layout, config, out, resume, stop, ranks=ranks)[0]
+    options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores}
+    return launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Makes an error of the system, in the block, a PlanError about the folder ``out``."""
+    try:
+        yield
     except OSError as failure:
         raise PlanError(
             f"cannot write to '{out}'",
@@ -94,12 +118,6 @@ def train(
             allowed="a folder that can be written, or can be created",
             fix="give another --out",
         ) from failure
-    if ranks == "threads":
-        stop = stop or Stop()
-        with stop.on_signals():
-            return launch(_rank, layout, config, out, resume, stop, ranks=ranks)[0]
-    options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores}
-    return launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
 
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
@@ -109,11 +127,14 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     layout = Layout.parse(config.layout)
     data = [open_data(config.data, seq=config.seq, model=model_config, split=split) for split in ("train", "eval")]
     inputs = inputs_of(data[0], config.batch)
+    check_room(model, layout)
+    if model_config is None:
+        check_takes(config, model, loss, data[0])
     make_plan(job_for(model, loss, layout, inputs, config.num_tokens, config.roles), layout)
     saved = bool(steps_in(out / CHECKPOINTS))
     if resume and not saved and (out / METRICS_FILE).exists():
         with contextlib.suppress(OSError), (out / LOCK).open() as file:
-            if not _lock(file):
+            if not lock(file):
                 raise _in_use(out)
         raise CheckpointError(
             f"the run in '{out}' ended before its first checkpoint",
@@ -130,7 +151,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
         )
     if resume:
         find(out / CHECKPOINTS)
-        _check_same_run(config, read_run(out))
+        check_same_run(config, options_of(out))
     elif (out / METRICS_FILE).exists():
         raise PlanError(
             f"'{out}' holds a run already",
@@ -146,27 +167,9 @@ def inputs_of(data: Dataset, batch: int) -> Tensor:
     return inputs.expand(batch, *inputs.shape)
 
 
-def _as_text(value: Any) -> Any:
-    """Returns an option as text, so that settings given as text or as numbers compare equal."""
-    return {key: str(each) for key, each in value.items()} if isinstance(value, Mapping) else str(value)
-
-
-def _check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
-    """Raises PlanError if a resumed run changes an option that the model or the order of samples depends on."""
-    for key in ("model", "settings", "data", "batch", "seq", "seed"):
-        now = config.to_dict()[key]
-        if key in before and _as_text(before[key]) != _as_text(now):
-            raise PlanError(
-                f"a resumed run cannot change '{key}'",
-                given=f"{key}={now}, and the run was started with {before[key]}",
-                allowed="another layout, more steps, another learning rate, schedule, clipping or saving",
-                fix=f"leave out --{key}, or start a new run in another --out",
-            )
-
-
 def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:
     stop = stop or Stop()
-    with stop.on_signals(), _locked_folder(world, out):
+    with stop.on_signals(), _locked_folder(world, out, new=not resume):
         summary = _Training(world, config, out, resume, stop).run_all()
         if summary["stopped"] and not world.local:
             # everything is saved, and a launcher that is itself stopping accepts no results
@@ -182,44 +185,33 @@ def _signalled_ranks(world: World, stop: Stop) -> str:
 
 
 @contextlib.contextmanager
-def _locked_folder(world: World, out: Path) -> Iterator[None]:
-    """Locks ``out`` on rank 0; raises on every rank if another run has it. The system releases a dead run's lock."""
+def _locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[None]:
+    """Locks ``out`` on rank 0; raises on every rank if another run has it. The system releases a dead run's lock.
+
+    A ``new`` run is refused too if another has begun and ended there since the folder was found to be free.
+    """
     everyone = world.everyone()
     with contextlib.ExitStack() as stack:
         problem = ""
         if world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((out / LOCK).open("w"))
-            if not _lock(file):
+            if not lock(file):
                 problem = "another run writes to it"
-        if first_problem(everyone, problem):
-            raise _in_use(out)
+            elif new and (out / METRICS_FILE).exists():
+                problem = "another run has begun in it meanwhile"
+        if found := first_problem(everyone, problem):
+            raise _in_use(out, found[1])
         yield
 
 
-def _in_use(out: Path) -> PlanError:
+def _in_use(out: Path, why: str = "another run writes to it") -> PlanError:
     return PlanError(
         f"'{out}' is in use",
-        given="another run writes to it",
+        given=why,
         allowed="one run for each folder",
         fix="give another --out, or wait until the other run has ended",
     )
-
-
-def _lock(file: IO[str]) -> bool:
-    """Locks the file for this process; returns False if another process holds the lock."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _peak_bytes() -> int:
@@ -255,6 +247,7 @@ class _Training:
         )
         self.everyone = world.everyone()
         self.saved: Path | None = None
+        self.locks = contextlib.ExitStack()
         self.start_s = time.time()
         if resume:
             self.saved = find(out / CHECKPOINTS)
@@ -263,6 +256,7 @@ class _Training:
                 group["weight_decay"] = config.weight_decay  # a resumed run may change it; load restored the old one
         self.first_step = self.run.num_steps
         if world.rank == 0:
+            self.data_noted = fingerprint(config.data)
             self._write_run()
             cut_metrics(out, self.first_step)
 
@@ -271,7 +265,8 @@ class _Training:
         config, rows = self.config, []
         stopped = diverged = False
         first = self.world.rank == 0
-        with Log(self.out, config.last_step, self.first_step, writes=first, tensorboard=config.tensorboard) as log:
+        self.log = Log(self.out, config.last_step, self.first_step, writes=first, tensorboard=config.tensorboard)
+        with self.locks, self.log as log:
             while self.run.num_steps < config.last_step and not stopped:
                 row = self._step()
                 log.add(row)
@@ -345,7 +340,19 @@ class _Training:
         return [bool(flag) for flag in self.everyone.for_strategy("progress").all_reduce(flags, "max")]
 
     def _save(self) -> None:
+        if self.world.rank == 0 and not (self.out / RUN_FILE).exists():
+            self._write_anew()
         self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep)
+
+    def _write_anew(self) -> None:
+        """Makes the run's folder again, which was removed while the run went on: what is left of the run goes there."""
+        first = self.log.rows[0]["step"] if self.log.rows else self.run.num_steps
+        self.log.warn(f"warning: '{self.out}' was removed; it is written anew, with the metrics from step {first} on")
+        with contextlib.suppress(OSError):  # the save that follows says what is wrong, on every rank
+            self.out.mkdir(parents=True, exist_ok=True)
+            lock(self.locks.enter_context((self.out / LOCK).open("w")))  # the file locked first is gone
+            self._write_run()
+            self.log.write_anew()
 
     def _write_run(self) -> None:
         versions = {"shardwright": shardwright.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
@@ -354,6 +361,7 @@ class _Training:
             self.out / RUN_FILE,
             {
                 "options": self.config.to_dict(),
+                "data": self.data_noted,
                 "seconds": self.seconds,
                 "world_size": self.world.size,
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -30,7 +30,8 @@ class Log:
         self.rows: list[dict[str, Any]] = []
         if not writes:
             return
-        self._file = (out / METRICS_FILE).open("a")
+        self._path = out / METRICS_FILE
+        self._file = self._path.open("a")
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -71,6 +72,14 @@ class Log:
             self._last_line_s = time.monotonic()
             left = (self._steps - row["step"]) * row["step_ms"] / 1000
             print(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left", file=sys.stderr, flush=True)  # noqa: T201
+
+    def write_anew(self) -> None:
+        """Writes all rows of this log into a new file, because the one before was removed."""
+        if self.writes:
+            self._file.close()
+            self._file = self._path.open("w")
+            self._file.writelines(json_text(row) + "\n" for row in self.rows)
+            self._file.flush()
 
     def warn(self, text: str) -> None:
         """Prints a warning, above the progress bar where there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -14,9 +15,12 @@ from shardwright.layout import Layout
 from shardwright.models import GPTConfig
 from shardwright.parallelize import parallelize
 from shardwright.rng import without_values
-from shardwright.train.config import TrainConfig, check_finite
+from shardwright.train.config import TrainConfig, check_finite, check_seed
 from shardwright.train.data import global_batch, open_data
 from shardwright.train.loop import CHECKPOINTS
+
+LEAST_TEMPERATURE = 1e-6
+"""Below it the most likely token is taken: logits divided by less may overflow, and tell no other token apart."""
 
 
 def sample(
@@ -29,6 +33,7 @@ def sample(
     """
     check_finite("temperature", temperature)
     check_at_least("num", num, 0, fix="set num=200")
+    check_seed(seed)
     if not prompt:
         raise PlanError("the prompt is empty", given="no text", allowed="at least one character", fix="--prompt 'def '")
     return launch(_rank, layout, config, run, layout, prompt, num, temperature, seed, ranks=ranks)[0]
@@ -48,10 +53,10 @@ def _rank(
     load(run_folder / CHECKPOINTS, run)
     if isinstance(model_config, GPTConfig):
         generator = torch.Generator().manual_seed(seed)  # the same on every rank, so that all draw the same token
-        tokens = torch.tensor([list(prompt.encode())])
+        tokens = torch.tensor([list(os.fsencode(prompt))])  # an argument that is no UTF-8 is taken by its bytes
         for _ in range(num):
             logits = run.predict(tokens[:, -min(config.seq, model_config.max_tokens) :])[:, -1].cpu()
-            if temperature <= 0:
+            if temperature < LEAST_TEMPERATURE:
                 token = logits.argmax(-1, keepdim=True)
             else:
                 token = torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)

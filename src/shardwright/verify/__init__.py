@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.copying import check_apart
 from shardwright.comm.launch import Ranks, launch
+from shardwright.comm.limits import check_can_start
 from shardwright.comm.world import World
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
@@ -122,6 +123,8 @@ def verify(
     if not batches:
         raise PlanError("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
     loss = CrossEntropy() if loss is None else loss
+    if launcher is None:
+        check_can_start(layout.num_ranks)
     check_model(model)
     check_loss(loss)
     before, plain = _marks(model), structural_copy(model, partial(_cast, dtype))

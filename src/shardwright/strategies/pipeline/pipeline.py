@@ -209,6 +209,14 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
             "'cut' needs names", given=str(factor), allowed="cut:conv1,conv2", fix="name a module each stage"
         )
     names = tuple(named.value.split(",")) if named is not None and named.value else ()
+    most = max(LEAST_MOST_STAGES, CALLS_OF_ONE * sum(1 for _ in job.model.modules()))
+    if factor.size > most:  # before a schedule of a million stages is written
+        raise LayoutError(
+            f"the model cannot be cut into {factor.size} stages",
+            given=f"{type(job.model).__name__}, of {most // CALLS_OF_ONE} modules at most",
+            allowed=f"far less than {most} stages: as many as the model makes calls of modules",
+            fix="ask for fewer stages",
+        )
     by_device = named is None and bool(job.stages)
     if by_device:
         names = job.stages
@@ -247,6 +255,9 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
     schedule, _ = search(factor.size, plan.layout.num_microbatches, times, memory, _limit_bytes(auto))
     return schedule, stages[schedule.num_chunks]
 
+
+LEAST_MOST_STAGES, CALLS_OF_ONE = 1024, 16
+"""More stages than the first number, and than so many calls of each module would give, are refused by their number."""
 
 MOST_OF_ONE = 0.75
 """The share of the work from which on one chunk holds so much of traced code that a record is tried in its place."""

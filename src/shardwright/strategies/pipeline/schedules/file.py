@@ -22,6 +22,10 @@ from typing import Literal, NamedTuple, NoReturn, cast
 
 from shardwright.errors import LayoutError
 from shardwright.plan.schedule import Action, Kind, Schedule
+from shardwright.text_files import read_text
+
+MOST_BYTES = 2**24
+"""The longest file of a schedule that is read."""
 
 _CELL = re.compile(r"([0-9]{1,9})?([FBIW])([0-9]{1,9})")
 _FIX = "write chunk, kind, microbatch, like 0F3; leave a cell empty where the stage waits"
@@ -56,8 +60,8 @@ def read_schedule(path: str | Path) -> Schedule:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, MOST_BYTES, "utf-8-sig")
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
         _refuse(f"cannot read the schedule file {path}", given=why, fix="give the path of a CSV or JSON file")
     name, rows = _json_rows(path, text) if path.suffix.lower() == ".json" else (path.stem, _csv_rows(path, text))

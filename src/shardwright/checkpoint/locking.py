@@ -1,0 +1,69 @@
+"""Locks of folders: one run writes to a folder at a time, and one save. The system releases a dead process's lock."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+SAVING = ".saving"
+"""The file that is locked while a checkpoint is written beside it. Unlike a lock of the folder, it works over NFS."""
+
+MOST_WAIT_S = 300.0
+"""How long a save waits for another into the same folder."""
+
+_WAIT_S = 0.02
+
+
+def lock(file: IO[str]) -> bool:
+    """Locks the file for this process; returns False if another process, or another open file here, holds the lock.
+
+    Where the file system has no locks it returns True: a run there is not stopped for what it cannot have.
+    """
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as failure:
+        return failure.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
+    return True
+
+
+@contextlib.contextmanager
+def one_save(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder's saves while the block runs; waits for the save that has it.
+
+    Raises: OSError: the folder cannot be written, or the other save has not ended after ``MOST_WAIT_S``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, until_s = folder / SAVING, time.monotonic() + MOST_WAIT_S
+    while True:
+        with path.open("w") as file:
+            # the save before removes the file at its end: a lock of a file that is gone is none
+            if lock(file) and _is_same(file, path):
+                try:
+                    yield
+                finally:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                return
+        if time.monotonic() > until_s:
+            raise OSError(errno.EBUSY, f"another save into '{folder}' has not ended in {MOST_WAIT_S:.0f} s")
+        time.sleep(_WAIT_S)
+
+
+def _is_same(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,121 @@
+"""The schema of ``manifest.json``: what each entry may be, checked before anything of it is used.
+
+A manifest may come from another person. File names are therefore names of parts and nothing else (no path leads out of
+the folder), dtypes are torch's, and optimizer options are plain values. So no text of it reaches an import.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+PART = re.compile(r"part-[0-9]{1,12}(\.[0-9]{1,12})?\.safetensors")
+DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+KEYS = frozenset({"format", "version", "step", "layout", "seed"} | {"optimizer", "scalars", "groups", "extra"}
+                 | {"files", "tensors"})  # fmt: skip
+_SHA256 = re.compile("[0-9a-f]{64}")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def check_schema(found: Any) -> None:
+    """Raises ValueError, which names the entry, unless ``found`` has the entries of a manifest and nothing else.
+
+    >>> check_schema({"format": "x"})
+    Traceback (most recent call last):
+    ValueError: no entry 'extra'
+    """
+    _need(isinstance(found, dict), "no table of entries")
+    for key in sorted(KEYS ^ found.keys()):
+        raise ValueError(f"{'no' if key in KEYS else 'an unknown'} entry {key!r:.80}")
+    rules = {"step": _is_count, "version": _is_count, "seed": _is_int, "layout": _is_text, "optimizer": _is_text}
+    for key, rule in rules.items():
+        _need(rule(found[key]), f"'{key}' is {found[key]!r:.80}")
+    for key in ("files", "tensors", "scalars"):
+        _need(isinstance(found[key], dict), f"'{key}' is no table")
+    for name, entry in found["files"].items():
+        _need(PART.fullmatch(name) is not None, f"a file is named {name!r:.200}: it is no part of a checkpoint")
+        fits = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"} and _is_count(entry["bytes"])
+        _need(fits and _SHA256.fullmatch(str(entry["sha256"])) is not None, f"file '{name}' has no size and checksum")
+    keys: dict[tuple[str, str], int] = {}
+    for name, entry in found["tensors"].items():
+        _check_tensor(name, entry, found["files"], keys)
+    used = Counter[str]()
+    for (file, _), num_bytes in keys.items():
+        used[file] += num_bytes
+    for file, num_bytes in used.items():  # so that reading allocates no more than the files hold
+        _need(num_bytes <= found["files"][file]["bytes"], f"'{file}' is too short for its pieces")
+    _check_state(found["scalars"], found["groups"])
+
+
+def _check_tensor(name: str, entry: Any, files: Mapping[str, Any], keys: dict[tuple[str, str], int]) -> None:
+    """Checks the shape and pieces of one tensor, and adds the bytes of each piece to ``keys``, by file and key."""
+    named = f"tensor {name!r:.80}"
+    _need(isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "pieces"}, f"{named} has other entries")
+    shape, pieces = entry["shape"], entry["pieces"]
+    _need(_is_text(entry["dtype"]) and entry["dtype"] in DTYPES, f"{named} has dtype {entry['dtype']!r:.80}")
+    _need(isinstance(shape, list) and all(map(_is_count, shape)), f"{named} has shape {shape!r:.80}")
+    _need(isinstance(pieces, list), f"{named} has no list of pieces")
+    count = 0
+    for piece in pieces:
+        _need(isinstance(piece, list) and len(piece) == 4, f"{named} has a piece {piece!r:.80}")
+        start, stop, file, key = piece
+        for corner in (start, stop):
+            fits = isinstance(corner, list) and len(corner) == len(shape) and all(map(_is_count, corner))
+            _need(fits, f"{named} has a piece at {corner!r:.80}")
+        inside = all(a < b <= most for a, b, most in zip(start, stop, shape, strict=True))
+        _need(inside, f"{named} of shape {shape} has a piece from {start} to {stop}")
+        _need(_is_text(file) and file in files, f"{named} is in {file!r:.80}, which is not listed")
+        _need(_is_text(key) and (file, key) not in keys, f"{named} shares {key!r:.80} of '{file}' with another piece")
+        size = prod(b - a for a, b in zip(start, stop, strict=True))
+        keys[file, key] = size * getattr(torch, entry["dtype"]).itemsize
+        count += size
+    _need(count == prod(shape), f"{named} has {count} elements in its pieces, {prod(shape)} in its shape")
+
+
+def _check_state(scalars: Mapping[str, Any], groups: Any) -> None:
+    """Checks the optimizer's scalars and the options of its param groups."""
+    for name, entry in scalars.items():
+        _need(isinstance(entry, dict), f"the scalars of {name!r:.80} are no table")
+        for key, pair in entry.items():
+            fits = isinstance(pair, list) and len(pair) == 2 and (pair[0] == "" or pair[0] in DTYPES)
+            _need(fits and (_is_number(pair[1]) if pair[0] else _is_plain(pair[1])), f"'{key}' of {name!r:.80}")
+    _need(isinstance(groups, list), "'groups' is no list")
+    for group in groups:
+        _need(isinstance(group, dict) and group.keys() == {"parameters", "options"}, "a param group has other entries")
+        names, options = group["parameters"], group["options"]
+        _need(isinstance(names, list) and all(map(_is_text, names)), "the parameters of a param group are no names")
+        fits = isinstance(options, dict) and "params" not in options and all(map(_is_plain, options.values()))
+        _need(fits, "the options of a param group are no plain values")
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64
+
+
+def _is_count(value: Any) -> bool:
+    return _is_int(value) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    """A number or nested lists of numbers, from which torch makes a tensor."""
+    return isinstance(value, bool | int | float) or (isinstance(value, list) and all(map(_is_number, value)))
+
+
+def _is_plain(value: Any) -> bool:
+    """Plain values, and lists and tables of them, as options of optimizers are."""
+    inside = value.values() if isinstance(value, dict) else value
+    return isinstance(value, _PLAIN) or (isinstance(value, list | dict) and all(map(_is_plain, inside)))

@@ -1,0 +1,58 @@
+"""Checks before ranks start that a model takes the data, and that its parameters can be on this machine at all."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import psutil
+import torch
+from torch import nn
+
+from shardwright.errors import PlanError
+from shardwright.formatting import format_bytes
+from shardwright.layout import Layout
+from shardwright.train.config import TrainConfig
+from shardwright.train.data import Dataset, global_batch
+
+
+def check_room(model: nn.Module, layout: Layout) -> None:
+    """Raises PlanError if the parameters take more bytes than this machine's memory, with that of its accelerators.
+
+    Ranks on several machines and state that is offloaded to disk are not checked.
+    """
+    dp = layout.factor("dp")
+    if "WORLD_SIZE" in os.environ or (dp is not None and dp.option("offload") is not None):
+        return
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    room = psutil.virtual_memory().total + sum(torch.cuda.get_device_properties(each).total_memory for each in devices)
+    if needed > room:
+        raise PlanError(
+            "the model does not fit on this machine",
+            given=f"parameters of {format_bytes(needed)}, {format_bytes(room)} of memory",
+            allowed="a model that fits; show and plans take any",
+            fix="set smaller sizes",
+        )
+
+
+def check_takes(config: TrainConfig, model: nn.Module, loss: nn.Module, data: Dataset) -> None:
+    """Raises PlanError if a user's own model, which may be on the meta device, or its loss cannot take a sample.
+
+    What fails on the meta device is tried again with values: some code needs them.
+    """
+    inputs, targets = global_batch(data, range(1))
+    with suppress(Exception), torch.no_grad():
+        loss(model(inputs.to("meta")), targets.to("meta"))
+        return
+    real, _, _ = config.build()
+    try:
+        with torch.no_grad():
+            loss(real(inputs), targets)
+    except Exception as failure:  # any Python code may run here
+        raise PlanError(
+            f"the model '{config.model}' cannot take the data '{config.data}'",
+            given=f"{list(inputs.shape)} of {inputs.dtype}: {type(failure).__name__}: {failure}".splitlines()[0],
+            allowed="data whose samples the model and the loss take",
+            fix="give --data and --seq that fit, or call shardwright.verify and parallelize with batches of your own",
+        ) from failure

@@ -1,0 +1,44 @@
+"""Checks before a run is resumed that its model, order of samples and data are those that it was started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.errors import PlanError
+from shardwright.train.config import TrainConfig
+from shardwright.train.data import fingerprint
+
+
+def _as_text(value: Any) -> Any:
+    """Returns an option as text, so that settings given as text or as numbers compare equal."""
+    return {key: str(each) for key, each in value.items()} if isinstance(value, Mapping) else str(value)
+
+
+def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
+    """Raises PlanError if a resumed run changes an option that the model or the order of samples depends on."""
+    for key in ("model", "settings", "data", "batch", "seq", "seed"):
+        now = config.to_dict()[key]
+        if key in before and _as_text(before[key]) != _as_text(now):
+            raise PlanError(
+                f"a resumed run cannot change '{key}'",
+                given=f"{key}={now}, and the run was started with {before[key]}",
+                allowed="another layout, more steps, another learning rate, schedule, clipping or saving",
+                fix=f"leave out --{key}, or start a new run in another --out",
+            )
+
+
+def check_same_data(config: TrainConfig, before: Mapping[str, Any]) -> None:
+    """Raises PlanError if a file of the data is not what it was when the run was started; old runs did not note it."""
+    now = fingerprint(config.data) if before else {}
+    for file in sorted(before.keys() | now.keys()):
+        if before.get(file) == now.get(file):
+            continue
+        sizes = [f"{each[0]:,} bytes" if each else "no file" for each in (before.get(file), now.get(file))]
+        what = "another beginning or end" if sizes[0] == sizes[1] else f"{sizes[1]}, {sizes[0]} at the run's start"
+        raise PlanError(
+            "the data have changed since the run was started",
+            given=f"'{file}': {what}",
+            allowed="the same data, so that every sample comes once in an epoch; --changed-data accepts others",
+            fix="restore the file, or add --changed-data to go on with it as it is",
+        )

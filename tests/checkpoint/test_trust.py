@@ -1,0 +1,291 @@
+"""Checkpoints that are damaged, made by another person, old, or read while something fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.checkpoint import loading, locking
+from shardwright.checkpoint.loading import load
+from shardwright.checkpoint.manifest import MANIFEST, find, signed, steps_in
+from shardwright.checkpoint.saving import save
+from shardwright.comm.launch import launch
+from shardwright.errors import CheckpointError
+from shardwright.parallelize import parallelize
+from shardwright.rng import without_values
+
+OLD = Path(__file__).parent / "version_1"
+
+
+class Held:
+    """A small model and its optimizer on one rank, and all that a load may change of them."""
+
+    def __init__(self, world, line="single", steps=2):
+        with without_values():  # ranks on threads share the generator of random numbers
+            model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.run = parallelize(model, line, world, seed=9)
+        self.optimizer = self.run.optimizer(torch.optim.AdamW, lr=1e-2)
+        for _ in range(steps):
+            self.run.step(next(self.run.shard([(torch.ones(4, 3).cumsum(0), torch.tensor([0, 1, 0, 1]))])))
+            self.optimizer.step()
+
+    def state(self):
+        """Every value, as one text."""
+        state = {name: p.tolist() for name, p in self.run.parameters.items()}
+        buffers = {name: buffer.tolist() for name, buffer in self.run.model.named_buffers()}
+        return json.dumps([state, buffers, str(self.optimizer.state_dict()), self.run.num_steps, self.run.rng.seed])
+
+
+def one(work, *args):
+    return launch(work, 1, *args, ranks="threads")[0]
+
+
+def refused(world, path, line="single"):
+    """The text of the refusal, which leaves everything as it was; "" if the checkpoint was loaded."""
+    mine = Held(world, line)
+    before = mine.state()
+    try:
+        load(path, mine.run, mine.optimizer)
+    except CheckpointError as refusal:
+        assert mine.state() == before
+        return str(refusal)
+    return ""
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A copy of the checkpoint that the first version of the format wrote."""
+    shutil.copytree(OLD, tmp_path / "old")
+    return tmp_path / "old"
+
+
+def changed(folder, change, *, new=False):
+    """Changes the entries of the manifest of version 1; ``new`` makes it one of today, with a checksum."""
+    path = find(folder) / MANIFEST
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(signed(json.dumps({**found, "version": 2}, indent=1)) if new else json.dumps(found))
+
+
+# ---- old checkpoints
+
+
+@pytest.mark.parametrize("line", ["single", "dp2/zero3"])
+def test_a_checkpoint_of_the_first_version_which_has_no_checksum_is_loaded(line):
+    def work(world):
+        mine = Held(world, line)
+        assert load(OLD, mine.run, mine.optimizer) == {"note": "kept"}
+        names = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+        for name, parameter in mine.run.parameters.items():
+            number, state = names.index(name), mine.optimizer.state[parameter]
+            assert (parameter == number + 0.5).all()
+            assert (state["exp_avg"] == 10 + number).all()
+            assert (state["exp_avg_sq"] == 20 + number).all()
+            assert state["step"] == 1
+        assert mine.run.model[1].running_mean.tolist() == [7.0] * 4
+        return mine.run.num_steps, mine.run.rng.seed, mine.optimizer.param_groups[0]["lr"]
+
+    ranks = 2 if line != "single" else 1
+    assert launch(work, ranks, ranks="threads") == [(6, 5, 0.25)] * ranks
+
+
+# ---- damage
+
+
+def test_every_flipped_bit_of_a_checkpoint_is_an_error_and_changes_nothing(tmp_path):
+    def write(world):
+        mine = Held(world, "dp2/zero1")
+        save(tmp_path / "run", mine.run, mine.optimizer, extra={"note": [1.5, "two"]})
+
+    launch(write, 2, ranks="threads")
+    draw, files = random.Random(0), sorted(find(tmp_path / "run").iterdir())
+    assert one(refused, tmp_path / "run") == ""
+
+    def flips(world):
+        mine = Held(world)
+        before = mine.state()
+        for number in range(300):
+            file = files[number % len(files)]
+            content = file.read_bytes()
+            place = draw.randrange(8 * len(content))
+            flipped = bytearray(content)
+            flipped[place // 8] ^= 1 << place % 8
+            file.write_bytes(flipped)
+            with pytest.raises(CheckpointError):
+                load(tmp_path / "run", mine.run, mine.optimizer)
+            file.write_bytes(content)
+        assert mine.state() == before
+
+    one(flips)
+
+
+def _first(table):
+    return next(iter(table.values()))
+
+
+WRONG = {
+    "an entry too many": lambda m: m.update(more=1),
+    "a step before the first": lambda m: m.update(step=-1),
+    "a step that is true": lambda m: m.update(step=True),
+    "a seed that no generator takes": lambda m: m.update(seed=10**30),
+    "files as a list": lambda m: m.update(files=[]),
+    "a file without a checksum": lambda m: _first(m["files"]).pop("sha256"),
+    "a negative size": lambda m: _first(m["files"]).update(bytes=-1),
+    "a dtype that is a function": lambda m: m["tensors"]["0.bias"].update(dtype="load"),
+    "a shape that is huge": lambda m: m["tensors"]["0.bias"].update(
+        shape=[10**12], pieces=[[[0], [10**12], "part-00000.safetensors", "0.bias#0"]]
+    ),
+    "a piece outside of the shape": lambda m: m["tensors"]["0.bias"]["pieces"][0].__setitem__(1, [5]),
+    "two pieces of one entry": lambda m: m["tensors"]["0.bias"]["pieces"][0].__setitem__(3, "0.weight#0"),
+    "a moment of no parameter": lambda m: m["tensors"].update(
+        {"optimizer/x/exp_avg": m["tensors"].pop("optimizer/0.bias/exp_avg")}
+    ),
+    "a moment of another shape": lambda m: m["tensors"].update(
+        {"optimizer/2.bias/exp_avg": m["tensors"].pop("optimizer/0.bias/exp_avg")}
+    ),
+    "a scalar of no dtype": lambda m: m["scalars"]["0.bias"].update(step=["load", 1.0]),
+    "a scalar that is text": lambda m: m["scalars"]["0.bias"].update(step=["float32", "1"]),
+    "options that replace parameters": lambda m: m["groups"][0]["options"].update(params=[]),
+    "groups as a table": lambda m: m.update(groups={}),
+    "a manifest nested deeply": lambda m: m.update(extra=1),
+}
+
+
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.sampled(2)
+def test_a_manifest_outside_of_the_schema_is_refused_and_changes_nothing(old, name, new):
+    changed(old, WRONG[name], new=new)
+    if name == "a manifest nested deeply":
+        (find(old) / MANIFEST).write_text("[" * 100_000)
+    assert "is broken" in one(refused, old) or "of another model" in one(refused, old)
+
+
+@pytest.mark.parametrize("fails_at", [0, 5, 12])
+@pytest.mark.parametrize("failure", [OSError(5, "Input/output error"), RuntimeError("x"), MemoryError()])
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3/offload:disk"])
+@pytest.mark.sampled(3)
+def test_a_load_that_fails_while_one_rank_reads_leaves_every_rank_as_it_was(monkeypatch, line, failure, fails_at):
+    plain, count = loading.read_pieces, 0
+
+    def fails(folder, manifest, name, pieces, local):
+        nonlocal count
+        if line == "dp2" or "optimizer" in name:
+            count += 1
+        if count > 2 * fails_at:
+            raise failure
+        plain(folder, manifest, name, pieces, local)
+
+    monkeypatch.setattr(loading, "read_pieces", fails)
+    texts = launch(refused, 2, OLD, line, ranks="threads")
+    assert texts[0] == texts[1]
+    assert type(failure).__name__ in texts[0]
+
+
+# ---- files that are none
+
+
+OUTSIDE = ["../../x", "/etc/passwd", "..", ".", "", "part-00000.safetensors/../x", "manifest.json", "a\x00b"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_part_named_outside_of_its_folder_is_refused_by_name_before_anything_is_opened(old, name, monkeypatch):
+    def rename(manifest):
+        manifest["files"][name] = manifest["files"].pop("part-00000.safetensors")
+        for entry in manifest["tensors"].values():
+            for piece in entry["pieces"]:
+                piece[2] = name if piece[2] == "part-00000.safetensors" else piece[2]
+
+    changed(old, rename, new=True)
+    monkeypatch.setattr(loading, "check_files", None)
+    monkeypatch.setattr(loading, "read_pieces", None)
+    assert f"a file is named {name!r}" in one(refused, old)
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe", "a folder", "a link to a device"])
+def test_a_part_that_is_no_regular_file_is_refused_before_anything_is_opened(old, kind, monkeypatch):
+    part = find(old) / "part-00001.safetensors"
+    part.rename(old / "moved")
+    if kind == "a pipe":
+        os.mkfifo(part)
+    elif kind == "a folder":
+        part.mkdir()
+    else:
+        part.symlink_to(old / "moved" if kind == "a link" else "/dev/zero")
+    monkeypatch.setattr("shardwright.checkpoint.manifest.checksum", None)
+    assert "part-00001.safetensors is no regular file" in one(refused, old)
+
+
+# ---- several steps, several writers
+
+
+def bare(folder, step, *, keep=0, world=None):
+    """Saves a small run under a number of steps."""
+    if world is None:
+        return one(lambda world: bare(folder, step, keep=keep, world=world))
+    mine = Held(world, steps=0)
+    mine.run.num_steps = step
+    return save(folder, mine.run, keep=keep)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_a_save_never_removes_what_it_has_just_written(tmp_path, keep):
+    for step in (7, 8, 9):
+        bare(tmp_path, step)
+    path = bare(tmp_path, 5, keep=keep)
+    assert path.name == "step-00000005"
+    assert [step.name[-1] for step in steps_in(tmp_path)] == ["5", *"89"[3 - keep :]]
+
+
+def test_steps_are_ordered_by_number(tmp_path):
+    for step in (99_999_999, 100_000_000, 3):
+        bare(tmp_path, step)
+    assert [step.name for step in steps_in(tmp_path)] == ["step-00000003", "step-99999999", "step-100000000"]
+    assert find(tmp_path).name == "step-100000000"
+
+
+def test_a_checkpoint_put_aside_never_wins_over_the_one_that_took_its_name(tmp_path):
+    """As a kill between the rename and the removal of the old one leaves them."""
+    shutil.copytree(bare(tmp_path / "run", 5), tmp_path / "run" / "step-00000005.old")
+    assert find(tmp_path / "run").name == "step-00000005"
+    bare(tmp_path / "run", 6)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000005", "step-00000006"]
+
+
+def test_saves_of_several_processes_into_one_folder_wait_for_each_other(tmp_path):
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "from pathlib import Path\n"
+        "from checkpoint.test_trust import bare\n"
+        "for n in range(8): assert bare(Path(sys.argv[3]), n % 3, keep=3).is_dir() or n % 3 == 0\n"
+    )
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-c", code, str(tests.parent / "src"), str(tests), str(tmp_path / "run")]
+    writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for writer in writers:
+        assert writer.wait(timeout=100) == 0, writer.stderr.read()
+        writer.stderr.close()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"step-0000000{n}" for n in range(3)]
+
+
+def test_a_lock_of_a_save_that_was_killed_holds_none_up(tmp_path):
+    (tmp_path / ".saving").write_text("")
+    assert bare(tmp_path, 1).is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_save_beside_one_that_never_ends_is_a_checkpoint_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(locking, "MOST_WAIT_S", 0.1)
+    with (tmp_path / ".saving").open("w") as file:
+        assert locking.lock(file)
+        with pytest.raises(CheckpointError, match="has not ended"):
+            bare(tmp_path, 1)

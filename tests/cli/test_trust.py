@@ -1,0 +1,220 @@
+"""Folders, files and values that would harm: refused in a few lines, with exit code 2, and never with a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import shardwright
+from shardwright.cli.main import app
+
+TINY = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=2", "--seq", "16", "--batch", "4"]
+TRAIN = ["train", "--steps", "1", "--ranks", "threads", *TINY]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def refused(*arguments):
+    """The text of a refusal: an error of four lines, and code 2."""
+    found = run(*arguments)
+    assert found.exit_code == 2, (found.output, found.exception)
+    assert found.stderr.startswith("error: ")
+    assert all(word in found.stderr for word in ("given:", "allowed:", "fix:")), found.stderr
+    return found.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained") / "run"
+    assert run(*TRAIN, "--out", out).exit_code == 0
+    return out
+
+
+# ---- a run folder from another person
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A run folder whose model is a factory that writes a file when it is called."""
+    out = tmp_path / "run"
+    assert run(*TRAIN, "--out", out).exit_code == 0
+    path = out / "run.json"
+    found = json.loads(path.read_text())
+    found["options"] |= {"model": "subprocess:Popen", "settings": {"args": f"('touch', '{tmp_path / 'executed'}')"}}
+    path.write_text(json.dumps(found))
+    return out
+
+
+@pytest.mark.parametrize("verb", ["sample", "train"])
+def test_a_factory_that_only_a_folder_names_is_never_imported(hostile, verb, monkeypatch):
+    monkeypatch.setattr("importlib.import_module", None)
+    command = ["sample", "--from", hostile] if verb == "sample" else ["train", "--resume", "--out", hostile]
+    assert "add --model subprocess:Popen" in refused(*command, "--ranks", "threads")
+    assert "has another model" in refused(*command, "--ranks", "threads", "--model", "os:system")
+    assert not (hostile.parent / "executed").exists()
+
+
+def test_a_factory_that_the_command_names_too_is_resumed_and_a_file_of_options_counts(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    own = ["--model", "torch.nn:Embedding", "--set", "num_embeddings=256", "--set", "embedding_dim=256"]
+    data = ["--data", tmp_path / "text", "--seq", "8", "--batch", "2", "--ranks", "threads", "--out", tmp_path / "run"]
+    assert run("train", "--steps", "1", *own, *data).exit_code == 0
+    again = ["train", "--resume", "--steps", "2", "--ranks", "threads", "--out", tmp_path / "run"]
+    assert "add --model torch.nn:Embedding" in refused(*again)
+    assert run(*again, "--model", "torch.nn:Embedding").exit_code == 0
+    (tmp_path / "options.toml").write_text("model = 'torch.nn:Embedding'\nsteps = 3\n")
+    assert run(*again[:2], *again[4:], "--config", tmp_path / "options.toml").exit_code == 0
+
+
+# ---- values and files that nothing can be done with
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "--set", "width=1000000000"], "is too large for torch"),
+        (["show", "--set", "width=" + "9" * 30], "a whole number of up to 64 bits"),
+        (["show", "--set", "num_layers=100000000"], "too many layers"),
+        (["show", "--model", "mlp", "--set", "widths=1000000000000,10"], "is too large for torch"),
+        (["show", "--batch", "1" + "0" * 18], "the batch is too large"),
+        (["verify", "--set", "width=10000000"], "the model does not fit on this machine"),
+        (["train", "--set", "width=10000000", "--out", "out"], "the model does not fit on this machine"),
+        (["train", "--timeout-s", "1e300", "--out", "out"], "'timeout_s' is out of range"),
+        (["train", "--timeout-s", "1e-9", "--out", "out"], "'timeout_s' is out of range"),
+        ([*TRAIN, "--out", "x" * 300], "cannot write to"),
+        (["train", "--resume", "--out", "x" * 300], "there is no run at"),
+        (["sample", "--from", "x" * 300], "there is no run at"),
+        (["checkpoint", "inspect", "x" * 300], "cannot be used"),
+        (["verify", "--data", "x" * 300], "cannot be used"),
+        (["show", "--config", "/dev/zero"], "no regular file"),
+        (["show", "--config", "/dev/null"], "no regular file"),
+        (["show", "--layout", "pp2/file:/dev/zero"], "no regular file"),
+        (["show", "--png", "x" * 300], "cannot be used"),
+        (["train", "--seed", "9" * 20, "--out", "out"], "a whole number of up to 64 bits"),
+        (["verify", "--seed", "9" * 20], "a whole number of up to 64 bits"),
+        (["verify", "--model", "torch.nn:Linear", "--set", "in_features=4", "--set", "out_features=4"], "cannot take"),
+        (["show", "--set", "width=\udcff"], "'width' does not have the right type"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_is_refused(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert words in refused(*arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("line", ["dp1000000", "pp1048576", "dp1048576 tp1048576", "tp1048576", "pp1048576 mb1048576"])
+@pytest.mark.parametrize("verb", ["train", "train processes", "verify", "sample"])
+@pytest.mark.sampled(3)
+def test_more_ranks_than_the_machine_can_start_are_refused_by_number_in_a_second(trained, tmp_path, verb, line):
+    more = {
+        "train": ["--batch", "1048576", "--seq", "1", "--ranks", "threads", "--out", tmp_path / "run"],
+        "train processes": ["--batch", "1048576", "--seq", "1", "--out", tmp_path / "run"],
+        "verify": ["--batch", "1048576", "--seq", "1"],
+        "sample": ["--from", trained],
+    }
+    start_s = time.process_time()
+    assert "more ranks than this machine can start" in refused(verb.split()[0], "--layout", line, *more[verb])
+    assert time.process_time() - start_s < 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_show_takes_a_million_ranks_and_refuses_a_million_stages_by_number():
+    assert "1,000,000 ranks" in run("show", "--layout", "dp1000000", *TINY).stdout
+    assert "cannot be cut into 1048576 stages" in refused("show", "--layout", "pp1048576", *TINY)
+
+
+def test_a_model_of_ones_own_that_cannot_take_the_data_is_refused_by_train_too(tmp_path):
+    own = ["--model", "torch.nn:Linear", "--set", "in_features=4", "--set", "out_features=4"]
+    assert "cannot take the data 'stdlib'" in refused("train", *own, "--ranks", "threads", "--out", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "steps = " + "[" * 5000 + "]" * 5000,
+        "[settings]\nwidth = " + "[" * 500 + "]" * 500,
+        "steps = " + "9" * 5000,
+        "a" + ".a" * 7000 + " = 1",
+        "a" * 2**15 + " = 1",
+    ],
+    ids=["arrays", "arrays in a table", "a long number", "dots", "a long file"],
+)
+def test_a_file_of_options_that_is_nested_or_long_is_refused(text, tmp_path):
+    (tmp_path / "options.toml").write_text(text + "\n")
+    refused("show", "--config", tmp_path / "options.toml")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--temperature", "1e-320"], ["--temperature", "1e308"], ["--prompt", "\udcff\udc80"], ["--seed", "-1"]]
+)
+def test_extreme_values_of_sampling_work(trained, flags):
+    found = run("sample", "--from", trained, "--num", "2", *flags)
+    assert found.exit_code == 0, (found.output, found.exception)
+
+
+def test_the_seed_of_a_sample_is_checked(trained):
+    assert "the seed is out of range" in refused("sample", "--from", trained, "--seed", "9" * 20)
+
+
+def test_ctrl_c_while_the_command_imports_ends_it_in_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    source = Path(shardwright.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{source}"}
+    for command in (["-m", "shardwright.cli"], [tmp_path / "shardwright"]):
+        (tmp_path / "shardwright").write_text("from shardwright.cli import main\nmain()\n")
+        done = subprocess.run(
+            [sys.executable, *command, "--help"], env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+# ---- export
+
+
+def test_export_writes_beside_and_leaves_nothing_else(trained, tmp_path):
+    to = tmp_path / "new" / "model.safetensors"
+    assert run("checkpoint", "export", trained, to).exit_code == 0
+    before = to.stat().st_ino
+    assert run("checkpoint", "export", trained, to).exit_code == 0
+    assert to.stat().st_ino != before
+    assert [path.name for path in to.parent.iterdir()] == [to.name]
+
+
+@pytest.mark.parametrize("kind", ["a device", "a pipe", "a folder", "a link", "a name that is too long"])
+def test_export_refuses_a_target_that_is_no_regular_file_and_leaves_it(trained, tmp_path, kind):
+    to = tmp_path / ("x" * 300 if "long" in kind else "target")
+    if kind == "a device":
+        try:
+            os.mknod(to, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("only root makes devices")
+    elif kind == "a pipe":
+        os.mkfifo(to)
+    elif kind == "a folder":
+        to.mkdir()
+    elif kind == "a link":
+        to.symlink_to(tmp_path / "elsewhere")
+    before = to.lstat() if "long" not in kind else None
+    assert f"cannot write '{to}'" in refused("checkpoint", "export", trained, to)
+    assert before is None or to.lstat() == before
+    assert len(list(tmp_path.iterdir())) == (before is not None)
+
+
+def test_export_of_a_broken_checkpoint_is_refused_and_writes_nothing(trained, tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("shardwright.checkpoint.export.read_whole", fails)
+    assert "could not be read" in refused("checkpoint", "export", trained, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
