@@ -52,7 +52,7 @@ def family_of(process):
 
 def ranks_in(folder):
     """The processes of the ranks, by number, of the run that has its temporary files in ``folder``."""
-    paths = sorted(Path(folder).glob("shardwright-*/*.pid"))
+    paths = sorted(Path(folder).glob("shardwright-run-*/*.pid"))
     return {int(path.stem): psutil.Process(int(path.read_text())) for path in paths}
 
 

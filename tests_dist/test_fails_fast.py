@@ -16,8 +16,6 @@ import torch
 from tests_dist.command import left_in, semaphores_of, temporary_folder
 
 from shardwright import CrossEntropy, Layout, launch, parallelize
-from shardwright.comm.backends import processes
-from shardwright.comm.backends.message_blocks import folder_for_sockets
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
 
 
@@ -77,7 +75,6 @@ def cannot_be_laid_out(world):
 @pytest.fixture
 def failed(tmp_path, monkeypatch):
     """``failed(work, *args)``: what is said of ranks of which one fails, within 5 s of its failure, leaving nothing."""
-    processes._start_server(folder_for_sockets())  # what it needs stays until this process ends
     here, when = [psutil.Process()], tmp_path / "when"
 
     def told(work, *args, **options):
