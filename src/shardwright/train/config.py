@@ -64,18 +64,19 @@ class TrainConfig:
     debug: bool = False
     bind_cores: bool = False
     timeout_s: float = 600.0
+    grace_s: float = 30.0
     offload_folder: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "clip", "timeout_s"):
+        for name in ("lr", "weight_decay", "clip", "timeout_s", "grace_s"):
             check_finite(name, getattr(self, name))
         check_sizes(self, 1, "batch", "seq", "steps", "eval_batches")
         check_sizes(self, 0, "stop_at", "warmup", "clip", "save_every", "keep", "eval_every", "lr", "weight_decay")
         check_fraction("weight_decay", self.weight_decay)
-        if self.timeout_s <= 0:
-            raise PlanError(
-                "'timeout_s' is too small", given=self.timeout_s, allowed="above 0", fix="set timeout_s=600"
-            )
+        for name, usual in (("timeout_s", 600), ("grace_s", 30)):
+            if getattr(self, name) <= 0:
+                given = getattr(self, name)
+                raise PlanError(f"'{name}' is too small", given=given, allowed="above 0", fix=f"set {name}={usual}")
         if self.schedule not in ("cosine", "linear", "constant"):
             raise PlanError("no such schedule", given=self.schedule, allowed="cosine, linear, constant", fix="cosine")
         layout = Layout.parse(self.layout)
@@ -203,3 +204,12 @@ def read_run(out: Path) -> dict[str, Any]:
             allowed=f"the --out folder of a run, with {RUN_FILE} in it",
             fix="check the path, or start a run there without --resume",
         ) from failure
+
+
+def run_name_in(out: Path) -> str | None:
+    """Returns the name that ``torchrun`` gave the run in ``out``; None where there is no such run."""
+    try:
+        found = json.loads((out / RUN_FILE).read_text()).get("torchrun")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None

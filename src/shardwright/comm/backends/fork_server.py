@@ -156,6 +156,7 @@ def serve(line: int, main: Callable[[int, int], None]) -> None:
                 os.close(answer)
                 _report(status, pid)
     _end_orphans(children)
+    os._exit(0)  # the interpreter's own end takes long with torch in it
 
 
 def _begin_rank() -> None:
