@@ -119,6 +119,37 @@ def test_a_rank_that_exits_is_named_with_its_exit_code(failed):
     assert failed(exits).startswith("rank 1 ended with exit code 3; the other ranks were ended")
 
 
+def raises_while_another_computes(world, when):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if world.rank == 1:
+        when.write_text(repr(time.time()))
+        raise KeyError("the milk is gone")
+    while world.rank == 2:
+        pass
+    world.everyone().barrier()
+
+
+def is_stopped(world, when):
+    axis = world.everyone()
+    for step in range(10_000):
+        if world.rank == 1 and step == 3:
+            when.write_text(repr(time.time() + 2))  # the others wait for it so long
+            os.kill(os.getpid(), signal.SIGSTOP)
+        axis.all_reduce(torch.ones(10))
+
+
+def test_a_rank_that_computes_and_takes_no_signal_holds_no_other_rank_up(failed):
+    text = failed(raises_while_another_computes)
+    assert text.startswith("rank 1 failed")
+    assert "the milk is gone" in text
+
+
+def test_a_rank_that_is_stopped_is_named_and_ended_with_the_others(failed):
+    text = failed(is_stopped, timeout_s=2)
+    assert text.startswith("rank 1 was stopped, and the other ranks waited for it in vain; all ranks were ended")
+    assert "all_reduce of [10] float32" in text
+
+
 @pytest.mark.parametrize("kind", ["kind", "shape", "dtype", "axis"])
 def test_ranks_that_disagree_are_both_named(kind):
     with pytest.raises(CommunicationError) as failure:
