@@ -365,6 +365,15 @@ def kills() -> str:
     return "\n".join(lines)
 
 
+def restarts() -> str:
+    """How many restarts of torchrun recovered."""
+    lines = ["| kills | recovered | steps | largest difference | recovered in (median) | worst |", "|" + "---|" * 6]
+    for row in newest("trust/restarts")["table"]:
+        times = f"{row['recovery_s_median']:.1f} s | {row['recovery_s_max']:.1f} s"
+        lines.append(f"| {row['kills']} | {row['recovered']} | {row['steps']} | {row['divergence']:.0e} | {times} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "global_sweep": global_sweep,
     "global_operators": global_operators,
@@ -388,6 +397,7 @@ TABLES = {
     "zero_step": zero_step,
     "ledger": ledger,
     "kills": kills,
+    "restarts": restarts,
     "zero_copies": zero_copies,
     "zero_overlap": zero_overlap,
     "offload": offload,

@@ -40,7 +40,8 @@ DEFAULT_GRACE_S = 30.0
 
 _FORK_SERVER = ForkServer()
 _START_S = 60.0
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_NETWORK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
+"""What binds torch's own sockets to the loopback interface."""
 
 
 def run_here(
@@ -59,6 +60,9 @@ def run_here(
     place, backend = _device(device, local, num_local)
     timeout = timedelta(seconds=timeout_s)
     # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
+    if num_local == size:  # torchrun on one machine: its ranks, too, have nothing to tell other machines
+        for name, value in _NETWORK.items():
+            os.environ.setdefault(name, value)
     store = _new_store(rank, size, timeout) if folder is None else FileStore(f"{folder}/store", size)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     recorder = Recorder()
@@ -137,8 +141,7 @@ def run_processes(
 def _environment(rank: int, num_ranks: int) -> dict[str, str]:
     """The environment of a rank on one machine: torch's names for its place, and the machine's own network only."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    network = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
-    return {**os.environ, **{name: str(value) for name, value in place.items()}, **network}
+    return {**os.environ, **{name: str(value) for name, value in place.items()}, **_NETWORK}
 
 
 def rank_main(task: int, answer: int) -> None:
