@@ -10,7 +10,7 @@ ZOO_OPTIONS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test contract test-dist zoo zoo-contract zoo-page lint types size check docs bench bench-smallest tables format clean
+.PHONY: chaos help demo test contract test-dist zoo zoo-contract zoo-page lint types size check docs bench bench-smallest tables format clean
 
 help:           ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,9 @@ $(ZOO_READY): pyproject.toml constraints.txt constraints-zoo.txt
 	@# vit-pytorch asks for torchvision, which the models that the zoo takes from it do not import
 	$(ZOO)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints-zoo.txt vit-pytorch
 	@touch $@
+
+chaos: $(READY)  ## kills ranks, launchers, fork servers and whole groups of a run, and checks what is left (3 minutes)
+	$(BIN)/python benchmarks/trust/kills.py --seconds 180
 
 zoo: $(ZOO_READY) ## models of others under every layout, and docs/models.md; ZOO_OPTIONS="--only llama --layouts tp2" for a part
 	PYTHONPATH=src:tests HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m zoo $(ZOO_OPTIONS)

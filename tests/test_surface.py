@@ -23,7 +23,7 @@ FLAGS = {
     "train": RUN
     | {"--data", "--steps", "--stop-at", "--seed", "--lr", "--schedule", "--warmup", "--weight-decay", "--clip"}
     | {"--save-every", "--keep", "--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
-    | {"--bind-cores"}
+    | {"--bind-cores", "--grace-s"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
     "show": RUN | {"--png", "--timeline", "--memory", "--memory-png", "--measured", "--explain", "--ranks"},
@@ -36,7 +36,8 @@ FLAGS = {
 OPTIONS = [
     *("layout", "model", "settings", "roles", "data", "batch", "seq", "steps", "stop_at", "seed", "lr", "schedule"),
     *("warmup", "weight_decay", "clip", "save_every", "keep", "eval_every", "eval_batches"),
-    *("measured_costs", "tensorboard", "deterministic", "debug", "bind_cores", "timeout_s", "offload_folder"),
+    *("measured_costs", "tensorboard", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
+    "offload_folder",
 ]
 
 

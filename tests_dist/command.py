@@ -50,9 +50,15 @@ def family_of(process):
     return [launcher, *launcher.children(recursive=True)]
 
 
+def fork_server_of(process):
+    """The process from which the ranks of a run were forked."""
+    (server,) = psutil.Process(process.pid).children()
+    return server
+
+
 def ranks_in(folder):
     """The processes of the ranks, by number, of the run that has its temporary files in ``folder``."""
-    paths = sorted(Path(folder).glob("shardwright-*/*.pid"))
+    paths = sorted(Path(folder).glob("shardwright-run-*/*.pid"))
     return {int(path.stem): psutil.Process(int(path.read_text())) for path in paths}
 
 

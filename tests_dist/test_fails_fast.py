@@ -16,8 +16,6 @@ import torch
 from tests_dist.command import left_in, semaphores_of, temporary_folder
 
 from shardwright import CrossEntropy, Layout, launch, parallelize
-from shardwright.comm.backends import processes
-from shardwright.comm.backends.message_blocks import folder_for_sockets
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
 
 
@@ -77,7 +75,6 @@ def cannot_be_laid_out(world):
 @pytest.fixture
 def failed(tmp_path, monkeypatch):
     """``failed(work, *args)``: what is said of ranks of which one fails, within 5 s of its failure, leaving nothing."""
-    processes._start_server(folder_for_sockets())  # what it needs stays until this process ends
     here, when = [psutil.Process()], tmp_path / "when"
 
     def told(work, *args, **options):
@@ -120,6 +117,37 @@ def test_a_rank_that_any_other_signal_ends_is_named_with_it(failed, number, caus
 
 def test_a_rank_that_exits_is_named_with_its_exit_code(failed):
     assert failed(exits).startswith("rank 1 ended with exit code 3; the other ranks were ended")
+
+
+def raises_while_another_computes(world, when):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if world.rank == 1:
+        when.write_text(repr(time.time()))
+        raise KeyError("the milk is gone")
+    while world.rank == 2:
+        pass
+    world.everyone().barrier()
+
+
+def is_stopped(world, when):
+    axis = world.everyone()
+    for step in range(10_000):
+        if world.rank == 1 and step == 3:
+            when.write_text(repr(time.time() + 2))  # the others wait for it so long
+            os.kill(os.getpid(), signal.SIGSTOP)
+        axis.all_reduce(torch.ones(10))
+
+
+def test_a_rank_that_computes_and_takes_no_signal_holds_no_other_rank_up(failed):
+    text = failed(raises_while_another_computes)
+    assert text.startswith("rank 1 failed")
+    assert "the milk is gone" in text
+
+
+def test_a_rank_that_is_stopped_is_named_and_ended_with_the_others(failed):
+    text = failed(is_stopped, timeout_s=2)
+    assert text.startswith("rank 1 was stopped, and the other ranks waited for it in vain; all ranks were ended")
+    assert "all_reduce of [10] float32" in text
 
 
 @pytest.mark.parametrize("kind", ["kind", "shape", "dtype", "axis"])

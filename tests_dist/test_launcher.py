@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 from tests_dist.command import (
     end_all,
     family_of,
+    fork_server_of,
     left_in,
     ranks_in,
     said_by,
@@ -26,6 +28,7 @@ from tests_dist.command import (
 )
 
 from shardwright.checkpoint.manifest import steps_in
+from shardwright.comm.backends.run_folder import run_folder
 from shardwright.comm.launch import launch
 from shardwright.train.progress import read_metrics
 
@@ -67,7 +70,7 @@ def test_ranks_end_when_the_launcher_is_killed_and_leave_nothing(running, folder
     assert sorted(ranks) == [0, 1, 2, 3]
     assert set(ranks.values()) < set(family)
     assert left_in(folder)
-    assert semaphores or sys.platform != "linux"
+    assert not semaphores
     assert not can_be_taken(out / ".lock")
     process.kill()
     process.wait()
@@ -84,7 +87,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal_and_leaves_nothing(runni
     process, out, family = running
     semaphores = semaphores_of(family)
     ranks_in(folder)[2].send_signal(number)
-    assert process.wait(timeout=5) == 1
+    assert process.wait(timeout=10) == 1
     assert f"error: rank 2 was killed by {number.name}; the other ranks were ended" in said_by(out)
     assert "Traceback" not in said_by(out)
     assert within(5, lambda: not any(each.is_running() for each in family))
@@ -111,6 +114,64 @@ def test_a_launcher_that_is_told_to_stop_lets_the_ranks_save(running, folder):
     assert "told to stop" not in said_by(out)
     assert steps_in(out / "checkpoints")[-1].name == f"step-{len(read_metrics(out)):08d}"
     assert left_in(folder) == []
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_signal_to_the_whole_process_group_lets_the_ranks_save_whether_it_comes_once_or_again(running, folder, times):
+    process, out, family = running
+    for _ in range(times):
+        os.killpg(process.pid, signal.SIGTERM)
+        time.sleep(0.02)
+    assert process.wait(timeout=20) == 130, said_by(out)
+    done = len(read_metrics(out))
+    assert steps_in(out / "checkpoints")[-1].name == f"step-{done:08d}"
+    assert f"step-{done:08d} is complete, continue with --resume" in said_by(out)
+    assert within(5, lambda: not any(each.is_running() for each in family))
+    assert left_in(folder) == []
+
+
+def test_an_early_warning_to_the_group_saves_and_the_run_goes_on(tmp_path):
+    out = tmp_path / "run"
+    process = start(out, "--steps", "100000", "--save-every", "0")
+    try:
+        wait_for_step(process, out, 2)
+        os.killpg(process.pid, signal.SIGUSR1)
+        assert within(20, lambda: steps_in(out / "checkpoints"))
+        wait_for_step(process, out, len(read_metrics(out)) + 2)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def test_a_run_whose_fork_server_is_killed_goes_on_and_a_rank_that_then_fails_is_named(running, folder):
+    process, out, family = running
+    ranks = ranks_in(folder)
+    fork_server_of(process).kill()
+    done = len(read_metrics(out))
+    assert within(20, lambda: len(read_metrics(out)) > done + 3)
+    ranks[2].kill()
+    assert process.wait(timeout=15) == 1
+    assert "error: rank 2 was killed" in said_by(out)
+    assert within(5, lambda: not any(each.is_running() for each in family))
+    assert left_in(folder) == []
+
+
+def test_what_a_run_leaves_that_was_killed_as_a_whole_the_next_run_removes(running, folder, monkeypatch):
+    process, _, family = running
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert within(5, lambda: not any(each.is_running() for each in family))
+    assert left_in(folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with run_folder() as mine:
+        assert left_in(folder) == [str(mine)]
+    assert left_in(folder) == []
+
+
+def test_a_folder_of_a_run_that_lives_is_left_alone():
+    with run_folder() as first, run_folder() as second:
+        assert first.exists()
+        assert second.exists()
 
 
 SCRIPT = """

@@ -351,6 +351,29 @@ def code(name: str) -> str:
     return f"`{name}`" if name.partition(" ")[2].startswith("mb") or name.startswith("mb") else name
 
 
+def kills() -> str:
+    """What killing runs came to, by what was killed."""
+    found = ["orphans", "left", "unloadable", "lost", "unsaved", "diverged"]
+    lines = [
+        "| killed | times | during a save | processes left | files left | unloadable | lost | not saved | diverged "
+        "| ended in (median) | worst |",
+        "|" + "---|" * 11,
+    ]
+    for row in newest("trust/kills")["table"]:
+        counts = " | ".join(str(row[key]) for key in ("kills", "saving", *found))
+        lines.append(f"| {row['victim']} | {counts} | {row['end_s_median']:.1f} s | {row['end_s_max']:.1f} s |")
+    return "\n".join(lines)
+
+
+def restarts() -> str:
+    """How many restarts of torchrun recovered."""
+    lines = ["| kills | recovered | steps | largest difference | recovered in (median) | worst |", "|" + "---|" * 6]
+    for row in newest("trust/restarts")["table"]:
+        times = f"{row['recovery_s_median']:.1f} s | {row['recovery_s_max']:.1f} s"
+        lines.append(f"| {row['kills']} | {row['recovered']} | {row['steps']} | {row['divergence']:.0e} | {times} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "global_sweep": global_sweep,
     "global_operators": global_operators,
@@ -373,6 +396,8 @@ TABLES = {
     "pipeline_overhead lists": pipeline_lists,
     "zero_step": zero_step,
     "ledger": ledger,
+    "kills": kills,
+    "restarts": restarts,
     "zero_copies": zero_copies,
     "zero_overlap": zero_overlap,
     "offload": offload,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from shardwright.cli import options as opt
 from shardwright.cli.options import emit, given, parse_pairs, report_errors, warn, with_shared
 from shardwright.comm.limits import check_can_start
 from shardwright.command_start import INTERRUPTED
-from shardwright.errors import PlanError, explain
+from shardwright.errors import CheckpointError, PlanError, explain
 from shardwright.formatting import format_bytes, format_count
 from shardwright.layout import Layout
 from shardwright.parallelize.planning import job_for
@@ -50,11 +51,17 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def _config(
-    shared: opt.Shared, base: dict[str, Any] | None = None, *, resumed: Path | None = None, **flags: Any
+    shared: opt.Shared,
+    base: dict[str, Any] | None = None,
+    *,
+    resumed: Path | None = None,
+    fits: Path | None = None,
+    **flags: Any,
 ) -> Any:
     """Returns the TrainConfig from, in rising precedence: the defaults, ``base``, the TOML file, the flags.
 
-    The options of the run in the folder ``resumed`` take the place of ``base``.
+    The options of the run in the folder ``resumed`` take the place of ``base``. With ``fits``, the folder of a run, the
+    layout may be ``auto-fit``.
     """
     from shardwright.train.config import TrainConfig, read_options, read_run, read_toml
 
@@ -69,7 +76,28 @@ def _config(
     }
     values = {**(base or {}), **in_file}
     values.update(read_options(given(**flags), given_in="the command"))
+    if fits is not None:
+        values.update(_fitted(values, fits))
     return TrainConfig(**{**values, **{name: {**values.get(name, {}), **more} for name, more in tables.items()}})
+
+
+def _fitted(values: dict[str, Any], out: Path) -> dict[str, str]:
+    """Returns the layout for the ranks that are there, where ``auto-fit`` asks for it, and prints what it changed."""
+    from shardwright.train.config import options_of
+    from shardwright.train.refit import AUTO_FIT, refitted
+
+    line = values.get("layout", "")
+    if AUTO_FIT not in line.split():
+        return {}
+    earlier = None
+    with suppress(CheckpointError):  # the first start of the run
+        earlier = options_of(out)["layout"]
+    size = os.environ.get("WORLD_SIZE")
+    layout = refitted(line, earlier, int(size) if size is not None else torch.cuda.device_count() or None)
+    if _is_first_rank() and layout != earlier:
+        before = f"{earlier} -> " if earlier is not None else ""
+        warn(f"{AUTO_FIT}: {before}{layout}, for the {Layout.parse(layout).num_ranks} ranks that there are")
+    return {"layout": layout}
 
 
 @app.command()
@@ -93,6 +121,9 @@ def train(
     deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Repeatable kernels only.")] = None,
     debug: Annotated[bool | None, typer.Option("--debug", help="Check that ranks make the same calls.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds a collective may wait.", show_default="600")] = None,
+    grace_s: Annotated[
+        float | None, typer.Option(help="Seconds ranks have to save after a stop signal.", show_default="30")
+    ] = None,
     bind_cores: Annotated[bool | None, typer.Option("--bind-cores", help="Give each process cores of its own.")] = None,
     offload_folder: Annotated[
         str | None, typer.Option(help="Where /offload:disk keeps its files.", show_default="the temporary folder")
@@ -117,7 +148,7 @@ def train(
         shared, resumed=out if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
         tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
-        bind_cores=bind_cores, offload_folder=offload_folder,
+        bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, fits=out,
     )  # fmt: skip
     try:
         summary = run_training(config, out, resume=resume, ranks=backend, changed_data=changed_data)
@@ -134,7 +165,10 @@ def train(
 
 def _print_summary(summary: dict[str, Any], out: Path, config: Any, *, as_json: bool) -> None:
     """Writes the report page, prints the summary of a run, and exits with its code if the run ended early."""
-    summary["report"] = str(_report(out, config, summary))
+    try:
+        summary["report"] = str(_report(out, config, summary))
+    except OSError as failure:  # the checkpoint is safe, and a page is not worth an error
+        summary["report"] = f"not written: {failure}"
     emit(summary, _summary_text(summary, out), as_json=as_json)
     if summary["diverged"] is not None:
         after = f"--resume continues from {summary['checkpoint']}" if summary["checkpoint"] else "start anew"

@@ -1,31 +1,22 @@
 """Finds the rank that failed first among processes that all fail when one does.
 
-A rank that raises closes its connections, and its partners fail a moment later. Each rank writes a note of its failure
-into a folder that the launcher shares, and the launcher raises the failure that explains the others.
+A rank that raises closes its connections, and its partners fail a moment later. Each rank sends the launcher a note of
+its failure, and the launcher raises the failure that explains the others.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
 import time
 import traceback
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-
-import psutil
 
 from shardwright.errors import CommunicationError, RankFailedError, explain
 
 GRACE_S = 0.3
 """How long a rank that lost its partner waits before it ends, so that the partner's own note is written first."""
-
-LATE_LAUNCHER_S = 2.0
-"""How long it waits beyond that for the launcher to see a partner's exit, if that partner left no note."""
-
-_LATE_END_S = 1.0
 
 
 class LostPartnerError(CommunicationError):
@@ -42,73 +33,57 @@ INTERRUPTED = 130
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
 
-class _Note(NamedTuple):
+class Note(NamedTuple):
+    """What a rank tells the launcher of its failure."""
+
     rank: int
     time_s: float
     failure: BaseException
     text: str
-    gone: tuple[int, ...]
+
+    @property
+    def explains(self) -> bool:
+        """Whether it is a cause: a rank that lost its partner explains nothing."""
+        return not isinstance(self.failure, LostPartnerError)
 
 
-def note_start(folder: str, rank: int) -> None:
-    """Writes this rank's process id into the folder that the launcher shares, so that a killed rank is noticed."""
-    (Path(folder) / f"{rank}.pid").write_text(str(os.getpid()))
-
-
-def note_failure(folder: str, rank: int, failure: BaseException) -> list[int]:
-    """Writes this rank's exception into the folder that the launcher shares; returns ranks that left no note."""
-    gone = _ended_without_note(Path(folder)) if isinstance(failure, LostPartnerError) else []
+def note_of(rank: int, failure: BaseException) -> Note:
+    """Returns the note of a rank's exception, which can be pickled whatever the exception's class."""
     text = "".join(traceback.format_exception(failure))
     try:
-        pickled = pickle.dumps(failure)
-        pickle.loads(pickled)
+        pickle.loads(pickle.dumps(failure))
     except Exception:  # an exception of any class may fail to be pickled; its text is enough
         failure = RuntimeError(str(failure))
-    note = _Note(rank, time.time(), failure, text, tuple(gone))
-    path = Path(folder) / f"{rank}.failure"
-    path.with_suffix(".part").write_bytes(pickle.dumps(note))
-    path.with_suffix(".part").rename(path)
-    return gone
+    return Note(rank, time.time(), failure, text)
 
 
-def _ended_without_note(folder: Path) -> list[int]:
-    """The ranks that ended without a note; waits a little until there is one, or until a rank has written a note."""
-    end = time.monotonic() + _LATE_END_S
-    while True:
-        pids = {int(path.stem): int(path.read_text()) for path in folder.glob("*.pid")}
-        noted = {int(path.stem) for path in folder.glob("*.failure")}
-        gone = sorted(rank for rank, pid in pids.items() if rank not in noted and not _is_alive(pid))
-        if gone or noted or time.monotonic() > end:
-            return gone
-        time.sleep(0.05)
+def first_failure(notes: Sequence[Note], exits: Mapping[int, int | None], stopped: Sequence[int]) -> BaseException:
+    """Returns the root cause among the ranks' failures.
 
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def first_failure(folder: str, exits: Mapping[int, int]) -> BaseException:
-    """Returns the root cause among the ranks' failures; ``exits``: exit codes of the ranks seen to end first."""
-    notes: list[_Note] = [pickle.loads(path.read_bytes()) for path in Path(folder).glob("*.failure")]
+    ``exits``: exit codes of the ranks that ended without a note, None where unknown; ``stopped``: ranks that were
+    found stopped (SIGSTOP) while the others waited for them.
+    """
     # a rank that lost its partner explains nothing: its note counts only where there is no other
-    notes.sort(key=lambda note: (isinstance(note.failure, LostPartnerError), note.time_s))
-    first = notes[0] if notes else None
-    if first is not None and not isinstance(first.failure, LostPartnerError):
+    first = min(notes, key=lambda note: (not note.explains, note.time_s), default=None)
+    if first is not None and first.explains:
         # an error of the user, not of one rank: every rank raises the same text, so none is named
         ours = type(first.failure).__module__ == "shardwright.errors"
         if ours or isinstance(first.failure, CommunicationError | StopRequested):
             return first.failure
         return RankFailedError(f"rank {first.rank} failed\n\n{first.text.rstrip()}")
-    ended = {rank: code for rank, code in exits.items() if code != 1}  # 1: it has lost a partner
-    gone = [*ended, *(first.gone if first is not None else ())]
-    if gone:
-        return RankFailedError(_how_it_ended(gone[0], ended.get(gone[0])))
-    if first is not None:
-        return RankFailedError(f"rank {first.rank} failed\n\n{first.text.rstrip()}")
-    return RankFailedError(f"ranks ended early: exit codes {dict(exits)}")
+    if exits:
+        rank = next(iter(exits))
+        return RankFailedError(_how_it_ended(rank, exits[rank]))
+    text = f"\n\n{first.text.rstrip()}" if first is not None else ""
+    if stopped:
+        waits = explain(
+            f"rank {stopped[0]} was stopped, and the other ranks waited for it in vain; all ranks were ended",
+            given="a stop signal (SIGSTOP, SIGTSTP) from outside, and no SIGCONT in time",
+            allowed="ranks that run, or go on within --timeout-s",
+            fix="find what stopped it; train --resume goes on from the last checkpoint",
+        )
+        return RankFailedError(f"{waits}{text}")
+    return RankFailedError(f"rank {first.rank} failed{text}" if first is not None else "the ranks ended early")
 
 
 def _how_it_ended(rank: int, code: int | None) -> str:

@@ -40,12 +40,12 @@ def launch(
 ) -> list[T]:
     """Runs ``work(world, *args)`` once per rank and returns the ranks' results, in rank order.
 
-    ``ranks="threads"`` runs the ranks in this process. ``"processes"`` starts them on this machine through torch's
-    elastic launcher; in a process that is already a rank (``torchrun``) it joins that world and returns this rank's
-    result alone. ``options`` go to :func:`~shardwright.comm.backends.processes.run_processes`: ``debug``,
-    ``timeout_s``, ``device``, ``bind_cores`` for cores of each rank's own, and ``link``, a
-    :class:`~shardwright.comm.backends.message_blocks.Link` whose latency and bandwidth are emulated, to measure on one
-    machine what overlap gains. Threads take none of these.
+    ``ranks="threads"`` runs the ranks in this process. ``"processes"`` starts them on this machine, and nothing listens
+    beyond it; in a process that is already a rank (``torchrun``) it joins that world and returns this rank's result
+    alone. ``options`` go to :func:`~shardwright.comm.backends.processes.run_processes`: ``debug``, ``timeout_s``,
+    ``grace_s`` for the seconds that ranks have to end after a stop signal, ``device``, ``bind_cores`` for cores of each
+    rank's own, and ``link``, a :class:`~shardwright.comm.backends.message_blocks.Link` whose latency and bandwidth are
+    emulated, to measure on one machine what overlap gains. Threads take none of these.
 
     Raises: RankFailedError: a rank raised or died; its own traceback comes first. LayoutError: the world that
         ``torchrun`` started has another number of ranks; or more ranks than this machine can start.
@@ -68,6 +68,7 @@ def launch(
                 allowed=f"layouts whose sizes multiply to {size}",
                 fix=f"start {num_ranks} ranks, or change the layout",
             )
+        options.pop("grace_s", None)  # torchrun has its own
         return [processes.run_here(work, args, **options)]
     return processes.run_processes(work, num_ranks, args, **options)
 

@@ -72,10 +72,11 @@ class TrainConfig:
     debug: bool = False
     bind_cores: bool = False
     timeout_s: float = 600.0
+    grace_s: float = 30.0
     offload_folder: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "clip", "timeout_s"):
+        for name in ("lr", "weight_decay", "clip", "timeout_s", "grace_s"):
             check_finite(name, getattr(self, name))
         check_sizes(self, 1, "batch", "seq", "steps", "eval_batches")
         check_seed(self.seed)
@@ -95,6 +96,9 @@ class TrainConfig:
                 allowed=f"up to {MOST_ELEMENTS} tokens in a step",
                 fix="set a smaller batch or seq",
             )
+        if self.grace_s <= 0:
+            fix = "set grace_s=30"
+            raise PlanError("'grace_s' is too small", given=self.grace_s, allowed="above 0", fix=fix)
         if self.schedule not in ("cosine", "linear", "constant"):
             raise PlanError("no such schedule", given=self.schedule, allowed="cosine, linear, constant", fix="cosine")
         layout = Layout.parse(self.layout)
@@ -272,3 +276,12 @@ def options_of(out: Path) -> dict[str, Any]:
             allowed=f"the --out folder of a run, with {RUN_FILE} in it",
             fix="check the path, or start a run there without --resume",
         ) from failure
+
+
+def run_name_in(out: Path) -> str | None:
+    """Returns the name that ``torchrun`` gave the run in ``out``; None where there is no such run."""
+    try:
+        found = json.loads((out / RUN_FILE).read_text()).get("torchrun")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None

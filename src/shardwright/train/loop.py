@@ -8,7 +8,6 @@ import os
 import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -43,37 +42,10 @@ from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.measuring import agreed_seconds
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
 from shardwright.train.same_run import check_same_data, check_same_run
+from shardwright.train.stop import Stop, started_again
 
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
-
-
-class Stop:
-    """A request to end the run after the current step, with a checkpoint.
-
-    Ranks that are processes each handle SIGINT and SIGTERM; ranks that are threads share one object.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False  # without a lock, because a second signal may interrupt the handler of the first
-        self.signal = 0
-
-    def request(self, number: int = 0, *_: Any) -> None:
-        """Asks the run to stop after the current step. It is also the signal handler, given the signal's number."""
-        self.requested, self.signal = True, number
-
-    @contextlib.contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """Makes SIGINT and SIGTERM request the stop while the block runs, if this is the main thread."""
-        if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
-            yield
-            return
-        before = {sig: signal.signal(sig, self.request) for sig in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
 
 
 def train(
@@ -82,10 +54,10 @@ def train(
 ) -> dict[str, Any]:  # fmt: skip
     """Trains a model, writes metrics and checkpoints to ``out``, and returns the summary of the run.
 
-    With ``resume`` it continues from the newest checkpoint in ``out``, under any layout, with the batches and dropout
-    masks of an uninterrupted run. Data that have changed since the run was started are refused, unless
-    ``changed_data`` accepts them. A step whose loss or gradients are not finite ends the run, because AdamW does not
-    recover from it: the step is not saved, and ``diverged`` of the summary is its number.
+    With ``resume``, or started again by ``torchrun``, it continues from the newest checkpoint in ``out``, under any
+    layout, with the batches and dropout masks of an uninterrupted run. Data that have changed since the run was started
+    are refused, unless ``changed_data`` accepts them. A step whose loss or gradients are not finite ends the run,
+    because AdamW does not recover from it: the step is not saved, and ``diverged`` of the summary is its number.
 
     Raises: LayoutError, PlanError, CheckpointError: before the first step.
     """
@@ -102,7 +74,8 @@ def train(
         stop = stop or Stop()
         with stop.on_signals():
             return launch(_rank, layout, config, out, resume, stop, ranks=ranks)[0]
-    options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores}
+    options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores,
+               "grace_s": config.grace_s}  # fmt: skip
     return launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
 
 
@@ -132,6 +105,8 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
         check_takes(config, model, loss, data[0])
     make_plan(job_for(model, loss, layout, inputs, config.num_tokens, config.roles), layout)
     saved = bool(steps_in(out / CHECKPOINTS))
+    if started_again(out):  # rank 0 decides what to resume from, once all ranks are there
+        return
     if resume and not saved and (out / METRICS_FILE).exists():
         with contextlib.suppress(OSError), (out / LOCK).open() as file:
             if not lock(file):
@@ -169,7 +144,9 @@ def inputs_of(data: Dataset, batch: int) -> Tensor:
 
 def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:
     stop = stop or Stop()
-    with stop.on_signals(), _locked_folder(world, out, new=not resume):
+    with stop.on_signals(), _locked_folder(world, out, new=not resume and not started_again(out)):
+        if started_again(out):
+            resume = gather_json(world.everyone(), bool(steps_in(out / CHECKPOINTS)))[0]
         summary = _Training(world, config, out, resume, stop).run_all()
         if summary["stopped"] and not world.local:
             # everything is saved, and a launcher that is itself stopping accepts no results
@@ -255,10 +232,18 @@ class _Training:
             for group in self.optimizer.param_groups:
                 group["weight_decay"] = config.weight_decay  # a resumed run may change it; load restored the old one
         self.first_step = self.run.num_steps
+        self._ahead: Microbatch
+        self._failure: Exception | None = None
+        self._num_saves_requested = stop.num_saves_requested
         if world.rank == 0:
             self.data_noted = fingerprint(config.data)
-            self._write_run()
-            cut_metrics(out, self.first_step)
+            try:
+                self._write_run()
+                cut_metrics(out, self.first_step)
+            except OSError as failure:  # a run that goes on needs neither
+                if not resume:
+                    raise
+                print(f"warning: cannot write to '{out}': {failure.strerror}", file=sys.stderr, flush=True)  # noqa: T201
 
     def run_all(self) -> dict[str, Any]:
         """Runs all steps, saves the last checkpoint, and returns the summary."""
@@ -267,32 +252,61 @@ class _Training:
         first = self.world.rank == 0
         self.log = Log(self.out, config.last_step, self.first_step, writes=first, tensorboard=config.tensorboard)
         with self.locks, self.log as log:
-            while self.run.num_steps < config.last_step and not stopped:
+            if self._num_left:
+                self._ahead = self._part(self.data, self.order.batch(self.first_step))
+            while self._num_left and not stopped:
                 row = self._step()
                 log.add(row)
+                self._read_ahead()
                 rows.append(row)
                 broken = [f"its {key} is {row[key]}" for key in ("loss", "grad_norm") if not isfinite(row[key] or 0.0)]
                 # agreed on by all ranks: one that left the loop alone would leave the others in a collective
-                stopped, diverged = self._on_any_rank(self.stop.requested, bool(broken))
+                warned = self.stop.num_saves_requested > self._num_saves_requested
+                flags = self.stop.requested, bool(broken), self._failure is not None, warned
+                stopped, diverged, failed, warned = self._on_any_rank(*flags)
+                if warned:
+                    self._num_saves_requested = self.stop.num_saves_requested  # one checkpoint for all ranks
                 if diverged:
                     log.warn(f"warning: step {row['step']} went wrong, {' and '.join(broken)}: the run ends here")
                     break
                 done = self.run.num_steps
-                if config.save_every and done % config.save_every == 0 and done < config.last_step and not stopped:
+                if failed:
+                    self._end_saved()
+                due = warned or (config.save_every and done % config.save_every == 0)
+                if due and done < config.last_step and not stopped:
                     self._save()
             if (rows or self.saved is None) and not diverged:
                 self._save()
         return {**self._summary(rows, stopped), "diverged": self.run.num_steps if diverged else None}
 
+    @property
+    def _num_left(self) -> int:
+        return max(0, self.config.last_step - self.run.num_steps)
+
+    def _read_ahead(self) -> None:
+        """Reads the next step's part of its batch, so that all ranks know of a failure where they can still save."""
+        try:
+            if self._num_left:
+                self._ahead = self._part(self.data, self.order.batch(self.run.num_steps))
+        except Exception as failure:  # whatever a dataset raises
+            self._failure = failure
+
+    def _end_saved(self) -> None:
+        """Saves, and raises the failure of the rank that has one; the others wait for it, and end with it."""
+        self._save()
+        if self._failure is not None:
+            raise self._failure
+        self.everyone.barrier()
+
     def _step(self) -> dict[str, Any]:
-        """Runs one training step and returns its row of metrics."""
-        config, run = self.config, self.run
+        """Runs one training step, on the batch that was read ahead, and returns its row of metrics."""
+        config, run, part = self.config, self.run, self._ahead
         start_s = time.perf_counter()
-        indices = self.order.batch(run.num_steps)
+        num_samples = len(self.order.batch(run.num_steps))
         rate = config.learning_rate(run.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        part, norm = self._part(self.data, indices), None
+        norm = None
         if config.clip:  # clipping needs the norm of all gradients, so no update can overlap the backward
             loss = run.step(part)
             norm = run.clip_grad_norm_(config.clip)
@@ -300,7 +314,7 @@ class _Training:
         else:
             loss = run.step(part, update=self.optimizer)
         step_s = time.perf_counter() - start_s
-        tokens = len(indices) * self.tokens_per_sample
+        tokens = num_samples * self.tokens_per_sample
         row: dict[str, Any] = {
             "step": run.num_steps,
             "loss": loss.item(),
@@ -362,6 +376,7 @@ class _Training:
             {
                 "options": self.config.to_dict(),
                 "data": self.data_noted,
+                "torchrun": os.environ.get("TORCHELASTIC_RUN_ID"),
                 "seconds": self.seconds,
                 "world_size": self.world.size,
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),

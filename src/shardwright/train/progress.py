@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +25,8 @@ _LINE_EVERY_S = 5.0
 class Log:
     """The log of a run: a progress bar (in files a line every few seconds), ``metrics.jsonl``, TensorBoard events.
 
-    Only rank 0 passes ``writes``; on the other ranks every method does nothing.
+    Only rank 0 passes ``writes``; on the other ranks every method does nothing. No row is worth a run: where one cannot
+    be written, as on a full disk, the log warns once, and writes later rows if it can.
     """
 
     def __init__(self, out: Path, steps: int, first_step: int, *, writes: bool, tensorboard: bool) -> None:
@@ -30,8 +34,7 @@ class Log:
         self.rows: list[dict[str, Any]] = []
         if not writes:
             return
-        self._path = out / METRICS_FILE
-        self._file = self._path.open("a")
+        self._path, self._warned = out / METRICS_FILE, False
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -57,12 +60,17 @@ class Log:
         if not self.writes:
             return
         self.rows.append(row)
-        self._file.write(json_text(row) + "\n")
-        self._file.flush()
-        if self._board is not None:
+        with self._warning():
+            _append(self._path, json_text(row) + "\n")
+        with self._warning():
             for key in ("loss", "eval_loss", "lr", "grad_norm", "tokens_per_s"):
-                if row.get(key) is not None:
+                if self._board is not None and row.get(key) is not None:
                     self._board.add_scalar(key, row[key], row["step"])
+        with self._warning():
+            self._show(row)
+
+    def _show(self, row: dict[str, Any]) -> None:
+        """Updates the progress bar, or prints a line every few seconds."""
         now = f"loss {row['loss']:.4f}  {format_count(row['tokens_per_s'])} tokens/s"
         if row["memory_bytes"]:
             now += f"  {format_bytes(max(row['memory_bytes']))} per rank"
@@ -76,10 +84,8 @@ class Log:
     def write_anew(self) -> None:
         """Writes all rows of this log into a new file, because the one before was removed."""
         if self.writes:
-            self._file.close()
-            self._file = self._path.open("w")
-            self._file.writelines(json_text(row) + "\n" for row in self.rows)
-            self._file.flush()
+            with self._warning():
+                self._path.write_text("".join(json_text(row) + "\n" for row in self.rows))
 
     def warn(self, text: str) -> None:
         """Prints a warning, above the progress bar where there is one."""
@@ -89,11 +95,22 @@ class Log:
     def close(self) -> None:
         """Ends the bar and closes the files."""
         if self.writes:
-            self._file.close()
-            if self._board is not None:
-                self._board.close()
+            with self._warning():
+                if self._board is not None:
+                    self._board.close()
             if self._bar is not None:
                 self._bar.stop()
+
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Turns the first failure to write into a warning, and drops later ones."""
+        try:
+            yield
+        except OSError as failure:
+            if not self._warned:
+                self._warned = True
+                with suppress(OSError):  # standard error may be a file on the same disk
+                    self.warn(f"warning: cannot write metrics: {failure}; the run goes on")
 
     def __enter__(self) -> Log:
         return self
@@ -116,12 +133,25 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _append(path: Path, line: str) -> None:
+    """Appends a line, or nothing: half a line would hide those after it. Raises OSError: there is no room for it."""
+    data = line.encode()
+    with path.open("ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        if (written := file.write(data)) != len(data):
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, f"wrote {written} of {len(data)} bytes", str(path))
+
+
 def cut_metrics(out: Path, last_step: int) -> None:
-    """Removes the rows of ``metrics.jsonl`` after ``last_step``, because a resumed run writes them again."""
-    kept = [row for row in read_metrics(out) if row["step"] <= last_step]
-    partial = out / f".{METRICS_FILE}"
-    partial.write_text("".join(json_text(row) + "\n" for row in kept))
-    partial.replace(out / METRICS_FILE)
+    """Removes the rows of ``metrics.jsonl`` after ``last_step``, because a resumed run writes them again.
+
+    They are cut off in place: that needs no room, and a kill leaves the file as it was or as it shall be.
+    """
+    num_kept = sum(row["step"] <= last_step for row in read_metrics(out))
+    path = out / METRICS_FILE
+    path.touch()
+    os.truncate(path, sum(len(line) for line in path.read_bytes().splitlines(keepends=True)[:num_kept]))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

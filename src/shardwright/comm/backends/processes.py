@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
+import json
 import os
 import pickle
 import shutil
-import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import forkserver, util
+from multiprocessing import process, spawn, util
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from shardwright.comm import failures
-from shardwright.comm.backends.message_blocks import Link, folder_for_sockets
+from shardwright.comm.backends.fork_server import ForkServer
+from shardwright.comm.backends.message_blocks import Link
 from shardwright.comm.backends.process_groups import Links, ProcessTransport
+from shardwright.comm.backends.run_folder import run_folder
+from shardwright.comm.backends.started_ranks import NOTE, RESULT, RankProcess, StartedRanks, answer_of
 from shardwright.comm.call_checker import CallChecker
 from shardwright.comm.cpu_affinity import bind
 from shardwright.comm.current_world import enter
@@ -35,6 +36,12 @@ from shardwright.errors import CommunicationError, PlanError
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_GRACE_S = 30.0
+
+_FORK_SERVER = ForkServer()
+_START_S = 60.0
+_NETWORK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
+"""What binds torch's own sockets to the loopback interface."""
 
 
 def run_here(
@@ -53,7 +60,11 @@ def run_here(
     place, backend = _device(device, local, num_local)
     timeout = timedelta(seconds=timeout_s)
     # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
-    dist.init_process_group(backend, timeout=timeout)
+    if num_local == size:  # torchrun on one machine: its ranks, too, have nothing to tell other machines
+        for name, value in _NETWORK.items():
+            os.environ.setdefault(name, value)
+    store = _new_store(rank, size, timeout) if folder is None else FileStore(f"{folder}/store", size)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     recorder = Recorder()
     call_checker = CallChecker(rank, timeout_s) if debug else None
     transport = ProcessTransport(rank, size, recorder, timeout, call_checker, links, folder, link)
@@ -93,9 +104,12 @@ def _device(wanted: str, local_rank: int, num_local: int) -> tuple[torch.device,
 def run_processes(
     work: Callable[..., T], num_ranks: int, args: Sequence[Any], *, debug: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S, device: str = "auto", links: Links = "auto", link: Link | None = None,
-    bind_cores: bool = False,
+    bind_cores: bool = False, grace_s: float = DEFAULT_GRACE_S,
 ) -> list[T]:  # fmt: skip
-    """Starts the ranks on this machine through torch's elastic launcher, as ``torchrun`` does.
+    """Starts the ranks on this machine, and listens on no network but, where torch needs it, the machine's own.
+
+    A stop signal to this process or to the whole process group reaches every rank; those that have not ended
+    ``grace_s`` later are killed.
 
     Raises: RankFailedError: a rank raised or was killed; the others are ended within seconds. LayoutError, PlanError
         and CheckpointError are raised as they are.
@@ -107,111 +121,115 @@ def run_processes(
             allowed="ranks as threads",
             fix='pass --ranks threads, or ranks="threads"',
         )
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = {"debug": debug, "timeout_s": timeout_s, "device": device, "links": links, "link": link,
                "bind_cores": bind_cores}  # fmt: skip
-    base = folder_for_sockets()
-    _start_server(base)
-    with tempfile.TemporaryDirectory(prefix="shardwright-", dir=base) as folder, _quiet(), _handlers_kept():
-        config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=f"shardwright-{os.getpid()}",
-            rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
-            start_method="forkserver", logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )  # fmt: skip
-        # the fork server's folder is removed when this process ends; by the ranks, if this process is killed
-        left = [folder] if multiprocessing.parent_process() else [folder, util.get_temp_dir()]
-        try:
-            found = elastic_launch(config, _rank_main)(pickle.dumps((work, tuple(args), options)), folder, left)
-        except ChildFailedError as failure:
-            exits = {rank: one.exitcode for rank, one in failure.failures.items()}
-            raise failures.first_failure(folder, exits) from None
-        except SignalException:
-            raise KeyboardInterrupt from None  # the ranks got the signal too, and have ended
-    return [pickle.loads(found[rank]) for rank in range(num_ranks)]
+    program = spawn.get_preparation_data("rank")
+    program["authkey"] = bytes(program["authkey"])
+    work_pickled = pickle.dumps((work, tuple(args), options))
+    with run_folder() as folder:
+        started = StartedRanks(grace_s)
+        with started.running():
+            for rank in range(num_ranks):
+                pipes, pid = _FORK_SERVER.fork()
+                (folder / f"{rank}.pid").write_text(str(pid))
+                task = pickle.dumps((program, _environment(rank, num_ranks), str(folder), work_pickled))
+                started.add(RankProcess.started(rank, pipes, pid, task))
+            return [pickle.loads(result) for result in started.wait()]
 
 
-def _start_server(folder: str) -> None:
-    """Starts the fork server, from which every rank is forked; it imports what takes long once.
+def _environment(rank: int, num_ranks: int) -> dict[str, str]:
+    """The environment of a rank on one machine: torch's names for its place, and the machine's own network only."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    return {**os.environ, **{name: str(value) for name, value in place.items()}, **_NETWORK}
 
-    Its socket goes into ``folder``: the default one may have too long a path.
-    """
-    ours = ["shardwright", "shardwright.comm.backends.processes"]
-    forkserver.set_forkserver_preload([*ours, "torch._dynamo", "torch.optim"])  # any optimizer loads torch._dynamo
-    before, tempfile.tempdir = tempfile.tempdir, folder
+
+def rank_main(task: int, answer: int) -> None:
+    """Runs one rank in a process that the fork server made: reads its task, writes its answer, and ends the process."""
+    code = 1
     try:
-        forkserver.ensure_running()
-    finally:
-        tempfile.tempdir = before
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the launcher's own log: the failing rank's traceback comes first."""
-    prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
-    loggers = [logging.getLogger(name) for name in (*prefixes, *logging.root.manager.loggerDict)]
-    loggers = [logger for logger in loggers if logger.name.startswith(prefixes)]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+        length = int.from_bytes(_read(task, 8), "little")
+        program, environment, folder, work_pickled = pickle.loads(_read(task, length))
+    except EOFError:  # the launcher has ended
+        os._exit(code)
+    os.environ.clear()
+    os.environ.update(environment)
+    rank = int(environment["RANK"])
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    _end_with_the_launcher(rank, task, folder)
     try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Restores the caller's signal handlers, which the launcher replaces and does not restore."""
-    here = threading.current_thread() is threading.main_thread()  # handlers exist in the main thread only
-    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if here else ()
-    before = {number: signal.getsignal(number) for number in handled}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:  # None: not set from Python, so it cannot be restored
-                signal.signal(number, handler)
-
-
-def _rank_main(pickled: bytes, folder: str, left: list[str]) -> bytes:
-    rank = int(os.environ["RANK"])
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the work sets its own handler
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    failures.note_start(folder, rank)
-    _end_with_the_launcher(rank, left)
-    try:
-        work, args, options = pickle.loads(pickled)
-        return pickle.dumps(run_here(work, args, folder=folder, **options))
+        process.current_process()._inheriting = True  # type: ignore[attr-defined]
+        spawn.prepare(program)
+        del process.current_process()._inheriting  # type: ignore[attr-defined]
+        work, args, options = pickle.loads(work_pickled)
+        found = answer_of(RESULT, pickle.dumps(run_here(work, args, folder=folder, **options)))
+        code = 0
     except BaseException as failure:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with suppress(OSError):  # the folder is gone where the launcher is
-            if failures.note_failure(folder, rank, failure):
-                time.sleep(failures.LATE_LAUNCHER_S)  # the launcher ends this rank once it has seen the other's exit
-        # no exception leaves this function: torch would leave an error file behind
-        os._exit(130 if isinstance(failure, StopRequested) else 1)
+        found = answer_of(NOTE, pickle.dumps(failures.note_of(rank, failure)))
+        code = failures.INTERRUPTED if isinstance(failure, StopRequested) else 1
+    with suppress(OSError), os.fdopen(answer, "wb") as pipe:  # the launcher may have ended
+        pipe.write(found)
+    if not code:
+        util._exit_function()  # type: ignore[attr-defined]
+        threading._shutdown()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
-def _end_with_the_launcher(rank: int, left: Sequence[str]) -> None:
-    """Ends this rank when the launcher dies, and removes the folders that it leaves behind.
+def _read(pipe: int, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        more = os.read(pipe, min(num_bytes - len(data), 2**20))
+        if not more:
+            raise EOFError
+        data += more
+    return bytes(data)
 
-    The launcher holds a pipe to each rank, which the system closes when it dies. The ranks are children of the fork
-    server, which lives as long as they do.
+
+def _end_with_the_launcher(rank: int, task: int, folder: str) -> None:
+    """Ends this rank when the launcher dies, and removes the folder that it leaves behind.
+
+    The launcher holds the other end of the rank's task pipe, which the system closes when it dies.
     """
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
 
     def watch() -> None:
-        launcher.join()
+        while os.read(task, 1):
+            pass
         if rank == 0:
             sys.stderr.write("the process that started the ranks has ended, and so do they\n")
-        for folder in left:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _new_store(rank: int, size: int, timeout: timedelta) -> Any:
+    """The store that ``torchrun`` opened, under a prefix that only this attempt's ranks have.
+
+    torch keeps one store over all restarts, so it still holds what the ranks of earlier attempts wrote, and no number
+    that it gives is the same on every machine and new at every attempt. So each rank writes a random key, rank 0
+    publishes the list of them, again when one changes, and starts once each rank has found its own in the list.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    mine, end = os.urandom(8).hex(), time.monotonic() + max(timeout.total_seconds(), _START_S)
+    names = [f"shardwright/{other}" for other in range(size)]
+    store.set(names[rank], mine)
+    keys: list[str] = []
+    while rank == 0 and not (keys and store.check([f"shardwright/{mine}/{key}" for key in keys])):
+        if store.check(names) and (now := [store.get(name).decode() for name in names]) != keys:
+            keys = now
+            store.set("shardwright/keys", json.dumps(keys))
+            store.set(f"shardwright/{mine}/{mine}", "")
+        _pause(end)
+    while mine not in keys:
+        keys = json.loads(store.get("shardwright/keys")) if store.check(["shardwright/keys"]) else []
+        _pause(end)
+    store.set(f"shardwright/{keys[0]}/{mine}", "")
+    return PrefixStore(f"shardwright/{keys[0]}", store)
+
+
+def _pause(end: float) -> None:
+    time.sleep(0.005)
+    if time.monotonic() > end:
+        raise LostPartnerError("not all ranks that torchrun started came to the start\n  fix:   see which ended first")

@@ -11,7 +11,6 @@ little to be worth it; one core of a shared machine).
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from shardwright.comm.axis import Axis, Pending
 from shardwright.errors import PlanError
 from shardwright.strategies.pipeline.messages import StageMessage
+from shardwright.strategies.pipeline.spec_bytes import pack, unpack
 
 PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice)
 """Types of the leaves, beside tensors, that may cross between stages."""
@@ -252,13 +252,15 @@ class P2P:
 
 
 def _pack_spec(spec: ValueSpec) -> bytes:
-    """Pickles a spec. A TreeSpec does not pickle, so a tree of the same shape takes its place, with integer leaves."""
-    return pickle.dumps((tree_unflatten(list(range(len(spec.leaves))), spec.spec), spec.leaves))
+    """Packs a spec. In place of its TreeSpec goes a tree of the same shape, with the numbers of the leaves."""
+    leaves = [list(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in spec.leaves]  # no other leaf is a list
+    return pack(tree_unflatten(list(range(len(spec.leaves))), spec.spec), leaves)
 
 
 def _unpack_spec(packed: bytes) -> ValueSpec:
-    tree, leaves = pickle.loads(packed)
-    return ValueSpec(tree_flatten(tree)[1], leaves)
+    tree, leaves = unpack(packed)
+    specs = tuple(TensorSpec(*leaf) if isinstance(leaf, list) else leaf for leaf in leaves)
+    return ValueSpec(tree_flatten(tree)[1], specs)
 
 
 def share_output(axis: Axis, output: Any, source: int) -> Any:

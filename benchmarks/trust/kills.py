@@ -1,0 +1,213 @@
+"""Kills a training run again and again, in every way, and checks what is left: processes, files, checkpoints, losses.
+
+A chain is one run that goes on after each kill under the next layout, until each layout was killed once. Then its
+losses must be those of a run that nothing disturbed.
+"""
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.common import machine, options_of, sized, write
+
+from shardwright.checkpoint.loading import read_whole
+from shardwright.checkpoint.manifest import check_files, find, read, steps_in
+from shardwright.train.config import TrainConfig
+from shardwright.train.loop import train
+from shardwright.train.progress import read_metrics
+
+LAYOUTS = sized(
+    ["dp2", "tp2", "pp2/1f1b mb2", "dp2/zero1", "dp2/zero2", "dp2/zero3", "dp2 tp2", "pp2/gpipe mb2 dp2", "tp4/2d",
+     "pp2/1f1b mb2 tp2", "dp4/zero3", "pp2/zb-h2 mb4 dp2/zero1"],
+    ["dp2"],
+)  # fmt: skip
+VICTIMS = ("rank", "launcher", "group", "fork server", "group, told to stop")
+STEPS, TOLERANCE = 4000, 1e-4
+SETTINGS = {"num_layers": 2, "width": 16, "num_heads": 4, "dropout": 0.1}
+TINY = {"settings": SETTINGS, "seq": 16, "batch": 8, "schedule": "constant", "steps": STEPS}
+FLAGS = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
+FLAGS += ["--seq", "16", "--batch", "8", "--schedule", "constant", "--steps", str(STEPS), "--save-every", "2"]
+MOST_S = 120
+FAULTS = ("orphans", "unloadable", "lost", "unsaved", "left", "diverged")
+
+
+def ranks_in(folder):
+    """The processes of the ranks of the run that has its temporary files in ``folder``."""
+    return [psutil.Process(int(path.read_text())) for path in folder.glob("shardwright-run-*/*.pid")]
+
+
+def left_in(folder):
+    """What is still there; torch's own cache, which it keeps for the next process, is not ours."""
+    return [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def wait_until(process, holds):
+    """Waits until ``holds()``; raises where the run ends before, or takes too long."""
+    end = time.monotonic() + MOST_S
+    while not holds():
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError("the run ended or hung before it could be killed")
+        time.sleep(0.0005)
+
+
+def is_saving(out):
+    """Whether a checkpoint is being written at this moment."""
+    return any((out / "checkpoints").glob(".tmp-*"))
+
+
+def end_it(process, victim, folder):
+    """Kills or signals the victim; returns whether all that ran is to end by itself now."""
+    if victim == "rank":
+        random.choice(ranks_in(folder)).kill()
+    elif victim == "launcher":
+        process.kill()
+    elif victim == "group":
+        os.killpg(process.pid, signal.SIGKILL)
+    elif victim == "fork server":
+        psutil.Process(process.pid).children()[0].kill()
+    else:
+        os.killpg(process.pid, signal.SIGTERM)
+    return victim != "fork server"
+
+
+def is_there(process):
+    """Whether a process is running, and not only waiting to be reaped."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_whole(checkpoint):
+    """Whether a checkpoint can be loaded, its files compared with their checksums."""
+    try:
+        manifest = read(checkpoint)
+        check_files(checkpoint, manifest, set(manifest.files))
+        for name in manifest.tensors:
+            read_whole(checkpoint, manifest, name)
+    except Exception:
+        return False
+    return True
+
+
+def kill_once(out, folder, layout, victim, *, saving):
+    """One start, kill and end; returns the row."""
+    resumes = bool(steps_in(out / "checkpoints"))
+    command = [sys.executable, "-m", "shardwright.cli", "train", "--layout", layout, *FLAGS, "--out", str(out)]
+    with (out.parent / "said").open("w") as said:
+        process = subprocess.Popen(
+            [*command, *(["--resume"] if resumes else [])], start_new_session=True, stdout=subprocess.DEVNULL,
+            stderr=said, env=os.environ | {"TMPDIR": str(folder)},
+        )  # fmt: skip
+    before = len(read_metrics(out))
+    wait_until(process, lambda: len(read_metrics(out)) >= before + 3)
+    launcher = psutil.Process(process.pid)
+    family = [launcher, *launcher.children(recursive=True)]
+    if saving:
+        wait_until(process, lambda: is_saving(out))
+    newest = steps_in(out / "checkpoints")[-1]
+    ends, start = end_it(process, victim, folder), time.monotonic()
+    row = {"layout": layout, "victim": victim, "saving": saving}
+    if not ends:  # a run needs no fork server once it has started
+        done = len(read_metrics(out))
+        wait_until(process, lambda: len(read_metrics(out)) > done + 1)
+        newest, start = steps_in(out / "checkpoints")[-1], time.monotonic()
+        os.killpg(process.pid, signal.SIGTERM)
+    deadline = start + 30
+    while (alive := [each for each in family if is_there(each)]) and time.monotonic() < deadline:
+        process.poll()
+        time.sleep(0.01)
+    row["end_s"] = time.monotonic() - start
+    row["orphans"] = len(alive)
+    for each in alive:
+        each.kill()
+    row["exit_code"] = process.wait()
+    found = find(out / "checkpoints")
+    row["unloadable"] = int(not is_whole(found))
+    row["lost"] = int(int(found.name[5:]) < int(newest.name[5:]))
+    told = victim in ("fork server", "group, told to stop")
+    row["unsaved"] = max(0, len(read_metrics(out)) - int(found.name[5:])) if told else None
+    row["left"] = 0 if victim == "group" else len(left_in(folder))  # what a whole group leaves the next run removes
+    return row
+
+
+def divergence_of(out, losses):
+    """The largest relative difference of a chain's losses from an undisturbed run's."""
+    found = [row["loss"] for row in read_metrics(out)]
+    return max(abs(mine - plain) / abs(plain) for mine, plain in zip(found, losses, strict=False))
+
+
+def undisturbed(num_steps):
+    """The losses of a run on one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        train(TrainConfig(layout="single", stop_at=num_steps, **TINY), Path(folder) / "run", ranks="threads")
+        return [row["loss"] for row in read_metrics(Path(folder) / "run")]
+
+
+def chains(seconds, kills):
+    """Kills until the time or the number is reached; yields each chain's rows, and its divergence in each of them."""
+    end, done = time.monotonic() + seconds, 0
+    turns = itertools.cycle([(victim, saving) for saving in (False, True) for victim in VICTIMS])
+    while time.monotonic() < end and done < kills:
+        rows = []
+        with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as base:
+            out, folder = Path(base) / "run", Path(base) / "tmp"
+            folder.mkdir()
+            for layout in random.sample(LAYOUTS, len(LAYOUTS)):
+                if time.monotonic() < end and done < kills:
+                    victim, saving = next(turns)
+                    rows.append(kill_once(out, folder, layout, victim, saving=saving))
+                    done += 1
+                    shown = {key: round(value, 2) if key == "end_s" else value for key, value in rows[-1].items()}
+                    print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
+            difference = divergence_of(out, undisturbed(len(read_metrics(out))))
+        for row in rows:
+            yield {**row, "divergence": difference}
+
+
+def summary_of(victim, rows):
+    """What the kills of one kind of victim came to."""
+    ends = [row["end_s"] for row in rows] or [0.0]
+    faults = {fault: sum(row[fault] or 0 for row in rows) for fault in FAULTS[:-1]}
+    return {
+        "victim": victim, "kills": len(rows), "saving": sum(row["saving"] for row in rows), **faults,
+        "diverged": sum(row["divergence"] > TOLERANCE for row in rows),
+        "end_s_median": statistics.median(ends), "end_s_max": max(ends),
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="kill for so long")
+    parser.add_argument("--kills", type=int, default=300, help="and no more often")
+    parser.add_argument("--seed", type=int, default=0)
+    options = options_of(parser, smallest={"kills": 2})
+    random.seed(options.seed)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    facts = machine()
+    rows = list(chains(options.seconds, options.kills))
+    table = [summary_of(victim, [row for row in rows if row["victim"] == victim]) for victim in VICTIMS]
+    table = [row for row in table if row["kills"]]
+    for row in table:
+        print("  ".join(f"{key} {value if isinstance(value, str) else f'{value:.4g}'}" for key, value in row.items()))
+    results = Path(__file__).with_suffix("")  # a folder of this runner's own beside those of others
+    if options.write:
+        results.mkdir(exist_ok=True)
+    write(options, str(results / "results"), {"machine": facts, "table": table, "rows": rows})
+    if any(row[fault] for row in table for fault in FAULTS):
+        sys.exit("a kill left something behind, or lost something")
+
+
+if __name__ == "__main__":
+    main()

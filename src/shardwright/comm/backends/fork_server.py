@@ -1,0 +1,195 @@
+"""The process that forks the ranks of one machine: what takes long to import is imported there once.
+
+The launcher starts it as a new program and holds a socket pair to it that has no name. For each rank the launcher
+sends three pipes: the rank reads its task from one and writes its answer to another; the fork server writes the rank's
+process id and later its exit code to the third. No other process can connect, and a kill leaves nothing behind::
+
+    launcher --socket pair--> fork server --fork--> rank 0, rank 1, ...
+        |<---- id and exit code ----+                  |
+        +------------- task, answer (pipes) -----------+
+
+Signals to the whole process group (Slurm, systemd, ``timeout``) do not end it, so that the ranks can save. Once the
+ranks are there they can do without it; then only their exit codes are unknown.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import spawn, util
+from typing import NamedTuple
+
+from shardwright.errors import RankFailedError
+
+HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1} if os.name == "posix" else set()
+"""Signals that the fork server never takes, and that a rank takes from when it has set its handlers."""
+
+_STATUS = struct.Struct("<q")
+_ORPHANS_S = 3.0
+_COMMAND = (
+    "import sys; sys.path[:] = {path!r}; import shardwright, torch._dynamo, torch.optim; "  # optimizers load _dynamo
+    "from shardwright.comm.backends import fork_server, processes; fork_server.serve({line}, processes.rank_main)"
+)
+
+
+class RankPipes(NamedTuple):
+    """The launcher's ends of one rank's pipes."""
+
+    task: int
+    answer: int
+    status: int
+
+
+class ForkServer:
+    """The launcher's side: starts the fork server at the first rank, and again if it was killed meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._owner = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the fork server; None before its start."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Starts the fork server unless it runs, without waiting for its imports."""
+        with self._lock:
+            self._start()
+
+    def fork(self) -> tuple[RankPipes, int]:
+        """Returns the pipes of a new rank, and its process id. Raises RankFailedError: the fork server has ended."""
+        pairs = [os.pipe() for _ in range(3)]
+        theirs = [pairs[0][0], pairs[1][1], pairs[2][1]]
+        pipes = RankPipes(pairs[0][1], pairs[1][0], pairs[2][0])
+        try:
+            with self._lock:
+                line = self._start()
+                with suppress(OSError):  # it has ended: so the status has
+                    socket.send_fds(line, [b"F"], theirs)
+        finally:
+            for handle in theirs:
+                os.close(handle)
+        pid = read_status(pipes.status)
+        if pid is None:
+            for handle in pipes:
+                os.close(handle)
+            raise RankFailedError("the process that forks the ranks ended before they were started")
+        return pipes, pid
+
+    def _start(self) -> socket.socket:
+        ended = self._process is None or self._owner != os.getpid() or self._process.poll() is not None
+        if self._line is not None and not ended:
+            return self._line
+        self._line, theirs = socket.socketpair()
+        command = _COMMAND.format(path=sys.path, line=theirs.fileno())
+        flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # the new program begins with this mask
+        try:
+            self._process = subprocess.Popen(
+                [os.fsdecode(spawn.get_executable()), *flags, "-c", command],
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        self._owner = os.getpid()
+        atexit.register(self._end, self._process, self._line)
+        return self._line
+
+    def _end(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
+        if self._owner == os.getpid():
+            line.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=2 * _ORPHANS_S)
+
+
+def read_status(handle: int) -> int | None:
+    """Returns the next number that the fork server wrote: a process id, then an exit code; None: it has ended."""
+    data = os.read(handle, _STATUS.size)
+    return _STATUS.unpack(data)[0] if len(data) == _STATUS.size else None
+
+
+def serve(line: int, main: Callable[[int, int], None]) -> None:
+    """Forks ranks until the launcher closes its end of ``line``; a rank runs ``main(task, answer)``."""
+    children: dict[int, int] = {}
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    with socket.socket(fileno=line) as launcher, selectors.DefaultSelector() as selector:
+        selector.register(launcher, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            ready = {key.fileobj for key, _ in selector.select()}
+            if woken in ready:
+                os.read(woken, 4096)
+                _report_ended(children)
+            if launcher in ready:
+                asked, handles, _, _ = socket.recv_fds(launcher, 1, 3)
+                if not asked:
+                    break
+                task, answer, status = handles
+                pid = os.fork()
+                if not pid:
+                    selector.close()
+                    launcher.close()
+                    for handle in (woken, wakes, status, *children.values()):
+                        os.close(handle)
+                    _begin_rank()
+                    main(task, answer)
+                    os._exit(0)
+                children[pid] = status
+                os.close(task)
+                os.close(answer)
+                _report(status, pid)
+    _end_orphans(children)
+    os._exit(0)  # the interpreter's own end takes long with torch in it
+
+
+def _begin_rank() -> None:
+    """Sets a new rank's signals: what ends it before its work handles signals, and what does not."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # an early warning ends no rank that has nothing to save
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+
+
+def _report(status: int, number: int) -> None:
+    with suppress(OSError):  # the launcher has gone
+        os.write(status, _STATUS.pack(number))
+
+
+def _report_ended(children: dict[int, int]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        if pid in children:
+            handle = children.pop(pid)
+            _report(handle, os.waitstatus_to_exitcode(status))
+            os.close(handle)
+
+
+def _end_orphans(children: dict[int, int]) -> None:
+    """Ends the ranks that outlive the launcher: they end by themselves, unless they are stopped or never yield."""
+    end = time.monotonic() + _ORPHANS_S
+    while children and time.monotonic() < end:
+        _report_ended(children)
+        time.sleep(0.05)
+    for pid in children:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,72 @@
+"""A run's folder for temporary files and sockets, which no other user can enter, and which no run leaves for long.
+
+Its owner holds a lock on it. A run whose processes were all killed cannot remove its folder, but the system releases
+the lock, so the next run sees that the owner is dead and removes the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shardwright.comm.backends.message_blocks import folder_for_sockets
+
+_PREFIX = "shardwright-run-"
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """Makes a folder that only this user can enter, and removes it at the end, as it does those of dead owners.
+
+    >>> with run_folder() as folder:
+    ...     oct(folder.stat().st_mode & 0o777)
+    '0o700'
+    """
+    base = Path(folder_for_sockets())
+    for path in base.glob(f"{_PREFIX}*"):
+        _remove_if_dead(path)
+    folder, handle = _owned(base)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def _owned(base: Path) -> tuple[Path, int]:
+    """A new folder and the handle that locks it; another run may take a folder for dead until it is locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        with suppress(FileNotFoundError):
+            handle = os.open(folder, os.O_RDONLY)
+            _lock(handle, wait=True)
+            if folder.exists():
+                return folder, handle
+            os.close(handle)
+
+
+def _remove_if_dead(folder: Path) -> None:
+    with suppress(OSError):  # another run removes it, or it is not a folder of this user
+        if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+            return
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if _lock(handle, wait=False):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    """Locks a folder for this process; False if another holds it, or where folders cannot be locked."""
+    import fcntl  # not on Windows, where ranks are threads
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True

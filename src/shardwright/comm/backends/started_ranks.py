@@ -1,0 +1,254 @@
+"""The ranks that a launcher has started, from their tasks to their ends: what each answers, and which failed.
+
+A failure has a cause: a rank that raised, or ended without a word. Ranks that lost a partner are only its consequence.
+Once the cause is known the other ranks have a moment to end, and then they are killed, whatever they do: a rank that
+computes hears no signal that Python handles, and a stopped one hears none but SIGKILL.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+
+import psutil
+
+from shardwright.comm import failures
+from shardwright.comm.backends.fork_server import HELD_BACK, RankPipes, read_status
+
+KNOWN_S = 1.0
+"""How long the other ranks may go on once the cause of a failure is known."""
+
+UNKNOWN_S = 3.0
+"""How long the launcher waits for a cause once a rank has lost its partner."""
+
+_STOPPED_S = 5.0
+_KILLED_S = 3.0
+_LOOK_S = 0.5
+
+RESULT, NOTE = b"R", b"N"
+"""What a rank's answer begins with: a result or a note of its failure; its length and the pickle follow."""
+
+
+def answer_of(kind: bytes, pickled: bytes) -> bytes:
+    """Returns what a rank writes as its answer; its length shows whether it came whole."""
+    return kind + len(pickled).to_bytes(8, "little") + pickled
+
+
+@dataclass(eq=False)
+class RankProcess:
+    """One rank: its process, its pipes, and what has come from it so far."""
+
+    number: int
+    pipes: RankPipes
+    process: psutil.Process | None
+    task: memoryview
+    answer: bytearray = field(default_factory=bytearray)
+    code: int | None = None
+    ended: bool = False
+    killed: bool = False
+    stopped: bool = False  # by SIGSTOP, when it was killed
+    unwatched: bool = False  # the fork server has ended, so its exit code stays unknown
+
+    @staticmethod
+    def started(number: int, pipes: RankPipes, pid: int, task: bytes) -> RankProcess:
+        """Returns the handle of a rank that was forked just now, whose task is still to be sent."""
+        os.set_blocking(pipes.task, False)
+        os.set_blocking(pipes.answer, False)
+        try:
+            process = psutil.Process(pid)
+        except psutil.NoSuchProcess:  # killed at once: its exit code follows
+            process = None
+        return RankProcess(number, pipes, process, memoryview(len(task).to_bytes(8, "little") + task))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process exists, for where the fork server can no longer say."""
+        try:
+            return self.process is not None and self.process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    @property
+    def answered(self) -> bytes:
+        """The kind of its answer, RESULT or NOTE; empty until the answer has come whole."""
+        whole = len(self.answer) >= 9 and len(self.answer) == 9 + int.from_bytes(self.answer[1:9], "little")
+        return bytes(self.answer[:1]) if whole else b""
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, unless the process has ended."""
+        with suppress(psutil.NoSuchProcess):
+            if self.process is not None and not self.ended:
+                self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kills the process, and notes whether it was stopped."""
+        with suppress(psutil.NoSuchProcess):
+            self.stopped = self.process is not None and self.process.status() == psutil.STATUS_STOPPED
+        self.killed = True
+        self.signal(signal.SIGKILL)
+
+    def send(self) -> bool:
+        """Sends as much of the task as the pipe takes; returns whether some is left."""
+        try:
+            self.task = self.task[os.write(self.pipes.task, self.task) :]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:  # it has ended already
+            return False
+        return bool(self.task)
+
+    def hear(self) -> bool:
+        """Reads what there is of the answer; returns False at its end."""
+        with suppress(BlockingIOError):
+            while data := os.read(self.pipes.answer, 2**20):
+                self.answer += data
+            return False
+        return True
+
+
+class StartedRanks:
+    """All ranks of one launch."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.ranks: list[RankProcess] = []
+        self.grace_s = grace_s
+        self.signalled = 0  # the first signal to the launcher that told the run to stop
+        self._notes: dict[int, failures.Note] = {}
+        self._end_s = float("inf")  # when the ranks that are still there are killed
+        self._poll = select.poll()
+        self._heard: dict[int, Callable[[], None]] = {}
+
+    def add(self, rank: RankProcess) -> None:
+        """Takes a rank that was started just now; a signal that came before it reaches it too."""
+        self.ranks.append(rank)
+        self._listen(rank)
+        if self.signalled:
+            rank.signal(self.signalled)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Makes signals to the launcher reach the ranks while the block runs; at its end it kills those still there.
+
+        A signal to the process group reaches a rank twice: from its sender, and from here.
+        """
+        handled = HELD_BACK if threading.current_thread() is threading.main_thread() else ()
+        before = {number: signal.getsignal(number) for number in handled}
+        kept = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+        for number in kept:
+            signal.signal(number, self._forward)
+        try:
+            yield
+        finally:
+            self._kill_all()
+            for rank in self.ranks:
+                for pipe in rank.pipes:
+                    os.close(pipe)
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+    def wait(self) -> list[bytes]:
+        """Returns the ranks' pickled results once all have ended. Raises the failure that explains the others.
+
+        KeyboardInterrupt: the launcher was told to stop.
+        """
+        while not all(rank.ended for rank in self.ranks):
+            for handle, _ in self._poll.poll(_LOOK_S * 1000):
+                if handle in self._heard:  # an event before this one may have closed it
+                    self._heard[handle]()
+            for rank in self.ranks:
+                if rank.unwatched and not rank.ended and not rank.alive:
+                    self._note_end(rank, None)
+            if time.monotonic() > self._end_s:
+                self._kill_all()
+        if all(rank.answered == RESULT for rank in self.ranks):
+            return [bytes(rank.answer[9:]) for rank in self.ranks]
+        raise self._failure()
+
+    def _forward(self, number: int, _: FrameType | None = None) -> None:
+        if number != signal.SIGUSR1 and not self.signalled:  # a second one changes nothing: the ranks save
+            self.signalled = number
+            self._end_within(self.grace_s)
+        for rank in self.ranks:
+            rank.signal(signal.SIGTERM if number == signal.SIGHUP else number)  # ranks may end on SIGHUP
+
+    def _end_within(self, seconds: float) -> None:
+        self._end_s = min(self._end_s, time.monotonic() + seconds)
+
+    def _kill_all(self) -> None:
+        for rank in self.ranks:
+            if rank.killed and not rank.ended:  # it waits for the system, and ends when that lets it
+                rank.ended = True
+            elif not rank.ended:
+                rank.kill()
+        self._end_s = time.monotonic() + _KILLED_S
+
+    def _listen(self, rank: RankProcess) -> None:
+        """Registers what to do when a pipe of the rank can be read or written."""
+
+        def status() -> None:
+            code = read_status(rank.pipes.status)
+            rank.unwatched = code is None
+            self._forget(rank.pipes.status)
+            if not rank.unwatched:
+                self._note_end(rank, code)
+
+        def answer() -> None:
+            if not rank.hear():
+                self._forget(rank.pipes.answer)
+                self._note_answer(rank)
+
+        def task() -> None:
+            if not rank.send():
+                self._forget(rank.pipes.task)
+
+        pipes, reads = rank.pipes, select.POLLIN
+        listened = ((pipes.status, status, reads), (pipes.answer, answer, reads), (pipes.task, task, select.POLLOUT))
+        for pipe, heard, event in listened:
+            self._heard[pipe] = heard
+            self._poll.register(pipe, event)
+
+    def _forget(self, pipe: int) -> None:
+        if self._heard.pop(pipe, None) is not None:
+            self._poll.unregister(pipe)
+
+    def _note_answer(self, rank: RankProcess) -> None:
+        if rank.answered != NOTE or rank.number in self._notes:
+            return
+        note: failures.Note = pickle.loads(rank.answer[9:])
+        self._notes[rank.number] = note
+        if isinstance(note.failure, failures.StopRequested):
+            self._end_within(_STOPPED_S)
+        else:
+            self._end_within(KNOWN_S if note.explains else UNKNOWN_S)
+
+    def _note_end(self, rank: RankProcess, code: int | None) -> None:
+        rank.hear()
+        rank.ended, rank.code = True, code
+        for pipe in rank.pipes:
+            self._forget(pipe)
+        self._note_answer(rank)
+        if not rank.answered and not rank.killed:
+            self._end_within(KNOWN_S)
+
+    def _failure(self) -> BaseException:
+        silent = [rank for rank in self.ranks if not rank.killed and not rank.answered]
+        stopped = [rank.number for rank in self.ranks if rank.stopped]
+        exits = {rank.number: rank.code for rank in silent}
+        found = failures.first_failure([*self._notes.values()], exits, stopped)
+        told = any(note.explains and not isinstance(note.failure, KeyboardInterrupt) for note in self._notes.values())
+        crashed = any(code not in (-signal.SIGTERM, failures.INTERRUPTED) for code in exits.values())
+        if isinstance(found, KeyboardInterrupt) and str(found):
+            return found
+        if not self.signalled or told or crashed:
+            return found
+        killed = ", ".join(str(rank.number) for rank in self.ranks if rank.killed)
+        late = f"rank {killed} had not ended {self.grace_s:g} s after {signal.Signals(self.signalled).name}"
+        return KeyboardInterrupt(f"{late}, the time of --grace-s, and was killed" if killed else "")

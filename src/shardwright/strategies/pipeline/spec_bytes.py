@@ -1,0 +1,118 @@
+"""Specs of what stages send each other, as JSON: reading one runs no code and imports nothing.
+
+The containers that a spec names are those of torch's pytree registry and named tuples, found by name among the modules
+that this rank has imported already: every stage has built the same model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwright.errors import PlanError
+
+
+def pack(tree: Any, leaves: Sequence[Any]) -> bytes:
+    """Returns a nested value whose leaves are their numbers, and the leaves of the spec, as JSON.
+
+    >>> pack({"x": 0}, [(2, 3)])
+    b'[["builtins:dict", ["x"], [0]], [{"tuple": [2, 3]}]]'
+    """
+    return json.dumps([_packed_node(tree), [_packed(leaf) for leaf in leaves]]).encode()
+
+
+def unpack(packed: bytes) -> tuple[Any, list[Any]]:
+    """Returns what was packed. Raises PlanError: it names a class that is no container.
+
+    >>> unpack(pack({"x": (0, [1])}, [torch.float32, slice(2, None)]))
+    ({'x': (0, [1])}, [torch.float32, slice(2, None, None)])
+    """
+    tree, leaves = json.loads(packed)
+    return _unpacked_node(tree), [_unpacked(leaf) for leaf in leaves]
+
+
+def _packed_node(node: Any) -> Any:
+    if type(node) is int:
+        return node
+    kind = pytree._get_node_type(node)
+    children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(node)
+    return [_name(kind), _packed(context), [_packed_node(child) for child in children]]
+
+
+def _unpacked_node(node: Any) -> Any:
+    if isinstance(node, int):
+        return node
+    name, context, children = node
+    kinds = {_name(kind): kind for kind in pytree.SUPPORTED_NODES}
+    if name not in kinds:
+        raise _no_container(name)
+    unflatten = pytree.SUPPORTED_NODES[kinds[name]].unflatten_fn
+    return unflatten([_unpacked_node(child) for child in children], _unpacked(context))
+
+
+def _packed(value: Any) -> Any:
+    """A leaf, or a container's context (the keys of a dict, the class of a named tuple), for JSON."""
+    if isinstance(value, list):
+        return [_packed(each) for each in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_packed(each) for each in value]}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, slice):
+        return {"slice": [_packed(each) for each in (value.start, value.stop, value.step)]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, type):
+        return {"class": _name(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise _no_container(type(value).__name__)
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, packed),) = value.items()
+    make = {
+        "tuple": lambda each: tuple(_unpacked(each)),
+        "complex": lambda each: complex(*each),
+        "slice": lambda each: slice(*_unpacked(each)),
+        "dtype": lambda each: {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}[f"torch.{each}"],
+        "device": torch.device,
+        "class": _class,
+    }
+    return make[kind](packed)
+
+
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _class(name: str) -> type:
+    """The container class of this name, if a module that is loaded has it."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    named_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+    if not isinstance(found, type) or not (named_tuple or found in pytree.SUPPORTED_NODES):
+        raise _no_container(name)
+    return found
+
+
+def _no_container(name: str) -> PlanError:
+    return PlanError(
+        "the values between two stages hold what cannot cross",
+        given=name,
+        allowed="tensors and plain values in tuples, lists, dicts, named tuples, and classes registered as pytrees",
+        fix="return tensors in a tuple or dict, or cut the model elsewhere",
+    )

@@ -1,0 +1,66 @@
+"""What tells a run to stop, to save and go on, or to go on where an earlier attempt ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwright.train.config import run_name_in
+
+
+class Stop:
+    """A request to end the run after the current step, with a checkpoint, or to save one and go on.
+
+    Ranks that are processes each handle signals; ranks that are threads share one object.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False  # without a lock, because a second signal may interrupt the handler of the first
+        self.signal = 0
+        self.num_saves_requested = 0
+
+    def request(self, number: int = 0, *_: Any) -> None:
+        """Asks the run to stop after the current step. It is also the signal handler, given the signal's number."""
+        self.requested, self.signal = True, number
+
+    def request_save(self, *_: Any) -> None:
+        """Asks the run to save after the current step and to go on: a scheduler's early warning."""
+        self.num_saves_requested += 1
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Makes SIGINT, SIGTERM and SIGHUP request the stop while the block runs, and SIGUSR1 a checkpoint.
+
+        Only in the main thread, the only one that may set handlers; SIGHUP not where ``nohup`` made it ignored.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        wanted: dict[int, Callable[..., None]] = {signal.SIGINT: self.request, signal.SIGTERM: self.request}
+        if sys.platform != "win32":
+            wanted[signal.SIGUSR1] = self.request_save
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                wanted[signal.SIGHUP] = self.request
+        before = {sig: signal.signal(sig, handler) for sig, handler in wanted.items()}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+
+def started_again(out: Path) -> bool:
+    """Whether ``torchrun`` starts the run in ``out`` anew, after a rank or a machine was lost or came.
+
+    A machine that lost no rank of its own counts no restart, but it finds the run that it is part of.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name != "none" and run_name_in(out) == name:
+        return True
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

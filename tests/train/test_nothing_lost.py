@@ -1,0 +1,176 @@
+"""Runs that meet a full disk, data that cannot be read, an early warning or a new attempt lose no steps."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwright.checkpoint.manifest import steps_in
+from shardwright.cli.main import app
+from shardwright.errors import RankFailedError
+from shardwright.train import loop, progress
+from shardwright.train.config import TrainConfig
+from shardwright.train.loop import train
+from shardwright.train.progress import Log, cut_metrics, read_metrics
+
+SMALL = {"num_layers": 1, "width": 8, "num_heads": 2}
+ROW = {"step": 1, "loss": 1.0, "tokens_per_s": 1.0, "memory_bytes": [1], "step_ms": 1.0}
+
+
+def config(**options):
+    return TrainConfig(**{"settings": SMALL, "seq": 8, "batch": 3, "steps": 5, "warmup": 1, **options})
+
+
+def saved_in(out):
+    return [int(step.name.removeprefix("step-")) for step in steps_in(out / "checkpoints")]
+
+
+@pytest.fixture
+def small_files():
+    """``small_files(num_bytes)``: no file may grow beyond that, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# ---- a full disk
+
+
+def test_a_disk_that_is_full_for_some_steps_costs_their_rows_and_one_warning(tmp_path, monkeypatch, capsys):
+    plain = progress._append
+
+    def append(path, line):
+        if '"step": 2,' in line or '"step": 3,' in line:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(path, line)
+
+    monkeypatch.setattr(progress, "_append", append)
+    summary = train(config(layout="dp2"), tmp_path / "run", ranks="threads")
+    assert (summary["steps"], summary["diverged"]) == (5, None)
+    assert saved_in(tmp_path / "run") == [5]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 4, 5]
+    assert capsys.readouterr().err.count("cannot write metrics: [Errno 28]") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_a_log_on_a_full_device_only_warns(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with Log(tmp_path, 2, 0, writes=True, tensorboard=False) as log:
+        log.add(ROW)
+        log.add(ROW)
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_half_a_row_is_taken_back(tmp_path, small_files):
+    with Log(tmp_path, 3, 0, writes=True, tensorboard=False) as log:
+        log.add(ROW)
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        small_files(size + 10)
+        log.add({**ROW, "step": 2})
+        small_files(10 * size)
+        log.add({**ROW, "step": 3})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
+
+
+def test_rows_are_cut_off_where_there_is_no_room_for_a_copy(tmp_path, small_files):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    small_files(1)
+    cut_metrics(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_run_resumed_on_a_full_disk_goes_on(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    train(config(stop_at=2), out, ranks="threads")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(loop, "write_json", full)
+    assert train(config(), out, resume=True, ranks="threads")["steps"] == 5
+    assert "No space left on device" in capsys.readouterr().err
+
+
+# ---- an error
+
+
+@pytest.mark.parametrize("line", ["single", "dp2 tp2"])
+def test_data_that_can_no_longer_be_read_end_the_run_after_a_checkpoint(tmp_path, monkeypatch, line):
+    plain, calls = loop.global_batch, []
+
+    def broken(data, indices):
+        calls.append(indices)
+        if len(calls) > 3 * (4 if line != "single" else 1):
+            raise OSError("the disk is gone")
+        return plain(data, indices)
+
+    monkeypatch.setattr(loop, "global_batch", broken)
+    with pytest.raises(RankFailedError, match="the disk is gone"):
+        train(config(layout=line), tmp_path / "run", ranks="threads")
+    assert saved_in(tmp_path / "run") == [3]
+    monkeypatch.undo()
+    assert train(config(), tmp_path / "run", resume=True, ranks="threads")["steps"] == 5
+
+
+# ---- an early warning
+
+
+def test_an_early_warning_saves_and_the_run_goes_on(tmp_path, monkeypatch):
+    plain = loop._Training._step
+
+    def step(self):
+        row = plain(self)
+        if self.world.rank == 0 and row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return row
+
+    monkeypatch.setattr(loop._Training, "_step", step)
+    before = signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        summary = train(config(layout="dp2", steps=40, keep=0), tmp_path / "run", ranks="threads")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    early, last = saved_in(tmp_path / "run")
+    assert 2 <= early < 40
+    assert (last, summary["steps"], summary["stopped"]) == (40, 40, False)
+
+
+# ---- torchrun's next attempt
+
+
+def test_the_next_attempt_of_torchrun_goes_on_from_the_newest_checkpoint(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+    train(config(stop_at=3, layout="dp2"), out, ranks="threads")
+    assert train(config(layout="single"), out, ranks="threads")["steps"] == 5  # a machine that lost no rank counts none
+    assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5]
+
+
+def test_the_next_attempt_of_a_run_without_a_checkpoint_starts_anew(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    train(config(stop_at=3), out, ranks="threads")
+    (out / "checkpoints").rename(tmp_path / "elsewhere")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(config(), out, ranks="threads")["steps"] == 5
+    assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5]
+
+
+def test_auto_fit_takes_the_ranks_that_are_there_and_says_so(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    train(config(stop_at=3, layout="dp2/zero1 tp2"), out, ranks="threads")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    options = ["train", "--layout", "auto-fit", "--resume", "--ranks", "threads", "--out", str(out)]
+    found = CliRunner().invoke(app, options)
+    assert found.exit_code == 0, found.output
+    assert "auto-fit: dp2/zero1 tp2 -> dp3/zero1 tp2, for the 6 ranks that there are" in found.stderr
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    refused = CliRunner().invoke(app, options)
+    assert refused.exit_code == 2
+    assert "5 ranks, and dp3/zero1 tp2 needs 2 for each replica" in refused.stderr

@@ -1,0 +1,68 @@
+"""What a run opens to others while it trains, as the kernel lists it: no port that another machine could reach."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from tests_dist.command import end_all, family_of, start, temporary_folder, wait_for_step
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+LISTENS, ACCEPTS = "0A", 1 << 16
+
+
+def sockets_of(process):
+    """The inodes of a process's sockets."""
+    links = [os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
+    return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+
+
+def listening_addresses(process):
+    """The addresses, in the kernel's hexadecimal, on which a process listens over TCP."""
+    mine = sockets_of(process)
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS and fields[9] in mine:
+                yield fields[1].split(":")[0]
+
+
+def listening_paths(process):
+    """The names of the local sockets on which a process listens."""
+    mine = sockets_of(process)
+    for line in Path(f"/proc/{process.pid}/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[6] in mine and int(fields[3], 16) & ACCEPTS:
+            yield Path(fields[7])
+
+
+@pytest.fixture
+def family(tmp_path):
+    """The processes of a run that trains."""
+    out = tmp_path / "run"
+    with temporary_folder() as folder:
+        process = start(out, "--steps", "100000", folder=folder)
+        found = []
+        try:
+            wait_for_step(process, out, 2)
+            found = family_of(process)
+            yield found
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+            end_all(found)
+
+
+def test_a_run_that_trains_listens_on_no_address_that_another_machine_reaches(family):
+    found = {address for process in family for address in listening_addresses(process)}
+    assert found <= LOOPBACK
+
+
+def test_the_local_sockets_of_a_run_can_be_opened_by_no_name(family):
+    paths = [path for process in family for path in listening_paths(process)]
+    assert len(paths) == 4
+    assert not [path for path in paths if path.exists() or str(path).startswith("@")]
