@@ -25,6 +25,7 @@ from shardwright.parallelize.optimizer_groups import check_groups, groups_of
 from shardwright.parallelize.planning import num_rows, on_device, rows
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_guard import StepGuard
+from shardwright.parallelize.whole_state import part_of_state, whole_state
 from shardwright.plan.batch_shard import num_tokens_of
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.schedule import Action
@@ -349,6 +350,26 @@ class Run:
         """
         everyone = self._everyone.for_strategy("clip")
         return clip_norm(self.parameters, self.plan, self.coord, everyone, max_norm)
+
+    # ---- the state
+
+    def state_dict(self, *, full: bool = True) -> dict[str, Tensor]:
+        """Returns the model's parameters and persistent buffers by their plain names, as ``state_dict`` of the model.
+
+        With ``full`` all ranks call it, and each gets copies of the whole tensors in host memory: the plain model loads
+        them. Otherwise this rank's stored part, which is not copied. Masters of ``bf16`` and ``fp16`` stay fp32.
+
+        Traffic: with ``full`` each element once, in one all-gather of each tensor; else none.
+
+        >>> import shardwright as sw
+        >>> model = nn.Linear(4, 2, bias=False)
+        >>> def work(world):
+        ...     run = sw.parallelize(model, "dp2/zero3", world)
+        ...     return [run.state_dict(full=full)["weight"].shape for full in (True, False)]
+        >>> sw.launch(work, 2, ranks="threads")[1]
+        [torch.Size([2, 4]), torch.Size([4])]
+        """
+        return whole_state(self) if full else part_of_state(self)
 
     # ---- the parameters as global tensors
 
