@@ -24,6 +24,7 @@ from shardwright.analysis.reached import unregistered
 from shardwright.axes import mesh_axes
 from shardwright.errors import GridError, LayoutError
 from shardwright.forward_stack import Rung
+from shardwright.initial_values import keep_record
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.parallelize.auto import num_shares, samples_of, settle, with_suggestions
@@ -56,8 +57,9 @@ def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tens
     memo: dict[int, Any] = {}
     for each in (model, *unregistered(model)):
         for p in each.parameters():
-            memo[id(p)] = memo.get(id(p), nn.Parameter(seen_as(p).detach(), requires_grad=p.requires_grad))
-        memo.update({id(b): seen_as(b).detach() for b in each.buffers() if id(b) not in memo})
+            if id(p) not in memo:
+                memo[id(p)] = keep_record(p, nn.Parameter(seen_as(p).detach(), requires_grad=p.requires_grad))
+        memo.update({id(b): keep_record(b, seen_as(b).detach()) for b in each.buffers() if id(b) not in memo})
     return copied(model, memo)
 
 

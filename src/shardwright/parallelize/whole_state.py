@@ -26,7 +26,8 @@ def part_of_state(run: Run) -> dict[str, Tensor]:
             found[f"{path}.{own}".lstrip(".")] = run.parameters[name].detach()
     for path, module in run.model.named_modules():
         for own, buffer in module._buffers.items():
-            if buffer is not None and own not in module._non_persistent_buffers_set:
+            elsewhere = buffer is None or (buffer.is_meta and run.world.device.type != "meta")  # on another stage
+            if not elsewhere and own not in module._non_persistent_buffers_set:
                 found[f"{path}.{own}".lstrip(".")] = buffer.detach()
     return found
 
