@@ -27,6 +27,7 @@ from shardwright.operators.split_backward import DeferredGradients
 from shardwright.parallelize.checks import check_loss, check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import job_for, make_plan, structural_copy
+from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import sync_axes
@@ -59,6 +60,7 @@ def parallelize(
     seconds: Mapping[str, float] = MappingProxyType({}),
     stop_at_nan: bool = False,
     offload_folder: str | Path | None = None,
+    check_every: int = CHECK_EVERY,
 ) -> Run:
     """Returns this rank's part of a plain one-device model under a layout, ready for training steps.
 
@@ -83,6 +85,8 @@ def parallelize(
             fp16 such a step is skipped and counted instead.
         offload_folder: folder for state that the layout offloads to disk, by default the system's temporary folder;
             where that is in memory (tmpfs), name one on a disk.
+        check_every: after how many steps, the first included, ranks compare their copies of parameters, batches,
+            updates and rates, in 8 bytes from each rank; a difference is a PlanError that names the rank. 0: never.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model does not define its
         initial values, ranks were given different models, or state cannot be offloaded. All ranks raise, before the
@@ -118,7 +122,7 @@ def parallelize(
     place_parameters(job.model, {**plan.compute, **plan.buffers}, plan.mesh.coord(world.rank), seed, world.device)
     check_same_start(everyone.for_strategy("core"), world, model, seed)
     axes = {**_axes(plan, world), "world": everyone}
-    return _run_of(job, plan, chosen, world, axes, draws, seed, stop_at_nan, tuple(model.parameters()))
+    return _run_of(job, plan, chosen, world, axes, draws, seed, stop_at_nan, tuple(model.parameters()), check_every)
 
 
 def _run_of(
@@ -131,6 +135,7 @@ def _run_of(
     seed: int,
     stop_at_nan: bool,
     others: Sequence[Tensor] = (),
+    check_every: int = 0,
 ) -> Run:
     """Builds the run from a job whose model has this rank's values: applies each strategy, then the common parts.
 
@@ -177,7 +182,7 @@ def _run_of(
     work = next((each.work for each in applied if each.work is not None), None)
     buffer_writes = None if plan.layout.own_statistics else BufferWrites(job.model)
     executor = Executor(job.model, plan.param_groups, events, rng, shard, late, work, job.deferred, buffer_writes)
-    return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan, others)
+    return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan, others, check_every)
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:

@@ -144,7 +144,7 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
     for own, record in others.items():
         getattr(module, own).data.copy_(record.values(seed))
     # a write raises the version: a buffer with the old one still has the random bytes of its allocation
-    unwritten = [k for k in on_meta if k not in others and module._buffers[k]._version == before[k]]  # type: ignore[union-attr]
+    unwritten = [k for k, b in module.named_buffers(recurse=False) if k in on_meta and b._version == before[k]]
     if unwritten:
         raise PlanError(
             f"the buffer '{f'{path}.{unwritten[0]}'.lstrip('.')}' has no values",

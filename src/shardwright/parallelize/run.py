@@ -23,6 +23,7 @@ from shardwright.parallelize.gradients import add_up, clip_norm
 from shardwright.parallelize.optimizer_check import check_elementwise
 from shardwright.parallelize.optimizer_groups import check_groups, groups_of
 from shardwright.parallelize.planning import num_rows, on_device, rows
+from shardwright.parallelize.rank_check import check_ranks
 from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
 from shardwright.parallelize.step_guard import StepGuard
 from shardwright.parallelize.whole_state import part_of_state, whole_state
@@ -68,6 +69,7 @@ class Run:
         applied: Sequence[Applied] = (),
         stop_at_nan: bool = False,
         others: Iterable[Tensor] = (),
+        check_every: int = 0,
     ) -> None:
         self.model, self.loss = job.model, job.loss
         self.plan, self.world, self.axes = plan, world, axes
@@ -84,6 +86,7 @@ class Run:
         self._step = TrainStep(
             self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan
         )
+        self._check_every = check_every
         self._guard = StepGuard(plan, self.parameters, (*others, *self.model.parameters()))
 
     @property
@@ -141,9 +144,11 @@ class Run:
         that were already updated, and the next step starts afresh.
 
         Traffic: what the strategies' ``traffic`` states, one all-reduce of (sum, count) over the axes that cut the
-            loss, and in fp16 or with ``stop_at_nan`` the check that all gradients are finite.
-        Raises: PlanError: no parameter requires a gradient, one was frozen since the model was laid out, a microbatch
-            without samples needs statistics of its own, or, with ``stop_at_nan``, a gradient is not finite.
+            loss, in fp16 or with ``stop_at_nan`` the check that all gradients are finite, and in each step of
+            ``check_every`` 8 bytes from each rank.
+        Raises: PlanError: ranks differ in what they have alike, no parameter requires a gradient, one was frozen since
+            the model was laid out, a microbatch without samples needs statistics of its own, or, with ``stop_at_nan``,
+            a gradient is not finite.
         """
         check_part("step", batch, update)
         self._guard.before_step()
@@ -164,16 +169,12 @@ class Run:
         Traffic: that of a step for each batch. Raises: PlanError: no batches; and as :meth:`step`.
 
         >>> import shardwright as sw
-        >>> model = nn.Linear(4, 3)
+        >>> model, batch = nn.Linear(4, 3), (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
         >>> def work(world):
         ...     run = sw.parallelize(model, "dp2", world)
-        ...     optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
-        ...     batches = run.shard([(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))] * 2)
-        ...     loss = run.accumulate(batches)
-        ...     optimizer.step()
-        ...     return loss.shape
+        ...     return run.accumulate(run.shard([batch, batch])).shape, run.num_steps
         >>> sw.launch(work, 2, ranks="threads")
-        [torch.Size([]), torch.Size([])]
+        [(torch.Size([]), 2), (torch.Size([]), 2)]
         """
 
         def take_step(batch: Microbatch) -> tuple[Tensor, float]:
@@ -190,6 +191,8 @@ class Run:
         return mean
 
     def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, float]:
+        if self._check_every and self.num_steps % self._check_every == 0:
+            check_ranks(self.plan, self.axes, self.parameters, batch, self.num_steps, self._guard.updates())
         found = self._step.take(batch, update, self.num_steps)
         self.num_steps += 1
         return found

@@ -35,6 +35,7 @@ class StepGuard:
     def __init__(self, plan: Plan, parameters: Mapping[str, nn.Parameter], others: Iterable[Tensor]) -> None:
         self.plan, self.parameters = plan, parameters
         self.num_waiting = self.num_updates = 0
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._own = {id(parameter) for parameter in parameters.values()}
         self._others: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in others if id(p) not in self._own}
         cut = (name for name, state in plan.state.items() if state.gradient.axes)
@@ -77,6 +78,12 @@ class StepGuard:
         if any(id(tensor) in self._own for tensor in _tensors_of(optimizer)):
             self.num_waiting = 0
             self.num_updates += 1
+            self._optimizers.add(optimizer)
+
+    def updates(self) -> dict[str, str]:
+        """Returns how many updates there were, and the learning rates of the optimizers, as text to compare."""
+        rates = sorted(str([float(group.get("lr", 0)) for group in each.param_groups]) for each in self._optimizers)
+        return {"number of updates": str(self.num_updates), "learning rates": " ".join(rates)}
 
     def before_clipping(self, tensors: Iterable[Tensor]) -> None:
         """Raises PlanError if torch's clipping sees a rank's part of the gradients only, or none of them."""
