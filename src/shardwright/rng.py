@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from shardwright.attention_scores import attend_dropping
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Forward, Rung, set_forward
+from shardwright.initial_values import ModuleRecorder
 
 KEYED = (nn.Dropout,)
 TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -333,30 +333,16 @@ def with_samples_in_dim_1(model: nn.Module) -> Iterator[str]:
             yield from (f"{path}.{own}".lstrip(".") for own, child in layer.named_children() if type(child) in KEYED)
 
 
-class _WithoutRandomNumbers(TorchFunctionMode):
-    """Skips the functions of ``nn.init`` and random fills on meta tensors."""
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
-    ) -> Any:
-        fills = getattr(function, "__module__", "") == "torch.nn.init" or function in (Tensor.normal_, Tensor.uniform_)
-        target = args[0] if args else (named or {}).get("tensor")
-        if fills and isinstance(target, Tensor) and target.is_meta:
-            return target
-        return function(*args, **(named or {}))
-
-
 @contextmanager
 def without_values() -> Iterator[None]:
-    """A context in which models are built on ``torch.device("meta")`` and no initial values are drawn.
+    """A context in which models are built on ``torch.device("meta")``, and no initial values are drawn.
 
-    Drawing on the meta device would have no effect, but the first draw there makes torch import its compiler, which
-    takes longer than importing torch.
+    Modules remember how their constructors would have filled them, so that a run starts from values like these.
 
     >>> with without_values():
     ...     layer = nn.Embedding(10**9, 4096)
     >>> layer.weight.device.type
     'meta'
     """
-    with torch.device("meta"), _WithoutRandomNumbers():
+    with torch.device("meta"), ModuleRecorder():
         yield

@@ -300,7 +300,7 @@ def _found(run, recorded: Sequence[Counter]) -> Found:
         shapes={name: tuple(p.shape) for name, p in run.model.named_parameters()},
         resting={name: tuple(p.shape) for name, p in run.parameters.items()},
         gradients={name: tuple(p.grad.shape) for name, p in run.parameters.items() if p.grad is not None},
-        names=frozenset(run.model.state_dict()),
+        names=frozenset(run.state_dict(full=False)),
         recorded=tuple(recorded),
     )
 

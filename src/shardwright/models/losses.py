@@ -74,7 +74,7 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
     shardwright.errors.PlanError: a loss gives the sum over its targets and their count
       given:   Tensor
       allowed: a pair (sum, count), the sum a tensor of one number
-      fix:     return loss.sum(), targets.numel(): the mean is taken once, over all ranks
+      fix:     return loss.sum(), targets.numel(), or give torch's own: loss=torch.nn.CrossEntropyLoss()
     """
     pair = isinstance(result, tuple) and len(result) == 2
     if not pair or not isinstance(result[0], Tensor) or result[0].dim():
@@ -84,7 +84,7 @@ def sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
             "a loss gives the sum over its targets and their count",
             given=", ".join(each),
             allowed="a pair (sum, count), the sum a tensor of one number",
-            fix="return loss.sum(), targets.numel(): the mean is taken once, over all ranks",
+            fix="return loss.sum(), targets.numel(), or give torch's own: loss=torch.nn.CrossEntropyLoss()",
         )
     return result[0], torch.as_tensor(result[1], device=result[0].device)
 
@@ -122,15 +122,22 @@ def check_tensors(output: object, targets: object) -> None:
     shardwright.errors.PlanError: the loss takes one tensor as the model's output
       given:   dict with logits
       allowed: a tensor
-      fix:     return it alone, or give a loss of your own: forward(output, targets) gives (sum, count)
+      fix:     return it alone, or give a loss of your own: loss=lambda output, targets:
+               sw.CrossEntropy()(output['logits'], targets)
     """
     for what, value in (("the model's output", output), ("the targets", targets)):
         if isinstance(value, Tensor):
             continue
-        given = type(value).__name__
+        given, part = type(value).__name__, ""
         if isinstance(value, Mapping):
             given += f" with {', '.join(map(str, value))}"
+            part = f"[{'logits' if 'logits' in value else next(iter(value), '')!r}]"
         elif isinstance(value, tuple | list):
             given += f" of {', '.join(type(each).__name__ for each in value)}"
-        fix = "return it alone, or give a loss of your own: forward(output, targets) gives (sum, count)"
+            part = "[0]"
+        taken = [
+            f"{each}{part if value is other else ''}" for each, other in (("output", output), ("targets", targets))
+        ]
+        fix = "return it alone, or give a loss of your own: loss=lambda output, targets:\n           "
+        fix += f"sw.CrossEntropy()({', '.join(taken)})"
         raise PlanError(f"the loss takes one tensor as {what}", given=given, allowed="a tensor", fix=fix)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.copying import check_apart
@@ -21,12 +21,13 @@ from shardwright.axes import layout_axes
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.layout import Layout
-from shardwright.models.losses import CrossEntropy
+from shardwright.models.given_loss import Loss, as_loss
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.parallelize.checks import check_loss, check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
 from shardwright.parallelize.planning import job_for, make_plan, structural_copy
+from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.traffic import sync_axes
@@ -50,7 +51,7 @@ def parallelize(
     layout: Layout | str,
     world: World,
     *,
-    loss: nn.Module | None = None,
+    loss: Loss | None = None,
     seed: int = 0,
     num_tokens: int = NUM_TOKENS,
     strategies: Sequence[Strategy] | None = None,
@@ -59,6 +60,7 @@ def parallelize(
     seconds: Mapping[str, float] = MappingProxyType({}),
     stop_at_nan: bool = False,
     offload_folder: str | Path | None = None,
+    check_every: int = CHECK_EVERY,
 ) -> Run:
     """Returns this rank's part of a plain one-device model under a layout, ready for training steps.
 
@@ -70,7 +72,8 @@ def parallelize(
             pipeline stages begin where the device changes.
         layout: the layout line, such as ``"dp2/zero3 tp2 bf16"``.
         world: this rank's world, as :func:`launch` passes it.
-        loss: called as ``loss(output, targets)``; returns (sum, count). Cross entropy by default.
+        loss: called as ``loss(output, targets)``; returns (sum, count). A module or function, or a loss of torch that
+            returns the mean, such as ``nn.CrossEntropyLoss()``. Cross entropy by default.
         seed: fixes initial values and dropout, equally under every layout.
         num_tokens: tokens of one microbatch of one model copy; some modes weigh activations against weights by it.
         strategies: the strategies to use instead of those that the layout selects.
@@ -82,6 +85,8 @@ def parallelize(
             fp16 such a step is skipped and counted instead.
         offload_folder: folder for state that the layout offloads to disk, by default the system's temporary folder;
             where that is in memory (tmpfs), name one on a disk.
+        check_every: after how many steps, the first included, ranks compare their copies of parameters, batches,
+            updates and rates, in 8 bytes from each rank; a difference is a PlanError that names the rank. 0: never.
 
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model does not define its
         initial values, ranks were given different models, or state cannot be offloaded. All ranks raise, before the
@@ -99,7 +104,7 @@ def parallelize(
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_model(model)
-    loss = structural_copy(loss if loss is not None else CrossEntropy())
+    loss = structural_copy(as_loss(loss))
     check_loss(loss)
     own = structural_copy(model)
     check_apart(model, own)
@@ -116,7 +121,8 @@ def parallelize(
         check_same_code(everyone.for_strategy("core"), lines_of(plan.stages.chunked, plan.schedule))
     place_parameters(job.model, {**plan.compute, **plan.buffers}, plan.mesh.coord(world.rank), seed, world.device)
     check_same_start(everyone.for_strategy("core"), world, model, seed)
-    return _run_of(job, plan, chosen, world, {**_axes(plan, world), "world": everyone}, draws, seed, stop_at_nan)
+    axes = {**_axes(plan, world), "world": everyone}
+    return _run_of(job, plan, chosen, world, axes, draws, seed, stop_at_nan, tuple(model.parameters()), check_every)
 
 
 def _run_of(
@@ -128,8 +134,13 @@ def _run_of(
     draws: Draws | None,
     seed: int,
     stop_at_nan: bool,
+    others: Sequence[Tensor] = (),
+    check_every: int = 0,
 ) -> Run:
-    """Builds the run from a job whose model has this rank's values: applies each strategy, then the common parts."""
+    """Builds the run from a job whose model has this rank's values: applies each strategy, then the common parts.
+
+    ``others`` are the plain model's parameters, which no step reads.
+    """
     coord = plan.mesh.coord(world.rank)
     shard = plan.batch_shard(coord)
     rng = RngTracker(seed)
@@ -171,7 +182,7 @@ def _run_of(
     work = next((each.work for each in applied if each.work is not None), None)
     buffer_writes = None if plan.layout.own_statistics else BufferWrites(job.model)
     executor = Executor(job.model, plan.param_groups, events, rng, shard, late, work, job.deferred, buffer_writes)
-    return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan)
+    return Run(job, plan, world, axes, executor, sync, applied, stop_at_nan, others, check_every)
 
 
 def _axes(plan: Plan, world: World) -> dict[str, Axis]:

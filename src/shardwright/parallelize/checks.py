@@ -12,10 +12,11 @@ from torch.nn.parameter import is_lazy
 from shardwright.analysis.batch_norms import iterates, sees_batch
 from shardwright.analysis.reached import tensors_outside
 from shardwright.axes import mesh_axes
-from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest
+from shardwright.comm.agreement import Difference, check_agreement, first_difference_async, tensor_digest, text_digest
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
 from shardwright.errors import LayoutError, PlanError
+from shardwright.initial_values import recorded_values
 from shardwright.layout import Layout
 from shardwright.plan.plan import Plan
 from shardwright.strategy import check_table
@@ -221,7 +222,8 @@ def _lines(seed: int, tensors: Mapping[str, Tensor], content: Callable[[Tensor],
         has_values = not tensor.is_meta and tensor.layout is torch.strided
         values = content(tensor) if has_values else "without values"
         lines.append(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, {values}")
-    return lines
+    records = {name: recorded_values(tensor) for name, tensor in tensors.items() if tensor.is_meta}
+    return lines + [f"{n}: filled by {text_digest(str(r.text())):x}" for n, r in records.items() if r is not None]
 
 
 def _different_models(found: Difference) -> PlanError:

@@ -6,7 +6,6 @@ The numbers depend on the seed and the module's name only: every layout, and one
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,12 +16,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.structure import owners
 from shardwright.errors import PlanError
+from shardwright.initial_values import GENERATOR_LOCK, RecordedValues, WriteRecorder, recorded_values
 from shardwright.mesh import Coord
 from shardwright.sharding.box import cut
 from shardwright.sharding.tensor_layout import TensorLayout
-
-_GENERATOR_LOCK = threading.Lock()
-"""Held while drawing: ranks may be threads of one process, which share torch's default generator."""
 
 
 def place_parameters(
@@ -31,7 +28,8 @@ def place_parameters(
     """Replaces every parameter and buffer of ``model`` by this rank's part, in place; tied ones stay tied.
 
     A module on the meta device is drawn whole, by the model's ``_init_weights(module)`` if it has one (the convention
-    of the transformers library) or else by the module's ``reset_parameters``, then sharded. A module with values is
+    of the transformers library) or else by the module's ``reset_parameters``, then sharded. Tensors that a constructor
+    under ``without_values`` filled otherwise are filled as it did. A module with values is
     sharded as it is. Names without an entry in ``layouts`` keep their whole tensors.
 
     Raises: PlanError: a module on the meta device does not define its initial values.
@@ -120,28 +118,33 @@ def _reset_function(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
-    """Allocates and draws one leaf module on the host, so that every kind of device starts from the same numbers."""
-    without_values = {key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+    """Allocates and draws one leaf module on the host, so that every kind of device starts from the same numbers.
+
+    What its constructor, or that of the whole model, filled otherwise than the module's own functions do, is filled so.
+    """
+    on_meta = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+    tensors = on_meta | {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
+    draw = _draw_function(model, module)
+    others = _filled_otherwise(module, tensors, draw)
+    if draw is None and (missing := [key for key in tensors if key in module._parameters and key not in others]):
+        raise PlanError(
+            f"'{path or 'the model'}' does not define its initial parameters",
+            given=f"{type(module).__name__} on the meta device, with '{missing[0]}'",
+            allowed="modules with reset_parameters(), a model with _init_weights(module), or one built under "
+            "sw.without_values(), whose constructor fills them",
+            fix=f"give {type(module).__name__} a reset_parameters(), or build the model on a real device",
+        )
     module.to_empty(device="cpu", recurse=False)
-    draw = getattr(model, "_init_weights", None)
-    if draw is None:
-        if (reset := _reset_function(module)) is None:
-            raise PlanError(
-                f"'{path or 'the model'}' does not define its initial parameters",
-                given=f"{type(module).__name__} on the meta device",
-                allowed="modules with reset_parameters(), or a model with _init_weights(module)",
-                fix=f"give {type(module).__name__} a reset_parameters(), or build the model on a real device",
-            )
-        draw = lambda _: reset()  # noqa: E731
     key = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
-    with _GENERATOR_LOCK, torch.random.fork_rng(devices=[]), torch.no_grad():
+    with GENERATOR_LOCK, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(key, "little") >> 1)
         before = {key: buffer._version for key, buffer in module._buffers.items() if buffer is not None}
-        draw(module)
+        if draw is not None:
+            draw(module)
+    for own, record in others.items():
+        getattr(module, own).data.copy_(record.values(seed))
     # a write raises the version: a buffer with the old one still has the random bytes of its allocation
-    unwritten = [
-        k for k, b in module._buffers.items() if b is not None and k in without_values and b._version == before[k]
-    ]
+    unwritten = [k for k, b in module.named_buffers(recurse=False) if k in on_meta and b._version == before[k]]
     if unwritten:
         raise PlanError(
             f"the buffer '{f'{path}.{unwritten[0]}'.lstrip('.')}' has no values",
@@ -149,3 +152,32 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
             allowed="buffers that reset_parameters() writes, or that forward computes",
             fix="compute it in forward, write it in reset_parameters(), or build the model on a real device",
         )
+
+
+def _draw_function(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """Returns what draws a module: the model's ``_init_weights``, or the module's own; None if there is neither."""
+    draw: Callable[[nn.Module], Any] | None = getattr(model, "_init_weights", None)
+    if draw is not None or (reset := _reset_function(module)) is None:
+        return draw
+    return lambda _: reset()
+
+
+def _filled_otherwise(
+    module: nn.Module, tensors: Mapping[str, Tensor], draw: Callable[[nn.Module], Any] | None
+) -> dict[str, RecordedValues]:
+    """Returns the records of those of a module's tensors whose constructors filled them otherwise than ``draw`` does.
+
+    Found out by drawing on the meta device. What ``draw`` fills alike is drawn by the name of the module, so that its
+    numbers do not depend on the rest of the model.
+    """
+    records = {key: record for key, tensor in tensors.items() if (record := recorded_values(tensor)) is not None}
+    texts = {key: text for key, record in records.items() if (text := record.text()) is not None}
+    if not texts or draw is None:
+        return {key: records[key] for key in texts}
+    before = dict(module._parameters), dict(module._buffers)
+    with torch.device("meta"), torch.no_grad(), WriteRecorder() as recorder:
+        draw(module)
+    drawn = {key: recorder.of(tensor).text() for key, tensor in tensors.items()}
+    module._parameters.update(before[0])
+    module._buffers.update(before[1])
+    return {key: records[key] for key, text in texts.items() if text != drawn[key]}

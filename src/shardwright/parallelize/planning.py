@@ -24,10 +24,12 @@ from shardwright.analysis.reached import unregistered
 from shardwright.axes import mesh_axes
 from shardwright.errors import GridError, LayoutError
 from shardwright.forward_stack import Rung
+from shardwright.initial_values import keep_record
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.parallelize.auto import num_shares, samples_of, settle, with_suggestions
 from shardwright.parallelize.checks import check_held, check_microbatches, check_renormed
+from shardwright.parallelize.rank_check import check_traffic
 from shardwright.parallelize.rehearsal import crossings, values_crossing
 from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
 from shardwright.plan.layer_overrides import overrides_of
@@ -56,8 +58,9 @@ def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tens
     memo: dict[int, Any] = {}
     for each in (model, *unregistered(model)):
         for p in each.parameters():
-            memo[id(p)] = memo.get(id(p), nn.Parameter(seen_as(p).detach(), requires_grad=p.requires_grad))
-        memo.update({id(b): seen_as(b).detach() for b in each.buffers() if id(b) not in memo})
+            if id(p) not in memo:
+                memo[id(p)] = keep_record(p, nn.Parameter(seen_as(p).detach(), requires_grad=p.requires_grad))
+        memo.update({id(b): keep_record(b, seen_as(b).detach()) for b in each.buffers() if id(b) not in memo})
     return copied(model, memo)
 
 
@@ -167,8 +170,11 @@ class StepTraffic:
         self._calls_by_shapes: dict[tuple[torch.Size, ...], ModuleCalls] = {}
         self._crossings: dict[tuple[object, ...], tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...]] = {}
 
-    def at(self, coord: Coord) -> dict[str, tuple[Traffic, ...]]:
-        """Returns the traffic (collectives and sends) of the rank at ``coord``, by strategy."""
+    def at(self, coord: Coord, *, checked: bool = False) -> dict[str, tuple[Traffic, ...]]:
+        """Returns the traffic (collectives and sends) of the rank at ``coord``, by strategy.
+
+        ``checked``: of a step in which ranks are compared too, see ``check_every`` of ``parallelize``; under "core".
+        """
         plan = self.plan
         shard = plan.batch_shard(coord)
         inputs = shard.cut_tokens(self._inputs, self._num_tokens)
@@ -179,7 +185,8 @@ class StepTraffic:
         shards = microbatch_shards(plan, coord, self._num_samples, self._num_tokens)
         crossing = self._crossing(microbatches, shards, coord)
         batch = StepCalls(module_calls, shards, crossing, everywhere, tuple(microbatches))
-        return {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
+        said = {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
+        return {**said, "core": check_traffic(plan)} if checked else said
 
     def _module_calls(self, microbatch: Any) -> ModuleCalls:
         shapes = tuple(leaf.shape for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))

@@ -1,45 +1,42 @@
 """``Run``: one rank's part of a model under a layout, with the methods that train, evaluate and save it.
 
-``parallelize`` makes it; scripts, ``verify``, the trainer, checkpoints and the ledger use it. A step goes through the
-executor, which runs the schedule's actions and fires the events that strategies and gradient sync listen to.
+``parallelize`` makes it; scripts, ``verify``, the trainer, checkpoints and the ledger use it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from shardwright.analysis.module_calls import call_model
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
-from shardwright.models.eval_mode import eval_mode
-from shardwright.models.losses import mean_of
-from shardwright.parallelize.checks import check_frozen, check_full, check_own, check_trains
+from shardwright.parallelize.batches import as_tensors, check_part, pairs
+from shardwright.parallelize.checks import check_own
 from shardwright.parallelize.explain import explain_text, explained
+from shardwright.parallelize.gradients import add_up, clip_norm
 from shardwright.parallelize.optimizer_check import check_elementwise
-from shardwright.parallelize.overlapped_update import overlap_updates, overlapped_offload
-from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
-from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
-from shardwright.plan.plan import OUTPUT, Job, Plan
-from shardwright.plan.schedule import Action, Schedule, accumulate
+from shardwright.parallelize.optimizer_groups import check_groups, groups_of
+from shardwright.parallelize.planning import num_rows, on_device, rows
+from shardwright.parallelize.rank_check import check_ranks
+from shardwright.parallelize.step import TrainStep, inputs_in, pieces_of
+from shardwright.parallelize.step_guard import StepGuard
+from shardwright.parallelize.whole_state import part_of_state, whole_state
+from shardwright.plan.batch_shard import num_tokens_of
+from shardwright.plan.plan import Job, Plan
+from shardwright.plan.schedule import Action
 from shardwright.rng import RngTracker
 from shardwright.runtime.applied import Applied
-from shardwright.runtime.executor import CollectedOutput, Events, Executor, LossOutput, Microbatch, OutputHandler
+from shardwright.runtime.executor import Events, Executor, Microbatch
 from shardwright.runtime.gradient_sync import GradientSync
-from shardwright.runtime.mixed_precision import LossScale, cast_to_compute, finish_gradients
+from shardwright.runtime.mixed_precision import LossScale
 from shardwright.runtime.timeline import Span, Timeline
-from shardwright.sharding.box import read
-from shardwright.strategies.pipeline.p2p import share_output
 from shardwright.strategies.pipeline.pipeline_stage import PipelineStage
-from shardwright.strategies.pipeline.schedules import forward_only, one_by_one
 
 if TYPE_CHECKING:
     from shardwright.global_tensor import GlobalTensor, Placement
@@ -59,7 +56,6 @@ class Run:
         offload: the host or disk storage of their state, if the layout offloads it.
         rng: the RNG tracker of dropout.
         num_steps: how many steps were taken, skipped ones included.
-        loss_scale: the fp16 loss scale; None in other precisions.
     """
 
     def __init__(
@@ -72,6 +68,8 @@ class Run:
         sync: GradientSync,
         applied: Sequence[Applied] = (),
         stop_at_nan: bool = False,
+        others: Iterable[Tensor] = (),
+        check_every: int = 0,
     ) -> None:
         self.model, self.loss = job.model, job.loss
         self.plan, self.world, self.axes = plan, world, axes
@@ -84,11 +82,12 @@ class Run:
         self.coord = plan.mesh.coord(world.rank)
         self.rng: RngTracker = executor.rng
         self.num_steps = 0
-        self.loss_scale = LossScale() if plan.layout.precision == "fp16" else None
-        self._stops_at_nan = stop_at_nan
-        self._widens = plan.layout.precision != "fp32"
-        self._executor, self._sync, self._shard = executor, sync, executor.batch_shard
-        self._everyone = axes["world"]
+        self._executor, self._shard, self._everyone = executor, executor.batch_shard, axes["world"]
+        self._step = TrainStep(
+            self.loss, plan, self.coord, axes, self.parameters, executor, sync, self.offload, stop_at_nan
+        )
+        self._check_every = check_every
+        self._guard = StepGuard(plan, self.parameters, (*others, *self.model.parameters()))
 
     @property
     def draws(self) -> RngTracker:
@@ -105,9 +104,10 @@ class Run:
         """Yields this rank's part of each global batch (inputs, targets).
 
         Shapes: dim 0 of every tensor is the samples of the global batch, the same number in all.
-        Raises: LayoutError: tensors with different numbers of samples; and as :meth:`part`.
+        Raises: LayoutError: tensors with different numbers of samples; PlanError: a batch that is no such pair, or a
+            loader that has split the samples between ranks already; and as :meth:`part`.
         """
-        for inputs, targets in batches:
+        for inputs, targets in pairs(batches):
             num_global = num_rows((inputs, targets))
             samples = self.share(num_global)
             local_inputs, local_targets = rows((inputs, targets), samples.start, samples.stop)
@@ -122,16 +122,13 @@ class Run:
         Shapes: dim 0 of every tensor is the samples of :meth:`share`; dim 1, if sequences are cut, all their tokens.
         Raises: LayoutError: the layout cuts sequences and the samples are none; PlanError: they are too short.
         """
-        num_tokens = 0
+        inputs, targets, num_tokens = as_tensors(inputs), as_tensors(targets), 0
         if self.plan.token_axes:
             num_tokens = num_tokens_of(inputs, targets)
             self._shard.check_num_tokens(num_tokens)
         inputs, targets = self._shard.cut_tokens((inputs, targets), num_tokens)
-        inputs, targets = on_device((self._to_compute_dtype(inputs), targets), self.world.device)
+        inputs, targets = on_device((inputs_in(inputs, self.plan), targets), self.world.device)
         return Microbatch(inputs, targets, self.share(num_global), num_global, num_tokens)
-
-    def _to_compute_dtype(self, inputs: Any) -> Any:
-        return tree_map_only(Tensor, lambda tensor: cast_to_compute(tensor, self.plan), inputs)
 
     # ---- steps
 
@@ -147,58 +144,69 @@ class Run:
         that were already updated, and the next step starts afresh.
 
         Traffic: what the strategies' ``traffic`` states, one all-reduce of (sum, count) over the axes that cut the
-            loss, and in fp16 or with ``stop_at_nan`` the check that all gradients are finite.
-        Raises: PlanError: no parameter requires a gradient, one was frozen since the model was laid out, a microbatch
-            without samples needs statistics of its own, or, with ``stop_at_nan``, a gradient is not finite.
+            loss, in fp16 or with ``stop_at_nan`` the check that all gradients are finite, and in each step of
+            ``check_every`` 8 bytes from each rank.
+        Raises: PlanError: ranks differ in what they have alike, no parameter requires a gradient, one was frozen since
+            the model was laid out, a microbatch without samples needs statistics of its own, or, with ``stop_at_nan``,
+            a gradient is not finite.
         """
-        check_trains(self.plan)
-        check_frozen(self._executor.parameters, self.plan.frozen)
-        assert batch.num_global is not None, "batches for a step come from shard() or part()"
-        check_full(self.model, self.plan, batch.num_global)
-        pieces = self.pieces(batch)
-        # Gradients are divided by the number of targets that the loss is expected to count, since the real count of all
-        # ranks is known after the forward only; finish_gradients corrects them by the ratio.
-        expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
-        self._begin(batch.num_tokens)
-        self.rng.step = self.num_steps
-        schedule, stage = self._schedule(len(pieces)), self.coord.get("pp", 0)
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        # gradient sync must know which backward of each param group is the last one, to start its sums right after it
-        self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        last = LossOutput(self.loss, scale=scale / expected, widen=self._widens)
-        overlapped = None if self._stops_at_nan or update is None else overlapped_offload(self.plan, self.offload)
-        global_mean = partial(self._mean, last.sums)
-        overlap = overlap_updates(overlapped, update, self._executor, len(pieces), expected, global_mean)
-        with torch.enable_grad(), overlap as early_mean:
-            self._executor.run(schedule, stage, pieces, last)
-            for events in self._executor.events:
-                events.before_sync()
-        mean, count = early_mean[0] if early_mean else global_mean()
-        self._sync.finish()
-        for events in self._executor.events:
-            events.after_sync()
-        finish_gradients(
-            self.parameters, self._everyone.for_strategy("core"), self.loss_scale,
-            expected / count / scale,  # 1 / scale, unless the loss ignores some targets
-            self.num_steps, stops_at_nan=self._stops_at_nan,
-        )  # fmt: skip
-        self.num_steps += 1
+        check_part("step", batch, update)
+        self._guard.before_step()
+        mean, _ = self._take_step(batch, update)
+        self._guard.after_step()
         if update is not None:
             update.step()
             update.zero_grad()
         return mean
+
+    def accumulate(self, batches: Iterable[Microbatch]) -> Tensor:
+        """Takes one step over several batches; returns the mean loss over the targets of all, a scalar.
+
+        Gradients are those of that mean: ``accumulate`` stands in place of :meth:`step`, and the optimizer's step comes
+        next. Each batch counts in ``num_steps``. ``mb4`` in a layout cuts one batch instead, and sums gradients over
+        ranks once. A step that fp16 skips for one batch is skipped for all.
+
+        Traffic: that of a step for each batch. Raises: PlanError: no batches; and as :meth:`step`.
+
+        >>> import shardwright as sw
+        >>> model, batch = nn.Linear(4, 3), (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
+        >>> def work(world):
+        ...     run = sw.parallelize(model, "dp2", world)
+        ...     return run.accumulate(run.shard([batch, batch])).shape, run.num_steps
+        >>> sw.launch(work, 2, ranks="threads")
+        [(torch.Size([]), 2), (torch.Size([]), 2)]
+        """
+
+        def take_step(batch: Microbatch) -> tuple[Tensor, float]:
+            check_part("accumulate", batch)
+            return self._take_step(batch)
+
+        self._guard.before_step()
+        num_skipped = self.num_skipped
+        mean = add_up(self.parameters, batches, take_step)
+        if self.num_skipped > num_skipped:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+        self._guard.after_step()
+        return mean
+
+    def _take_step(self, batch: Microbatch, update: torch.optim.Optimizer | None = None) -> tuple[Tensor, float]:
+        if self._check_every and self.num_steps % self._check_every == 0:
+            check_ranks(self.plan, self.axes, self.parameters, batch, self.num_steps, self._guard.updates())
+        found = self._step.take(batch, update, self.num_steps)
+        self.num_steps += 1
+        return found
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The fp16 loss scale; None in other precisions."""
+        return self._step.loss_scale
 
     @property
     def num_skipped(self) -> int:
         """The number of fp16 steps skipped so far because a gradient was not finite; 0 in other precisions."""
         return 0 if self.loss_scale is None else self.loss_scale.num_skipped
 
-    def _schedule(self, num_microbatches: int) -> Schedule:
-        return accumulate(num_microbatches) if self.plan.schedule is None else self.plan.schedule
-
-    @torch.no_grad()
     def evaluate(self, batch: Microbatch) -> Tensor:
         """Returns the global mean loss on one batch, a scalar, in eval mode and without gradients.
 
@@ -206,14 +214,9 @@ class Run:
 
         Traffic: that of the forwards, and one all-reduce of (sum, count) over the axes that cut the loss.
         """
-        split = self.plan.schedule is not None or self.plan.layout.own_statistics
-        last = LossOutput(self.loss, widen=self._widens)
-        self._begin(batch.num_tokens)
-        with eval_mode(self.model):
-            self._forward(self.pieces(batch, None if split else 1), last)
-        return self._mean(last.sums)[0]
+        check_part("evaluate", batch)
+        return self._step.evaluate(batch)
 
-    @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
         """Returns the model's output for all samples, on every rank, in eval mode and without gradients.
 
@@ -222,59 +225,7 @@ class Run:
             from the last stage to the others.
         Raises: LayoutError: the layout cuts sequences and the inputs are none.
         """
-        num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
-        self._begin(num_tokens)
-        local = on_device(self._to_compute_dtype(self._shard.cut_tokens(inputs, num_tokens)), self.world.device)
-        with eval_mode(self.model):
-            if self.plan.schedule is None:
-                self._shard.set_uncut(num_rows(local))
-                with self._executor.during(Action("F", 0)):
-                    output = call_model(self.model, local)
-            else:
-                end = CollectedOutput()
-                self._forward([Microbatch(local, None, range(num_rows(local)), None, num_tokens)], end)
-                output = share_output(self.axes["pp"], end.outputs.get(0), self.plan.schedule.stage_of[-1])
-        joined: list[str] = []
-        for cut in reversed(self.plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbours
-            output = self.axes[cut.axis].all_gather(output, cut.dim, self._output_sizes(cut.axis, joined))
-            joined.append(cut.axis)
-        if self.plan.token_axes:
-            return self._shard.join(output, self.axes, self.plan.row_moves.get(OUTPUT, ()))
-        # layers that gather samples over an axis gathered as many copies here: every rank began with all samples
-        return tree_map_only(Tensor, lambda each: each[: num_rows(inputs)], output)
-
-    def _begin(self, num_tokens: int) -> None:
-        """Resets the strategies, which may hold leftovers of a failed step, and sets the tokens of each sample."""
-        for events in self._executor.events:
-            events.restart()
-        self._shard.set_num_tokens(num_tokens)
-
-    def _forward(self, pieces: Sequence[Microbatch], last: OutputHandler) -> None:
-        """Runs the forwards of all microbatches, in the schedule's order if it has as many."""
-        schedule = self._schedule(len(pieces))
-        same = schedule.num_microbatches == len(pieces)
-        forwards = forward_only(schedule) if same else one_by_one(schedule, len(pieces))
-        self._executor.run(forwards, self.coord.get("pp", 0), pieces, last)
-
-    def _output_sizes(self, axis: str, joined: Sequence[str]) -> list[int]:
-        """Returns the size of the output's sharded dim on each index of ``axis``, once ``joined`` are gathered."""
-
-        def held(index: int) -> int:
-            coords = ({**self.coord, axis: index, **other} for other in self.plan.mesh.coords(joined))
-            return sum(b - a for at in coords for cut in self.plan.slices(at)[OUTPUT] for a, b in cut.ranges)
-
-        return [held(index) for index in range(self.plan.mesh[axis])]
-
-    def _mean(self, sums: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Returns the global mean loss and its number of targets from this rank's (sum, count) of each microbatch."""
-        device = self.world.device
-        total = torch.stack(list(sums)).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
-        if self.plan.loss_axes:
-            joined = "+".join(sorted(self.plan.loss_axes, key=self.plan.mesh.axes.index))
-            total = self.axes[joined].for_strategy("loss").all_reduce(total)
-        if total.is_meta:  # a rehearsal has no values
-            return total[0], 1.0
-        return mean_of(total[0], float(total[1]))
+        return self._step.predict(as_tensors(inputs))
 
     # ---- observing a step
 
@@ -299,12 +250,7 @@ class Run:
 
     def pieces(self, batch: Microbatch, num_microbatches: int | None = None) -> list[Microbatch]:
         """Splits this rank's part of a batch into microbatches, by default the layout's number; some may be empty."""
-        found, first = [], batch.samples.start
-        for samples in microbatch_samples(batch.samples, num_microbatches or self.plan.layout.num_microbatches):
-            start, stop = samples.start - first, samples.stop - first
-            inputs, targets = rows(batch.inputs, start, stop), rows(batch.targets, start, stop)
-            found.append(Microbatch(inputs, targets, samples, batch.num_global, batch.num_tokens))
-        return found
+        return pieces_of(batch, num_microbatches or self.plan.layout.num_microbatches)
 
     def timeline(self, batch: Microbatch) -> Timeline:
         """Takes one step like :meth:`step`; returns when each of this rank's pipeline stages ran which action, in s.
@@ -325,6 +271,7 @@ class Run:
             stages.barrier()
         start_s = perf_counter()
         self.step(batch)
+        self._guard.num_waiting = 0  # a step for its times alone, unless an optimizer comes next
         own = [(*span.action, span.start_s - start_s, span.end_s - start_s) for span in self._executor.spans]
         found = [own] if stages is None else gather_json(stages, own)
         spans = (tuple(Span(Action(*each[:3]), *each[3:]) for each in stage) for stage in found)
@@ -360,17 +307,32 @@ class Run:
         """Returns a torch optimizer ``kind`` over this rank's parameters, made with ``options``.
 
         ``parameters`` may be tensors or groups of :attr:`parameters`, as torch takes them; all that train by default.
-        If the layout offloads state, all ranks must call it, and its ``step`` goes param group by param group.
+        Or a function: ``parameters(name, shape)`` returns the options of a parameter by its name and its shape in the
+        plain model, or None to leave it out; a rank's own tensors may be slices of other shapes. If the layout offloads
+        state, all ranks must call it, and its ``step`` goes param group by param group.
 
         Raises: PlanError: the optimizer does not update each element alone and the layout shards a tensor; a tensor is
-            not among ``self.parameters``; or, on every rank, there is no room for offloaded state.
+            not among ``self.parameters``; groups by dims of slices; or, on every rank, no room for offloaded state.
+
+        >>> import shardwright as sw
+        >>> model = nn.Sequential(nn.Linear(4, 4))
+        >>> def work(world):
+        ...     run = sw.parallelize(model, "dp2/zero3", world)
+        ...     decayed = lambda name, shape: {"weight_decay": 0.1 if len(shape) > 1 else 0.0}
+        ...     optimizer = run.optimizer(torch.optim.AdamW, parameters=decayed, lr=0.1)
+        ...     return [group["weight_decay"] for group in optimizer.param_groups]
+        >>> sw.launch(work, 2, ranks="threads")[0]
+        [0.1, 0.0]
         """
+        if callable(parameters):
+            parameters = groups_of(parameters, self.parameters, self.plan)
         given = None if parameters is None else list(parameters)
         check_elementwise(kind, options, self.plan, given or ())
         own = [p for p in self.parameters.values() if p.requires_grad]
         own = own or [nn.Parameter(torch.empty(0))]  # a stage that trains nothing: torch's need one
         optimizer = kind(own if given is None else given, **options)
         check_own(optimizer, (*self.parameters.values(), *own), self.plan)
+        check_groups(optimizer, self.parameters, self.plan)
         if self.offload is not None:
             self.offload.attach(optimizer, lambda groups: kind(groups, **options))
         optimizer.register_step_post_hook(lambda *_: self.changed())
@@ -384,25 +346,33 @@ class Run:
         for events in self._executor.events:
             events.after_optimizer()
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales gradients so that their norm over the whole model is at most ``max_norm``; returns the norm before.
 
         Each element counts once, however many ranks hold a copy. Traffic: one all-reduce of one float64.
         """
-        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
-            for piece in self.plan.state[name].gradient.owned(self.coord, self.plan.mesh):
-                part = read(parameter.grad, piece, piece.whole)
-                square += (part.abs() if part.is_complex() else part).double().square().sum()
-        norm: Tensor = self._everyone.for_strategy("clip").all_reduce(square).sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if gradients and scale < 1:
-            torch._foreach_mul_(gradients, scale.item())
-        return norm
+        everyone = self._everyone.for_strategy("clip")
+        return clip_norm(self.parameters, self.plan, self.coord, everyone, max_norm)
+
+    # ---- the state
+
+    def state_dict(self, *, full: bool = True) -> dict[str, Tensor]:
+        """Returns the model's parameters and persistent buffers by their plain names, as ``state_dict`` of the model.
+
+        With ``full`` all ranks call it, and each gets copies of the whole tensors in host memory: the plain model loads
+        them. Otherwise this rank's stored part, which is not copied. Masters of ``bf16`` and ``fp16`` stay fp32.
+
+        Traffic: with ``full`` each element once, in one all-gather of each tensor; else none.
+
+        >>> import shardwright as sw
+        >>> model = nn.Linear(4, 2, bias=False)
+        >>> def work(world):
+        ...     run = sw.parallelize(model, "dp2/zero3", world)
+        ...     return [run.state_dict(full=full)["weight"].shape for full in (True, False)]
+        >>> sw.launch(work, 2, ranks="threads")[1]
+        [torch.Size([2, 4]), torch.Size([4])]
+        """
+        return whole_state(self) if full else part_of_state(self)
 
     # ---- the parameters as global tensors
 

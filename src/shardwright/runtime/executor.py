@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.draw_calls import RefusesRandomNumbers
 from shardwright.analysis.module_calls import call_model
+from shardwright.axes import mesh_axes
 from shardwright.errors import PlanError
 from shardwright.models.losses import sum_and_count
 from shardwright.operators.split_backward import DeferredGradients
@@ -224,7 +225,7 @@ class Executor:
             u.name: frozenset[int]().union(*map(self.work.chunks_with, u.parameters)) for u in self.param_groups
         }
         self._has_run: set[tuple[int, bool]] = set()
-        self._action = Action("F", 0)
+        self._action, self._in_action = Action("F", 0), False
         self._done: dict[tuple[str, int], set[int]] = {}
         self._missing: dict[str, set[str]] = {}
         self._register_hooks()
@@ -261,7 +262,11 @@ class Executor:
             for events in self.events:
                 if events.during is not None:
                     stack.enter_context(events.during(action))
-            yield
+            before, self._in_action = self._in_action, True
+            try:
+                yield
+            finally:
+                self._in_action = before
 
     def in_order(self, actions: Sequence[Action]) -> tuple[ParamGroup, ...]:
         """Returns the param groups in the order in which ``actions`` complete their gradients, equal along ``dp``."""
@@ -309,12 +314,26 @@ class Executor:
             self._fire_gradients(group)
 
     def _register_hooks(self) -> None:
-        """Registers a hook on every trained parameter, which autograd calls when it has accumulated the gradient."""
+        """Registers a hook on every trained parameter, which autograd calls when it has accumulated the gradient.
+
+        One more refuses forwards of the model by other code where only an action gives the right output: on stages, and
+        where the ranks of one model copy have different rows of the batch.
+        """
         for group in self.param_groups:
             for name in group.parameters:
                 parameter = self.parameters[name]
                 if parameter.requires_grad and name not in self.late:  # a late one's hook would fire without a gradient
                     parameter.register_post_accumulate_grad_hook(self._on_gradient(group, name))
+
+        cuts = (self.batch_shard.axes | self.batch_shard.token_axes).intersection(mesh_axes("operators"))
+        if cuts or not isinstance(self.work, WholeModel):
+            weak_self = ref(self)
+
+            def refuse(*_: Any) -> None:
+                if (executor := weak_self()) is not None and not executor._in_action:
+                    raise _outside("forward", "run.model was called by other code than the run")
+
+            self.model.register_forward_pre_hook(refuse, prepend=True)
 
     def _on_gradient(self, group: ParamGroup, name: str) -> Callable[[Tensor], None]:
         weak_self = ref(self)  # Python cannot collect cycles through such a hook: it must not hold the model
@@ -326,6 +345,10 @@ class Executor:
         return hook
 
     def _accumulated(self, group: ParamGroup, name: str) -> None:
+        if not self._in_action:
+            if self.batch_shard.mesh.size > 1:
+                raise _outside("backward", f"'{name}' got a gradient of this rank's samples, which no rank sums")
+            return
         missing = self._missing[group.name]
         done = self._done.get((group.name, self._action.microbatch), set())
         is_fired = bool(done) and done == self._chunks[group.name]
@@ -349,3 +372,12 @@ class Executor:
             if done == chunks:
                 for events in self.events:
                     events.after_weight_gradients(group, number)
+
+
+def _outside(what: str, given: str) -> PlanError:
+    return PlanError(
+        f"a {what} outside of the run's own steps would be wrong on several ranks",
+        given=given,
+        allowed="run.predict(inputs) for the output, run.evaluate for the loss, run.step to train",
+        fix="write output = run.predict(inputs), or for batch in run.shard([(inputs, targets)]): run.step(batch)",
+    )

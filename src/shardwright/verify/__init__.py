@@ -44,7 +44,7 @@ from shardwright.comm.world import World
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.mesh import Mesh
-from shardwright.models.losses import CrossEntropy
+from shardwright.models.given_loss import Loss, as_loss
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.checks import check_loss, check_model, check_trains
@@ -94,7 +94,7 @@ def verify(
     layout: Layout | str,
     batches: Sequence[Batch],
     *,
-    loss: nn.Module | None = None,
+    loss: Loss | None = None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     ranks: Ranks = "threads",
@@ -122,7 +122,7 @@ def verify(
         raise PlanError("verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="float64")
     if not batches:
         raise PlanError("there is nothing to verify on", given="no batches", allowed="one or more", fix="give one")
-    loss = CrossEntropy() if loss is None else loss
+    loss = as_loss(loss)
     if launcher is None:
         check_can_start(layout.num_ranks)
     check_model(model)

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -77,9 +76,8 @@ class _UnshardingParameters(dict[str, Any]):
             for group in self.groups.values():
                 self.prefetcher.ensure_unsharded(group, Hold.UNTIL_ACTION_ENDS)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _UnshardingParameters:
-        copies = {name: deepcopy(each, memo) for name, each in super().items()}
-        return _UnshardingParameters(copies, self.groups, self.prefetcher)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_whole("a copy of the model")
 
     def pre_forward(self) -> None:
         self.num_running += 1
@@ -166,6 +164,7 @@ class FSDPState:
         for module, groups in by_module.items():
             parameters = _UnshardingParameters(module._parameters, groups, self.prefetcher)
             module._parameters = parameters
+            module.register_state_dict_pre_hook(lambda *_: _refuse_whole("state_dict() of the model"))
             module.register_forward_pre_hook(_hook_of(parameters.pre_forward), prepend=True)
             module.register_forward_hook(_hook_of(parameters.post_forward), always_call=True)
             reshards = self.reshard_after_use
@@ -342,6 +341,17 @@ def _different_orders(found: Difference) -> PlanError:
         allowed="under zero3, models that use the same param groups in the same order on every rank",
         fix="write zero2 in place of zero3, or use every param group in each forward; the step's gradients are wrong, "
         "and so are the buffers that its forward has written",
+    )
+
+
+def _refuse_whole(what: str) -> NoReturn:
+    raise PlanError(
+        f"{what} would hold NaN, since between steps this rank has its shards only",
+        given="a model whose parameters ZeRO shards",
+        allowed="run.state_dict() for the whole state, run.parameters for this rank's shards",
+        fix="write run.state_dict(full=True), or full=False for this rank's part; to average parameters, "
+        "averages = [p.detach().clone() for p in run.parameters.values()] and after each update "
+        "torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)(averages, list(run.parameters.values()), None)",
     )
 
 

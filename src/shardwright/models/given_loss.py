@@ -1,0 +1,117 @@
+"""Losses as people give them, a function or one of torch's modules, as modules that return a sum and a count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import PlanError
+from shardwright.models.losses import CrossEntropy, check_same_shape, check_tensors
+
+Loss = nn.Module | Callable[[Any, Any], Any]
+"""What a loss may be given as: a module, or a function of the model's output and the targets."""
+
+
+class FunctionLoss(nn.Module):
+    """A function of the output and the targets as a loss: it returns (sum, count)."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, output: Any, targets: Any) -> Any:
+        """Returns the function's result."""
+        return self.function(output, targets)
+
+
+class SumLoss(nn.Module):
+    """One of torch's losses that return a mean, as its sum and its count.
+
+    The count is what torch divides by: the elements, or for targets that are classes those that are not ignored, by
+    their weights. Classes may be in dim 1 of the output, as torch has them, or in the last dim, as language models do.
+
+    Raises: PlanError: the loss takes no mean; output or targets are no tensors; either dim could be that of classes.
+
+    >>> logits, targets = torch.zeros(2, 5, 4), torch.tensor([[0, 1, -100, 3, 0], [2, 3, 0, 1, 1]])
+    >>> loss_sum, count = SumLoss(nn.CrossEntropyLoss())(logits, targets)
+    >>> round((loss_sum / count).item(), 3), count.item()
+    (1.386, 9)
+    """
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        if loss.reduction != "mean":
+            raise PlanError(
+                "ranks add up a loss's sum and its count, and take the mean once",
+                given=f"{type(loss).__name__}(reduction={loss.reduction!r})",
+                allowed='losses of torch with reduction="mean", and functions that return (sum, count)',
+                fix="leave out reduction, or write loss=lambda output, targets: (my_loss(output, targets).sum(), n)",
+            )
+        self.loss = copy(loss)  # the caller's stays as it is
+        self.loss.reduction = "none"  # type: ignore[assignment]
+
+    def forward(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        """Returns the loss's sum over the targets, and what the mean divides it by."""
+        check_tensors(output, targets)
+        weight = getattr(self.loss, "weight", None)
+        if weight is not None and weight.dtype != output.dtype:
+            self.loss.weight = weight = weight.to(output.dtype)
+        if not hasattr(self.loss, "ignore_index") or targets.is_floating_point():
+            each = self.loss(output, targets)
+            if each.numel() > max(output.numel(), targets.numel()):
+                check_same_shape("outputs", output.shape, "targets", targets.shape)
+            return each.sum(), torch.full((), each.numel(), dtype=torch.int64, device=each.device)
+        each, kept = self.loss(_classes_second(output, targets), targets), targets != self.loss.ignore_index
+        count = kept.sum() if weight is None else (weight[targets.where(kept, 0)] * kept).sum()
+        return each.sum(), count
+
+
+def _classes_second(output: Tensor, targets: Tensor) -> Tensor:
+    """Returns the output with its classes in dim 1."""
+    last = output.dim() > 2 and output.shape[:-1] == targets.shape
+    if not last:
+        return output
+    if (output.shape[0], *output.shape[2:]) == targets.shape:
+        raise PlanError(
+            "the classes may be in the last dim of the output or in dim 1",
+            given=f"an output of {list(output.shape)} and targets of {list(targets.shape)}",
+            allowed="sizes of which one fits, or a loss that says which",
+            fix="write loss=sw.CrossEntropy() for classes in the last dim, or for dim 1 loss=lambda output, targets: "
+            "sw.CrossEntropy()(output.movedim(1, -1), targets)",
+        )
+    return output.movedim(-1, 1)
+
+
+def as_loss(loss: Any) -> nn.Module:
+    """Returns a loss as a module: cross entropy for None, functions and torch's losses of means wrapped.
+
+    Raises: PlanError: it is no loss, as a class that was not called, or one of torch's that takes no mean.
+
+    >>> loss_sum, count = as_loss(lambda output, targets: ((output - targets).abs().sum(), 3))(torch.ones(3), 0)
+    >>> loss_sum.item(), count
+    (3.0, 3)
+    >>> as_loss(nn.CrossEntropyLoss)
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: a loss is a module or a function of the output and the targets
+      given:   the class CrossEntropyLoss
+      allowed: a module or function that returns (sum, count), or a loss of torch that returns the mean
+      fix:     write loss=CrossEntropyLoss()
+    """
+    if loss is None:
+        return CrossEntropy()
+    if isinstance(loss, type) or not callable(loss):
+        name = loss.__name__ if isinstance(loss, type) else type(loss).__name__
+        raise PlanError(
+            "a loss is a module or a function of the output and the targets",
+            given=f"the class {name}" if isinstance(loss, type) else f"{name}: {loss!r}",
+            allowed="a module or function that returns (sum, count), or a loss of torch that returns the mean",
+            fix=f"write loss={name}()" if isinstance(loss, type) else "write loss=torch.nn.CrossEntropyLoss()",
+        )
+    if not isinstance(loss, nn.Module):
+        return FunctionLoss(loss)
+    of_torch = type(loss).forward.__module__ == nn.modules.loss.__name__
+    return SumLoss(loss) if of_torch and isinstance(getattr(loss, "reduction", None), str) else loss

@@ -1,0 +1,164 @@
+"""Compares the ranks of a run every so many steps: 8 bytes from each, and all that differs only where they differ.
+
+A rank that skips an update, changes a rate or a weight, or feeds other samples to a tensor-parallel group, trains on
+silently. So each rank packs digests into one number, a few bits for each thing that some ranks must have alike::
+
+    | step, samples | updates, rates   | batch                  | parameters, copied along dp | ... along tp |
+      all ranks       of one stage       that share samples       that differ on dp alone       on tp alone
+
+A difference is found in the numbers of all ranks, so every rank finds the same, and all gather the texts to name it.
+Copies along tensor-parallel axes are computed and not received, and may differ by rounding: they are compared in full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwright.axes import mesh_axes
+from shardwright.comm.agreement import gather_json, tensor_digest, text_digest
+from shardwright.comm.axis import Axis
+from shardwright.errors import PlanError
+from shardwright.plan.plan import Plan
+from shardwright.plan.traffic import Traffic
+from shardwright.runtime.executor import Microbatch
+
+CHECK_EVERY = 100
+"""Every how many steps ranks are compared, unless ``parallelize`` is told otherwise."""
+
+_TOLERANCE = 1e-3
+"""By how much copies along tensor-parallel axes may differ, as a share of the largest element."""
+
+PARAMETERS = "the parameters"
+_FIXES = {
+    "the step": "let every rank take the same steps, on global batches of as many samples",
+    "the updates": "let every rank call optimizer.step() after each step, and set the same rates",
+    "the batch": "give every rank the same global batches: the same order of the samples, from one seed",
+    PARAMETERS: "write to parameters on every rank alike, or load a checkpoint on all ranks",
+}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RankLines(NamedTuple):
+    """What ranks that differ on ``axes`` alone have alike, as lines of text by name."""
+
+    what: str
+    axes: tuple[str, ...]
+    lines: dict[str, str]
+
+
+def check_traffic(plan: Plan) -> tuple[Traffic, ...]:
+    """Returns what each rank sends to be compared: one all-gather of 8 bytes from each rank."""
+    return (Traffic("all_gather", "world", 8 * plan.mesh.size, plan.mesh.size),) if plan.mesh.size > 1 else ()
+
+
+def check_ranks(
+    plan: Plan,
+    axes: Mapping[str, Axis],
+    parameters: Mapping[str, nn.Parameter],
+    batch: Microbatch,
+    number: int,
+    updates: Mapping[str, str],
+) -> None:
+    """Raises PlanError, on every rank, if ranks differ in step, updates, batch or copies of parameters.
+
+    Traffic: :func:`check_traffic`; where ranks differ, the texts, and copies that only tensor parallelism makes.
+    """
+    everyone = axes["world"].for_strategy("core")
+    if everyone.size == 1 or everyone.device.type == "meta":
+        return
+    found = list(_lines(plan, parameters, batch, number, updates))
+    num_bits = 63 // len(found)
+    word = 0
+    for each in found:
+        word = word << num_bits | text_digest(str(each.lines)) % 2**num_bits
+    words = everyone.all_gather(torch.tensor([word], device=everyone.device)).tolist()
+    differ = []
+    for place, each in enumerate(reversed(found)):
+        if _differs(plan, each, [word >> num_bits * place & 2**num_bits - 1 for word in words]):
+            differ.append(each)
+    for each in reversed(differ):  # the first in the list explains the others
+        every = gather_json(everyone, each.lines)
+        if each.axes[0] in mesh_axes("operators") and each.what == PARAMETERS:
+            every = _beyond_rounding(every, axes, parameters, each)
+        _check_lines(plan, each, every, number)
+
+
+def _lines(
+    plan: Plan, parameters: Mapping[str, nn.Parameter], batch: Microbatch, number: int, updates: Mapping[str, str]
+) -> Iterator[RankLines]:
+    held = tuple(axis for axis in plan.mesh.axes if axis not in mesh_axes("stages"))
+    yield RankLines("the step", plan.mesh.axes, {"step": f"{number}", "samples": f"{batch.num_global}"})
+    yield RankLines("the updates", held, dict(updates))
+    alike = tuple(axis for axis in held if axis not in plan.row_axes | plan.token_axes)
+    tensors = [leaf for leaf in tree_leaves((batch.inputs, batch.targets)) if isinstance(leaf, Tensor)]
+    digests = [tensor_digest(tensor.contiguous()) for tensor in tensors] if alike and len(batch.samples) else []
+    yield RankLines("the batch", alike, {f"tensor {place}": text for place, text in enumerate(digests)})
+    sums = _bit_sums({name: p for name, p in parameters.items() if name not in plan.offloaded})
+    for axis in held:
+        copied = {name: text for name, text in sums.items() if axis not in plan.state[name].parameter.axes}
+        yield RankLines(PARAMETERS, (axis,), copied)
+
+
+def _bit_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns a sum over each tensor's bits, as integers."""
+    flat = [_real(parameter).reshape(-1) for parameter in parameters.values()]
+    sums = [each.view(_BITS[each.element_size()]).sum(dtype=torch.int64) for each in flat]
+    return dict(zip(parameters, map(str, torch.stack(sums).tolist() if sums else ()), strict=True))
+
+
+def _differs(plan: Plan, each: RankLines, digests: Sequence[int]) -> bool:
+    """Whether ranks that differ on the axes alone have different digests."""
+    return any(len({digests[rank] for rank in group}) > 1 for group in plan.mesh.groups(each.axes))
+
+
+def _check_lines(plan: Plan, each: RankLines, every: Sequence[dict[str, str]], number: int) -> None:
+    """Raises PlanError that names the ranks that differ and in what, unless copies differ by rounding alone."""
+    for group in plan.mesh.groups(each.axes):
+        for key in sorted({key for rank in group for key in every[rank]}):
+            texts = {rank: every[rank].get(key, "nothing") for rank in group}
+            if len(set(texts.values())) == 1:
+                continue
+            ((usual, _),) = Counter(texts.values()).most_common(1)
+            odd = [rank for rank in group if texts[rank] != usual]
+            others = [rank for rank in group if texts[rank] == usual]
+            raise PlanError(
+                f"rank {_listed(odd)} differs from rank {_listed(others)} in {each.what}: {key}",
+                given=f"{texts[odd[0]]} on rank {odd[0]}, {usual} on rank {others[0]}, before step {number}, "
+                f"under {plan.layout}",
+                allowed=f"{each.what} alike on ranks that differ on {' '.join(each.axes)} alone",
+                fix=_FIXES[each.what],
+            )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _beyond_rounding(
+    every: Sequence[dict[str, str]], axes: Mapping[str, Axis], parameters: Mapping[str, nn.Parameter], each: RankLines
+) -> list[dict[str, str]]:
+    """Returns the lines of all ranks without copies that differ by rounding: the ranks of the axis compare these."""
+    (axis,), everyone = each.axes, axes["world"].for_strategy("core")
+    names = sorted({key for lines in every for key in lines if len({other.get(key) for other in every}) > 1})
+    same = []
+    for name in names:
+        if name not in parameters:
+            continue  # on another stage, and so on all ranks of this axis
+        value = _real(parameters[name]).double()
+        most = axes[axis].for_strategy("core").all_reduce(torch.stack([value, -value]), "max")
+        spread, largest = most[0] + most[1], most.abs()
+        if not most.numel() or bool(spread.max() <= _TOLERANCE * largest.max()):
+            same.append(name)
+    without = zip(every, gather_json(everyone, same), strict=True)
+    return [{name: text for name, text in lines.items() if name not in gone} for lines, gone in without]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,193 @@
+"""One rank's steps, evaluations and predictions: what ``Run`` asks of the executor, in which order; the global mean.
+
+A step goes through the executor, which runs the schedule's actions and fires the events that strategies and gradient
+sync listen to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardwright.analysis.module_calls import call_model
+from shardwright.comm.axis import Axis
+from shardwright.mesh import Coord
+from shardwright.models.eval_mode import eval_mode
+from shardwright.models.losses import mean_of
+from shardwright.parallelize.checks import check_frozen, check_full, check_trains
+from shardwright.parallelize.overlapped_update import overlap_updates, overlapped_offload
+from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
+from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
+from shardwright.plan.plan import OUTPUT, Plan
+from shardwright.plan.schedule import Action, Schedule, accumulate
+from shardwright.runtime.applied import Offload
+from shardwright.runtime.executor import CollectedOutput, Executor, LossOutput, Microbatch, OutputHandler
+from shardwright.runtime.gradient_sync import GradientSync
+from shardwright.runtime.mixed_precision import LossScale, cast_to_compute, finish_gradients
+from shardwright.strategies.pipeline.p2p import share_output
+from shardwright.strategies.pipeline.schedules import forward_only, one_by_one
+
+
+class TrainStep:
+    """Runs a rank's part of a batch through the executor: with a backward and gradient sync, or forward alone.
+
+    ``loss_scale`` is the fp16 loss scale; None in other precisions.
+    """
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        plan: Plan,
+        coord: Coord,
+        axes: Mapping[str, Axis],
+        parameters: Mapping[str, nn.Parameter],
+        executor: Executor,
+        sync: GradientSync,
+        offload: Offload | None,
+        stop_at_nan: bool,
+    ) -> None:
+        self.loss, self.plan, self.coord, self.axes = loss, plan, coord, axes
+        self.parameters, self.offload = parameters, offload
+        self.loss_scale = LossScale() if plan.layout.precision == "fp16" else None
+        self._stops_at_nan = stop_at_nan
+        self._widens = plan.layout.precision != "fp32"
+        self._executor, self._sync, self._shard = executor, sync, executor.batch_shard
+        self._everyone = axes["world"]
+        self._num_targets = 0.0  # of the last mean
+
+    def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, float]:
+        """Takes step ``number``: returns the global mean loss and its number of targets, and leaves its gradients.
+
+        ``update`` is stepped here only on the param groups that are updated during the backward.
+        """
+        check_trains(self.plan)
+        check_frozen(self._executor.parameters, self.plan.frozen)
+        assert batch.num_global is not None, "checked before"
+        check_full(self._executor.model, self.plan, batch.num_global)
+        pieces = pieces_of(batch, self.plan.layout.num_microbatches)
+        # Gradients are divided by the number of targets that the loss is expected to count, since the real count of all
+        # ranks is known after the forward only; finish_gradients corrects them by the ratio.
+        expected = max(batch.num_global * numbers_per_sample(batch.targets, batch.num_tokens), 1)
+        self._begin(batch.num_tokens)
+        self._executor.rng.step = number
+        schedule, stage = self._schedule(len(pieces)), self.coord.get("pp", 0)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        # gradient sync must know which backward of each param group is the last one, to start its sums right after it
+        self._sync.begin(self._executor.in_order(schedule.actions[stage]), len(pieces))
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        last = LossOutput(self.loss, scale=scale / expected, widen=self._widens)
+        overlapped = None if self._stops_at_nan or update is None else overlapped_offload(self.plan, self.offload)
+        global_mean = partial(self._mean, last.sums)
+        overlap = overlap_updates(overlapped, update, self._executor, len(pieces), expected, global_mean)
+        with torch.enable_grad(), overlap as early_mean:
+            self._executor.run(schedule, stage, pieces, last)
+            for events in self._executor.events:
+                events.before_sync()
+        mean, count = early_mean[0] if early_mean else global_mean()
+        self._sync.finish()
+        for events in self._executor.events:
+            events.after_sync()
+        finish_gradients(
+            self.parameters, self._everyone.for_strategy("core"), self.loss_scale,
+            expected / count / scale,  # 1 / scale, unless the loss ignores some targets
+            number, stops_at_nan=self._stops_at_nan,
+        )  # fmt: skip
+        return mean, self._num_targets
+
+    @torch.no_grad()
+    def evaluate(self, batch: Microbatch) -> Tensor:
+        """Returns the global mean loss on one batch, in eval mode; see :meth:`Run.evaluate`."""
+        split = self.plan.schedule is not None or self.plan.layout.own_statistics
+        last = LossOutput(self.loss, widen=self._widens)
+        self._begin(batch.num_tokens)
+        with eval_mode(self._executor.model):
+            self._forward(pieces_of(batch, self.plan.layout.num_microbatches if split else 1), last)
+        return self._mean(last.sums)[0]
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Any:
+        """Returns the model's output for all samples, in eval mode; see :meth:`Run.predict`."""
+        num_tokens = num_tokens_of(inputs) if self.plan.token_axes else 0
+        self._begin(num_tokens)
+        local = on_device(inputs_in(self._shard.cut_tokens(inputs, num_tokens), self.plan), self._everyone.device)
+        with eval_mode(self._executor.model):
+            if self.plan.schedule is None:
+                self._shard.set_uncut(num_rows(local))
+                with self._executor.during(Action("F", 0)):
+                    output = call_model(self._executor.model, local)
+            else:
+                end = CollectedOutput()
+                self._forward([Microbatch(local, None, range(num_rows(local)), None, num_tokens)], end)
+                output = share_output(self.axes["pp"], end.outputs.get(0), self.plan.schedule.stage_of[-1])
+        return join_output(output, num_rows(inputs), self.plan, self.axes, self._shard)
+
+    def _begin(self, num_tokens: int) -> None:
+        """Resets the strategies, which may hold leftovers of a failed step, and sets the tokens of each sample."""
+        for events in self._executor.events:
+            events.restart()
+        self._shard.set_num_tokens(num_tokens)
+
+    def _forward(self, pieces: Sequence[Microbatch], last: OutputHandler) -> None:
+        """Runs the forwards of all microbatches, in the schedule's order if it has as many."""
+        schedule = self._schedule(len(pieces))
+        same = schedule.num_microbatches == len(pieces)
+        forwards = forward_only(schedule) if same else one_by_one(schedule, len(pieces))
+        self._executor.run(forwards, self.coord.get("pp", 0), pieces, last)
+
+    def _mean(self, sums: Sequence[Tensor]) -> tuple[Tensor, float]:
+        """Returns the global mean loss and its number of targets from this rank's (sum, count) of each microbatch."""
+        device = self._everyone.device
+        total = torch.stack(list(sums)).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
+        if self.plan.loss_axes:
+            joined = "+".join(sorted(self.plan.loss_axes, key=self.plan.mesh.axes.index))
+            total = self.axes[joined].for_strategy("loss").all_reduce(total)
+        if total.is_meta:  # a rehearsal has no values
+            return total[0], 1.0
+        self._num_targets = float(total[1])
+        return mean_of(total[0], self._num_targets)
+
+    def _schedule(self, num_microbatches: int) -> Schedule:
+        return accumulate(num_microbatches) if self.plan.schedule is None else self.plan.schedule
+
+
+def inputs_in(inputs: Any, plan: Plan) -> Any:
+    """Returns a batch's inputs in the compute dtype of the layout."""
+    return tree_map_only(Tensor, lambda tensor: cast_to_compute(tensor, plan), inputs)
+
+
+def pieces_of(batch: Microbatch, num_microbatches: int) -> list[Microbatch]:
+    """Splits this rank's part of a batch into microbatches; some may be empty."""
+    found, first = [], batch.samples.start
+    for samples in microbatch_samples(batch.samples, num_microbatches):
+        start, stop = samples.start - first, samples.stop - first
+        inputs, targets = rows(batch.inputs, start, stop), rows(batch.targets, start, stop)
+        found.append(Microbatch(inputs, targets, samples, batch.num_global, batch.num_tokens))
+    return found
+
+
+def join_output(output: Any, num_samples: int, plan: Plan, axes: Mapping[str, Axis], shard: BatchShard) -> Any:
+    """Returns the whole output of ``num_samples`` samples. Traffic: one all-gather over each axis that cuts it."""
+    joined: list[str] = []
+    for cut in reversed(plan.activations.get(OUTPUT, ())):  # the fastest axis first: its parts are neighbours
+        output = axes[cut.axis].all_gather(output, cut.dim, _output_sizes(plan, shard, cut.axis, joined))
+        joined.append(cut.axis)
+    if plan.token_axes:
+        return shard.join(output, axes, plan.row_moves.get(OUTPUT, ()))
+    # layers that gather samples over an axis gathered as many copies here: every rank began with all samples
+    return tree_map_only(Tensor, lambda each: each[:num_samples], output)
+
+
+def _output_sizes(plan: Plan, shard: BatchShard, axis: str, joined: Sequence[str]) -> list[int]:
+    """Returns the size of the output's sharded dim on each index of ``axis``, once ``joined`` are gathered."""
+
+    def held(index: int) -> int:
+        coords = ({**shard.coord, axis: index, **other} for other in plan.mesh.coords(joined))
+        return sum(b - a for at in coords for cut in plan.slices(at)[OUTPUT] for a, b in cut.ranges)
+
+    return [held(index) for index in range(plan.mesh[axis])]

@@ -1,0 +1,77 @@
+"""The state of a run's model under the plain names, for ``Run.state_dict``: whole, or this rank's part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwright.analysis.structure import owners
+from shardwright.comm.agreement import gather_json
+from shardwright.comm.axis import Axis
+from shardwright.mesh import Mesh
+from shardwright.sharding.box import read
+from shardwright.sharding.tensor_layout import TensorLayout
+
+if TYPE_CHECKING:
+    from shardwright.parallelize.run import Run
+
+
+def part_of_state(run: Run) -> dict[str, Tensor]:
+    """Returns the parameters that this rank stores and its buffers, tied ones under each name, as ``state_dict``."""
+    found: dict[str, Tensor] = {}
+    for path, _, own, name in owners(run.model):
+        if name in run.parameters:
+            found[f"{path}.{own}".lstrip(".")] = run.parameters[name].detach()
+    for path, module in run.model.named_modules():
+        for own, buffer in module._buffers.items():
+            elsewhere = buffer is None or (buffer.is_meta and run.world.device.type != "meta")  # on another stage
+            if not elsewhere and own not in module._non_persistent_buffers_set:
+                found[f"{path}.{own}".lstrip(".")] = buffer.detach()
+    return found
+
+
+@torch.no_grad()
+def whole_state(run: Run) -> dict[str, Tensor]:
+    """Returns every parameter and buffer whole, on every rank and in host memory, as the plain ``state_dict``."""
+    everyone = run.axes["world"].for_strategy("state")
+    held = part_of_state(run)
+    parameters = {f"{path}.{own}".lstrip("."): name for path, _, own, name in owners(run.model)}
+    own = {
+        key: [parameters.get(key, ""), str(value.dtype).removeprefix("torch."), list(value.shape)]
+        for key, value in held.items()
+    }
+    holders: dict[str, list[int]] = {}
+    known: dict[str, tuple[str, str, list[int]]] = {}
+    for index, names in enumerate(gather_json(everyone, own)):
+        for key, described in names.items():
+            holders.setdefault(key, []).append(index)
+            known.setdefault(key, described)
+    gathered: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for key, (name, dtype, shape) in known.items():
+        layout = run.plan.state[name].parameter if name else run.plan.buffers.get(key, TensorLayout.whole(shape))
+        if (name or key) not in gathered:
+            like = held.get(key, torch.empty(0, dtype=getattr(torch, dtype)))
+            gathered[name or key] = _gathered(everyone, run.plan.mesh, layout, like, holders[key][0])
+        found[key] = gathered[name or key]
+    return found
+
+
+def _gathered(everyone: Axis, mesh: Mesh, layout: TensorLayout, local: Tensor, first: int) -> Tensor:
+    """All-gathers the pieces that each rank owns; of a tensor that all holders have whole, ``first`` owns it all."""
+    coords = [mesh.coord(rank) for rank in everyone.ranks]
+    if layout.axes:
+        owned = [layout.owned(coord, mesh) for coord in coords]
+    else:
+        owned = [layout.pieces(coord) if index == first else () for index, coord in enumerate(coords)]
+    sizes = [sum(piece.whole.size for piece in pieces) for pieces in owned]
+    parts = [read(local, piece, piece.whole).reshape(-1) for piece in owned[everyone.index]]
+    flat = torch.cat(parts) if parts else local.new_empty(0)
+    everything = everyone.all_gather(flat.to(everyone.device), sizes=sizes).cpu()
+    whole = torch.empty(layout.shape, dtype=everything.dtype)
+    pieces = [piece for each in owned for piece in each]
+    for piece, values in zip(pieces, everything.split([piece.whole.size for piece in pieces]), strict=True):
+        whole[piece.whole.slices] = values.view(piece.whole.shape)
+    return whole

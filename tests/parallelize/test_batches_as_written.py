@@ -1,0 +1,248 @@
+"""Batches, losses and calls of the model as people write them: they work, or are refused with the line to write."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from shardwright import CrossEntropy, launch, parallelize, verify
+from shardwright.errors import PlanError
+from shardwright.layout import Layout
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+X, Y = torch.randn(6, 4), torch.randint(3, (6,))
+
+
+def on_ranks(line, work, model=None, **options):
+    model = plain() if model is None else model
+    return launch(lambda world: work(parallelize(model, line, world, **options)), Layout.parse(line), ranks="threads")
+
+
+def refused(call, *args, **named):
+    with pytest.raises(PlanError) as caught:
+        call(*args, **named)
+    return str(caught.value)
+
+
+# ---- batches
+
+
+@pytest.mark.parametrize(
+    ("batch", "given", "fix"),
+    [
+        ({"x": X, "labels": Y}, "dict with x, labels", "({k: v for k, v in b.items() if k != 'labels'}, b['labels'])"),
+        (OrderedDict(a=X, b=Y), "OrderedDict with a, b", "if k != 'b'}, b['b'])"),
+        ((X, X, Y), "tuple of Tensor [6, 4], Tensor [6, 4], Tensor [6]", "(tuple(b[:-1]), b[-1])"),
+        (torch.zeros(2, 4), "Tensor [2, 4]", "(b, b)"),  # two rows would be taken apart as inputs and targets
+    ],
+)
+def test_a_batch_that_is_no_pair_is_refused_with_the_pair_to_write(batch, given, fix):
+    for text in on_ranks("dp2", lambda run: refused(next, run.shard([batch]))):
+        assert f"given:   {given}\n" in text
+        assert fix in text
+
+
+class Named(nn.Module):
+    """Takes its input by name and returns a mapping, as models of language libraries do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, scale=1.0):
+        return OrderedDict(logits=self.layer(x) * scale, hidden=x)
+
+
+def test_a_mapping_of_another_library_is_cut_like_a_dict():
+    batch = UserDict(x=X, scale=2.0)  # pytrees take it for one leaf
+
+    def work(run):
+        (part,) = run.shard([(batch, Y)])
+        assert len(part.inputs["x"]) == len(part.targets) == 3
+        return run.step(part).item(), run.predict(batch)["logits"].shape
+
+    def of_logits(output, targets):
+        return CrossEntropy()(output["logits"], targets)
+
+    torch.manual_seed(0)
+    model = Named()
+    expected = nn.functional.cross_entropy(model(X, 2.0)["logits"], Y).item()
+    assert on_ranks("dp2", work, model, loss=of_logits) == [(pytest.approx(expected), (6, 3))] * 2
+
+
+def test_an_output_that_is_a_mapping_is_refused_with_the_loss_to_write():
+    for loss in (None, nn.CrossEntropyLoss()):
+        (text, _) = on_ranks("dp2", lambda run: refused(run.step, next(run.shard([(X, Y)]))), Named(), loss=loss)
+        assert "sw.CrossEntropy()(output['logits'], targets)" in text
+
+
+@pytest.mark.parametrize(
+    ("inputs", "given"),
+    [(np.zeros((6, 4)), "ndarray of (6, 4)"), ((X, torch.tensor(3.0)), "a tensor without dims")],
+)
+def test_what_ranks_could_not_cut_is_refused(inputs, given):
+    assert all(f"given:   {given}\n" in t for t in on_ranks("dp2", lambda run: refused(next, run.shard([(inputs, Y)]))))
+
+
+def test_a_loader_that_splits_the_samples_itself_is_refused():
+    data = TensorDataset(X, Y)
+
+    def work(run):
+        sampler = DistributedSampler(data, num_replicas=2, rank=run.world.rank)
+        assert len(list(run.shard(DataLoader(data, batch_size=2)))) == 3
+        return refused(next, run.shard(DataLoader(data, batch_size=2, sampler=sampler)))
+
+    for text in on_ranks("dp2", work):
+        assert "DistributedSampler(num_replicas=2)" in text
+        assert "write DataLoader(data, batch_size=<global>" in text
+
+
+@pytest.mark.parametrize("method", ["step", "evaluate", "timeline", "accumulate"])
+def test_a_plain_pair_in_place_of_a_part_is_refused(method):
+    def work(run):
+        call = getattr(run, method)
+        return refused(call, [(X, Y)]) if method == "accumulate" else refused(call, (X, Y))
+
+    for text in on_ranks("dp2", work):
+        assert "given:   tuple of Tensor [6, 4], Tensor [6]\n" in text
+        assert "for batch in run.shard([(inputs, targets)])" in text
+
+
+def test_inputs_and_targets_as_two_arguments_of_a_step_are_refused():
+    for text in on_ranks("dp2", lambda run: refused(run.step, X, Y)):
+        assert "given:   Tensor [6, 4], and then Tensor [6]\n" in text
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "pp2 mb2"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]), ignore_index=1, label_smoothing=0.1),
+        lambda output, targets: (nn.functional.cross_entropy(output, targets, reduction="sum"), targets.numel()),
+    ],
+    ids=["torch's", "torch's with weights", "lambda"],
+)
+def test_losses_of_torch_and_functions_are_those_of_one_device(loss, line):
+    model, x = plain().double(), X.double()
+    if isinstance(loss, nn.Module):
+        expected = nn.functional.cross_entropy(
+            model(x), Y, loss.weight if loss.weight is None else loss.weight.double(), ignore_index=loss.ignore_index,
+            label_smoothing=loss.label_smoothing,
+        )  # fmt: skip
+    else:
+        expected = nn.functional.cross_entropy(model(x), Y)
+    found = on_ranks(line, lambda run: run.step(next(run.shard([(x, Y)]))).item(), model, loss=loss)
+    assert found == [pytest.approx(expected.item(), rel=1e-12)] * 2
+    assert verify(model, line, [(x, Y)], loss=loss)
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(), nn.BCEWithLogitsLoss()], ids=lambda loss: type(loss).__name__
+)
+def test_losses_of_elements_are_those_of_one_device(loss):
+    model, targets = plain(), torch.rand(6, 3)
+    expected = loss(model(X), targets).item()
+    found = on_ranks("dp2", lambda run: run.step(next(run.shard([(X, targets)]))).item(), model, loss=loss)
+    assert found == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+@pytest.mark.parametrize("classes_last", [True, False])
+def test_cross_entropy_of_torch_takes_sequences_with_the_classes_in_either_dim(classes_last):
+    layer, x, targets = nn.Linear(4, 5), torch.randn(6, 7, 4), torch.randint(5, (6, 7))
+    expected = nn.functional.cross_entropy(layer(x).flatten(0, 1), targets.flatten()).item()
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x) if classes_last else self.layer(x).transpose(1, 2)
+
+    work = lambda run: run.step(next(run.shard([(x, targets)]))).item()  # noqa: E731
+    assert on_ranks("dp2", work, Turned(), loss=nn.CrossEntropyLoss()) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def test_sizes_that_do_not_tell_where_the_classes_are_are_refused():
+    x, targets = torch.randn(6, 5, 4), torch.randint(5, (6, 5))
+    work = lambda run: refused(run.step, next(run.shard([(x, targets)])))  # noqa: E731
+    for text in on_ranks("dp2", work, nn.Linear(4, 5), loss=nn.CrossEntropyLoss()):
+        assert "write loss=sw.CrossEntropy() for classes in the last dim" in text
+
+
+@pytest.mark.parametrize(
+    ("loss", "fix"),
+    [
+        (nn.CrossEntropyLoss, "write loss=CrossEntropyLoss()"),
+        ("cross_entropy", "write loss=torch.nn.CrossEntropyLoss()"),
+        (nn.CrossEntropyLoss(reduction="sum"), "leave out reduction"),
+    ],
+)
+def test_what_is_no_loss_is_refused_before_anything_is_sent(loss, fix):
+    def work(world):
+        with world.recorder.recording() as records:
+            text = refused(parallelize, plain(), "dp2", world, loss=loss)
+        return text, len(records)
+
+    for text, num_sent in launch(work, 2, ranks="threads"):
+        assert fix in text
+        assert num_sent == 0
+
+
+def test_a_function_that_returns_a_mean_is_refused_with_the_line_to_write():
+    work = lambda run: refused(run.step, next(run.shard([(X, Y)])))  # noqa: E731
+    for text in on_ranks("dp2", work, loss=nn.functional.cross_entropy):
+        assert "or give torch's own: loss=torch.nn.CrossEntropyLoss()" in text
+
+
+# ---- the model, called by hand
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", "dp2/zero3", "tp2", "tp2/spatial"])
+def test_the_model_may_be_called_by_hand_where_that_gives_its_output(line):
+    model = plain() if "spatial" not in line else nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten())
+    x = X if "spatial" not in line else torch.randn(2, 1, 8, 4)
+    expected = model(x).detach()
+    for found in on_ranks(line, lambda run: run.model(x).detach(), model):
+        torch.testing.assert_close(found, expected) if "spatial" not in line else None
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "tp2x2/2d", "tp2/sp"])
+def test_the_model_called_by_hand_is_refused_where_that_would_be_wrong(line):
+    for text in on_ranks(line, lambda run: refused(run.model, X)):
+        assert "write output = run.predict(inputs)" in text
+
+
+@pytest.mark.parametrize("line", ["dp2", "dp2/zero3", "tp2"])
+def test_a_backward_by_hand_is_refused_on_several_ranks_since_its_gradients_are_not_summed(line):
+    def work(run):
+        run.step(next(run.shard([(X, Y)])))
+        loss = nn.functional.cross_entropy(run.model(X), Y)
+        return refused(loss.backward)
+
+    assert all("run.step(batch)" in text for text in on_ranks(line, work))
+
+
+def test_a_backward_by_hand_is_that_of_torch_on_one_rank():
+    def work(run):
+        nn.functional.cross_entropy(run.model(X), Y).backward()
+        by_hand = [p.grad.clone() for p in run.parameters.values()]
+        run.step(next(run.shard([(X, Y)])))
+        for one, p in zip(by_hand, run.parameters.values(), strict=True):
+            torch.testing.assert_close(p.grad, one)
+
+    on_ranks("single", work)

@@ -1,0 +1,247 @@
+"""Optimizers and clipping by torch's own means beside a run: they work, or are refused with the line to write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import launch, parallelize, without_values
+from shardwright.errors import PlanError
+from shardwright.layout import Layout
+
+LINES = ("dp2/zero3", "dp2/zero1", "tp2", "dp2 bf16", "pp2 mb2")
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+def batch(num_samples=6):
+    torch.manual_seed(1)
+    return torch.randn(num_samples, 4), torch.randint(3, (num_samples,))
+
+
+def on_ranks(line, work, model=None, **options):
+    model = plain() if model is None else model
+    return launch(lambda world: work(parallelize(model, line, world, **options)), Layout.parse(line), ranks="threads")
+
+
+def refused(call):
+    with pytest.raises(PlanError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", *LINES])
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_an_optimizer_over_the_plain_model_is_refused_at_its_first_step_after_a_step(line, on_meta):
+    if on_meta:
+        with without_values():
+            model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
+    else:
+        model = plain()
+    optimizers = []
+
+    def work(run):
+        optimizers.append(torch.optim.AdamW(model.parameters()))
+        optimizers[-1].step()  # before any step of the run it loses nothing
+        run.step(next(run.shard([batch()])))
+        return refused(optimizers[-1].step)
+
+    for text in on_ranks(line, work, model):
+        assert "AdamW.step() would train nothing" in text
+        assert "write optimizer = run.optimizer(torch.optim.AdamW, lr=...)" in text
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "dp2/zero1", "dp2 bf16"])
+def test_an_optimizer_over_the_tensors_of_run_model_is_refused_where_others_are_stored(line):
+    def work(run):
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        run.step(next(run.shard([batch()])))
+        return refused(optimizer.step)
+
+    assert all("run.optimizer(torch.optim.SGD, lr=...)" in text for text in on_ranks(line, work))
+
+
+def test_the_plain_model_may_be_trained_by_itself_beside_the_run():
+    model = plain()
+
+    def work(run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.step(next(run.shard([batch()])))
+        nn.functional.cross_entropy(model(batch()[0]), batch()[1]).backward()
+        optimizer.step()
+
+    on_ranks("single", work, model)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_an_optimizer_over_run_parameters_trains_as_that_of_the_run(line):
+    def work(run):
+        losses = []
+        for by_hand in (False, True):
+            other = parallelize(plain(), line, run.world)
+            made = torch.optim.SGD(other.parameters.values(), lr=0.5) if by_hand else None
+            optimizer = made or other.optimizer(torch.optim.SGD, lr=0.5)
+            for part in other.shard([batch()] * 3):
+                losses.append(other.step(part).item())
+                optimizer.step()
+            losses.append(other.evaluate(part).item())
+        assert losses[3] < losses[0]
+        return losses[:4], losses[4:]
+
+    for ours, by_hand in on_ranks(line, work):
+        assert ours == by_hand
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("own", [True, False])
+def test_clipping_by_torch_is_refused_where_a_rank_has_a_part_of_the_gradients(line, own):
+    def work(run):
+        run.step(next(run.shard([batch()])))
+        if line == "dp2 bf16" and own:  # every rank has all gradients, whole
+            torch.nn.utils.clip_grad_norm_(run.parameters.values(), 1e-3)
+            return "write run.clip_grad_norm_(max_norm)"
+        if line in ("tp2", "pp2 mb2") or own:
+            tensors = run.parameters.values() if own else run.model.parameters()
+            before = [p.grad.clone() for p in run.parameters.values()]
+            text = refused(lambda: torch.nn.utils.clip_grad_norm_(tensors, 1e-3))
+            assert all(torch.equal(p.grad, b) for p, b in zip(run.parameters.values(), before, strict=True))
+            return text
+        return refused(lambda: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3))
+
+    assert all("write run.clip_grad_norm_(max_norm)" in text for text in on_ranks(line, work))
+
+
+def test_clipping_by_torch_is_right_where_every_rank_has_all_gradients():
+    def work(run):
+        (part,) = run.shard([batch()])
+        run.step(part)
+        norm = torch.nn.utils.clip_grad_norm_(run.parameters.values(), 1e-3)
+        run.step(part)
+        return norm.item(), run.clip_grad_norm_(1e-3).item()
+
+    for norm, ours in on_ranks("dp2", work):
+        assert norm == pytest.approx(ours, rel=1e-5)
+
+
+# ---- several steps for one update
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_two_steps_before_an_update_are_refused_since_the_first_gradients_are_lost(by_hand):
+    def work(run):
+        made = torch.optim.SGD(run.parameters.values(), lr=0.1) if by_hand else None
+        optimizer = made or run.optimizer(torch.optim.SGD, lr=0.1)
+        (part,) = run.shard([batch()])
+        run.step(part)
+        optimizer.step()
+        run.step(part)
+        run.step(part)
+        text = refused(optimizer.step)
+        optimizer.zero_grad()
+        run.step(part)
+        optimizer.step()  # dropped on purpose
+        run.timeline(part)
+        run.step(part)
+        optimizer.step()
+        return text
+
+    for text in on_ranks("dp2/zero3", work):
+        assert "would lose the gradients of 1 of 2 steps" in text
+        assert "write run.accumulate([first, second])" in text
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", *LINES])
+def test_accumulated_gradients_are_those_of_the_mean_over_all_targets(line):
+    def work(run):
+        x, y = batch(7)
+        y[0] = -100
+        (whole,) = run.shard([(x, y)])
+        parts = list(run.shard([(x[:2], y[:2]), (x[2:], y[2:]), (x[:1], y[:1])]))  # the last has no target
+        one = run.step(whole).item()
+        expected = {name: p.grad.clone() for name, p in run.parameters.items()}
+        several = run.accumulate(parts).item()
+        tolerance = 2e-2 if "bf16" in line else 1e-5
+        for name, parameter in run.parameters.items():
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=tolerance, atol=tolerance)
+        assert run.num_steps == 4
+        return one, several
+
+    for one, several in on_ranks(line, work):
+        assert several == pytest.approx(one, rel=1e-2 if "bf16" in line else 1e-6)
+
+
+def test_accumulated_batches_draw_dropout_of_their_own_and_none_are_refused():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    def work(run):
+        (part,) = run.shard([batch()])
+        once = run.step(part).item()
+        run.num_steps = 0
+        assert run.accumulate([part, part]).item() != once
+        return refused(lambda: run.accumulate([]))
+
+    assert "no batches to accumulate" in on_ranks("single", work, model)[0]
+
+
+# ---- groups of parameters
+
+
+def decays(name, shape):
+    return {"weight_decay": 0.5 if len(shape) > 1 else 0.0, "lr": 0.1}
+
+
+@pytest.mark.parametrize("line", ["single", "dp2", *LINES, "pp2 mb2 dp2/zero3"])
+def test_groups_by_name_and_plain_shape_are_those_of_one_device(line):
+    whole = plain()
+    groups = [
+        {"params": [p for p in whole.parameters() if (p.dim() > 1) == decayed], **decays("", (1,) * (1 + decayed))}
+        for decayed in (True, False)
+    ]
+    alone = torch.optim.AdamW(groups)
+    for _ in range(2):
+        alone.zero_grad()
+        nn.functional.cross_entropy(whole(batch()[0]), batch()[1]).backward()
+        alone.step()
+    expected = nn.functional.cross_entropy(whole(batch()[0]), batch()[1]).item()
+
+    def work(run):
+        optimizer = run.optimizer(torch.optim.AdamW, parameters=decays)
+        for part in run.shard([batch()] * 2):
+            run.step(part)
+            optimizer.step()
+        return run.evaluate(part).item(), [group["weight_decay"] for group in optimizer.param_groups]
+
+    for loss, decay in on_ranks(line, work):
+        assert loss == pytest.approx(expected, rel=3e-2 if "bf16" in line else 1e-4)
+        assert decay == [0.5, 0.0]
+
+
+def test_a_function_may_leave_out_parameters_but_not_all_and_returns_mappings():
+    def work(run):
+        kind = torch.optim.SGD
+        optimizer = run.optimizer(kind, parameters=lambda name, shape: {} if "bias" in name else None, lr=0.1)
+        held = [run.parameters["0.bias"], run.parameters["2.bias"]]
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in held]
+        nothing = refused(lambda: run.optimizer(kind, parameters=lambda name, shape: None, lr=0.1))
+        return nothing, refused(lambda: run.optimizer(kind, parameters=lambda name, shape: 0.1, lr=0.1))
+
+    for nothing, number in on_ranks("dp2/zero1", work):
+        assert "leaves out every parameter" in nothing
+        assert "the options of '0.weight' are no mapping" in number
+
+
+@pytest.mark.parametrize("line", ["dp2/zero3", "dp2/zero1"])
+def test_groups_by_the_dims_of_slices_are_refused_since_all_slices_have_one(line):
+    def work(run):
+        groups = [
+            {"params": [p for p in run.parameters.values() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in run.parameters.values() if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        return refused(lambda: run.optimizer(torch.optim.AdamW, groups, lr=0.1))
+
+    for text in on_ranks(line, work):
+        assert "parameters=lambda name, shape: {'weight_decay': 0.1} if len(shape) > 1 else {}" in text

@@ -1,0 +1,144 @@
+"""Ranks that have come apart are told from each other, and named, at the next comparison."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import launch, parallelize
+from shardwright.errors import PlanError
+from shardwright.layout import Layout
+from shardwright.models import CrossEntropy
+from shardwright.parallelize.planning import StepTraffic, job_for, make_plan, structural_copy
+from shardwright.plan.plan import Job
+
+LINES = ("dp2", "tp2", "dp2/zero3", "dp2x2/zero3", "dp2 tp2", "pp2 mb2", "tp2x2/2d", "dp2 bf16")
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(3)), torch.arange(8) % 4
+
+
+def trained(line, harm=lambda run, step, optimizer, batch: (True, batch), check_every=1, num_steps=3):
+    """Trains; ``harm`` may change a rank's run, and says whether it updates, and on which batch."""
+
+    model = plain()
+
+    def work(world):
+        run = parallelize(structural_copy(model, torch.clone), line, world, check_every=check_every)
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        try:
+            for step in range(num_steps):
+                updates, batch = harm(run, step, optimizer, (X, Y))
+                run.step(next(run.shard([batch])))
+                optimizer.step() if updates else optimizer.zero_grad()
+        except PlanError as error:
+            return str(error)
+        return ""
+
+    return launch(work, Layout.parse(line), ranks="threads")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_ranks_that_train_alike_are_told_from_none(line):
+    assert set(trained(line)) == {""}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_rank_that_skips_an_update_is_named(line):
+    found = trained(line, lambda run, step, *rest: (run.world.rank != 1 or step != 0, rest[1]))
+    if line == "pp2 mb2":  # ranks of other stages may have optimizers of their own
+        assert set(found) == {""}
+        return
+    assert len(set(found)) == 1
+    assert "in the updates" in found[0]
+    assert "rank 1 differs from rank 0" in found[0] or "rank 0 differs from rank 1" in found[0]
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "dp2/zero3", "dp2x2/zero3"])
+def test_a_rank_with_another_learning_rate_is_named(line):
+    def harm(run, step, optimizer, batch):
+        if run.world.rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.2
+        return True, batch
+
+    found = trained(line, harm)
+    assert len(set(found)) == 1
+    assert "in the updates: learning rates" in found[0]
+
+
+@pytest.mark.parametrize("line", ["dp2", "tp2", "dp2x2/zero3", "dp2 tp2", "tp2x2/2d", "dp2 bf16"])
+def test_a_changed_copy_of_a_parameter_is_named(line):
+    name = "4.bias" if "zero3" in line else "1.bias"  # the last rank stores the last elements
+
+    def harm(run, step, optimizer, batch):
+        parameter = run.parameters[name]
+        if run.world.rank == run.world.size - 1 and step == 1 and parameter.numel():
+            with torch.no_grad():
+                parameter[-1:] += 0.5
+            run.changed()
+        return True, batch
+
+    found = trained(line, harm)
+    assert len(set(found)) == 1
+    assert f"in the parameters: {name}" in found[0]
+
+
+def test_copies_that_tensor_parallelism_makes_may_differ_by_rounding():
+    def harm(run, step, optimizer, batch):
+        if run.world.rank == 1 and step == 1:
+            with torch.no_grad():
+                run.parameters["1.weight"].mul_(1 + 1e-6)
+        return True, batch
+
+    assert set(trained("tp2", harm)) == {""}
+    assert "1.weight" in trained("dp2", harm)[0]
+
+
+@pytest.mark.parametrize("line", ["tp2", "dp2 tp2"])
+def test_other_samples_in_a_tensor_parallel_group_are_named(line):
+    def harm(run, step, optimizer, batch):
+        mine = [*range(8)] if run.world.rank != 1 else [*range(7, -1, -1)]  # the same samples in another order
+        return True, (X[mine], Y[mine])
+
+    found = trained(line, harm)
+    assert len(set(found)) == 1
+    assert "in the batch: tensor 0" in found[0]
+    assert "the same order of the samples" in found[0]
+
+
+def test_another_number_of_samples_is_named_before_anything_is_computed():
+    def harm(run, step, optimizer, batch):
+        return True, batch if run.world.rank == 0 else (X[:6], Y[:6])
+
+    found = trained("dp2", harm)
+    assert len(set(found)) == 1
+    assert "in the step: samples" in found[0]
+
+
+@pytest.mark.parametrize("check_every", [0, 2])
+def test_ranks_are_compared_every_so_many_steps_or_never_and_what_is_sent_is_told(check_every):
+    layout = Layout.parse("dp2 tp2")
+    model = plain()
+    job = job_for(model, CrossEntropy(), layout, X)
+    plan, chosen = make_plan(Job(job.model, job.loss), layout)
+    said = StepTraffic(job, plan, chosen, X).at(dict.fromkeys(plan.mesh.axes, 0), checked=True)["core"]
+
+    def work(world):
+        run = parallelize(model, layout, world, check_every=check_every)
+        sent = []
+        for batch in run.shard([(X, Y)] * 5):
+            with world.recorder.recording() as records:
+                run.step(batch)
+            sent.append([(r.kind, r.axis, r.num_bytes) for r in records if r.source == "core"])
+        return sent
+
+    told = [(each.kind, each.axis, each.num_bytes) for each in said]
+    assert told == [("all_gather", "world", 32)]
+    expected = [told if check_every and step % check_every == 0 else [] for step in range(5)]
+    assert launch(work, layout, ranks="threads") == [expected] * 4

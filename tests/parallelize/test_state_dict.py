@@ -1,0 +1,122 @@
+"""The state of a run's model: whole on every rank, or refused where a copy of the model would hold NaN."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import launch, parallelize
+from shardwright.errors import PlanError
+from shardwright.layout import Layout
+
+LINES = (
+    *("single", "dp2", "tp2", "dp2/zero1", "dp2/zero2", "dp2/zero3", "dp2 tp2 bf16", "dp2/zero3 tp2", "pp2 mb2"),
+    *("pp2 mb2 dp2/zero3", "tp2x2/2d", "dp2x2/zero3", "dp1/zero1/offload:disk"),
+)
+
+
+class Tied(nn.Module):
+    """Tied weights, a scalar parameter, buffers that are kept and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(5, 4)
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.token.weight
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+    def forward(self, tokens):
+        return self.head(self.down(self.norm(self.up(self.token(tokens))).relu()) * self.scale)
+
+
+def plain():
+    torch.manual_seed(0)
+    return Tied()
+
+
+def on_ranks(line, work, model=None):
+    model = plain() if model is None else model
+    return launch(lambda world: work(parallelize(model, line, world)), Layout.parse(line), ranks="threads")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_full_state_is_that_which_the_plain_model_loads(line):
+    line = line.replace("mb2", "mb2/own-statistics")
+    model = plain()
+    expected = model.state_dict()
+    for state in on_ranks(line, lambda run: run.state_dict(), model):
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(state[name], value), name
+        assert state["head.weight"] is state["token.weight"]
+        plain().load_state_dict(state)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_full_state_after_a_step_predicts_as_the_run_does(line):
+    line = line.replace("mb2", "mb2/own-statistics")
+    batch = torch.arange(6) % 5, torch.arange(6) % 3
+
+    def work(run):
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.5)
+        run.step(next(run.shard([batch])))
+        optimizer.step()
+        return run.state_dict(), run.state_dict(full=False), run.predict(batch[0]), run.parameters
+
+    for state, part, expected, parameters in on_ranks(line, work):
+        other = Tied()
+        other.load_state_dict(state)
+        tolerance = 5e-2 if "bf16" in line else 1e-5
+        torch.testing.assert_close(other.eval()(batch[0]), expected.to(torch.float32), rtol=tolerance, atol=tolerance)
+        assert part.keys() <= state.keys()
+        assert all(part[name].data_ptr() == parameters[name].data_ptr() for name in parameters)
+
+
+@pytest.mark.parametrize("line", ["dp2/zero1", "dp2/zero3"])
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda model: model.state_dict(),
+        lambda model: model.up.state_dict(),
+        copy.deepcopy,
+        pickle.dumps,
+        torch.optim.swa_utils.AveragedModel,
+    ],
+    ids=["state_dict", "of a module", "deepcopy", "pickle", "AveragedModel"],
+)
+def test_what_would_hold_nan_in_place_of_shards_is_refused_with_the_line_to_write(line, take):
+    def work(run):
+        with pytest.raises(PlanError) as caught:
+            take(run.model)
+        return str(caught.value)
+
+    for text in on_ranks(line, work):
+        assert "write run.state_dict(full=True)" in text
+        assert "get_ema_multi_avg_fn" in text
+
+
+def test_averages_of_run_parameters_are_those_of_the_whole_model():
+    batch = torch.arange(6) % 5, torch.arange(6) % 3
+
+    def work(run):
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.5)
+        averages = [p.detach().clone() for p in run.parameters.values()]
+        (part,) = run.shard([batch])
+        run.step(part)
+        optimizer.step()
+        torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)(averages, list(run.parameters.values()), None)
+        for parameter, average in zip(run.parameters.values(), averages, strict=True):
+            parameter.data.copy_(average)
+        run.changed()
+        return run.state_dict()
+
+    (one,), several = on_ranks("single", work), on_ranks("dp2/zero3", work)
+    for state in several:
+        for name, value in one.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
