@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.costs import Cost, CostCounting
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.operator_results import tensors_of
 
 _TAG = "_made_by_event"
 
@@ -119,7 +120,7 @@ def value_name(tensor: Tensor) -> ValueName | None:
 
 def tensors_in(*trees: Any) -> list[Tensor]:
     """Returns the tensors of nested values, in order."""
-    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
+    return tensors_of(trees)
 
 
 def below_functions() -> Any:

@@ -31,7 +31,7 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.structure import has_hooks
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
-from shardwright.errors import LayoutError, UnknownCodeError
+from shardwright.errors import LayoutError, PlanError, UnknownCodeError
 from shardwright.forward_stack import Rung
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
@@ -253,18 +253,24 @@ MOST_OF_ONE = 0.75
 
 def _cut(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Stages | EventStages:
     """Cuts a model by its code where that can be followed, else by a record of its forward on the example."""
-    found, failure = None, None
+    found: Stages | None = None
+    failure: UnknownCodeError | PlanError | None = None
     try:
         found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, **asked)
         if not found.gives_dict and (not found.unread or _largest(found) <= MOST_OF_ONE):
             return found
-    except UnknownCodeError as error:
+    except (UnknownCodeError, PlanError) as error:  # unknown code, or inputs that it takes as *args or **kwargs
         failure = error
     others = [str(factor) for factor in plan.layout.factors if factor.axis not in ("pp", "dp")]
     if job.example is not None and not others:
-        recorded = cut_events(job.model, num_chunks, job.example, **asked)
-        if found is None or found.gives_dict or _largest(recorded) < _largest(found):
-            return recorded
+        try:
+            recorded = cut_events(job.model, num_chunks, job.example, **asked)
+        except TypeError:  # the forward takes other arguments
+            if not isinstance(failure, PlanError):
+                raise
+        else:
+            if found is None or found.gives_dict or _largest(recorded) < _largest(found):
+                return recorded
     if failure is not None:
         raise failure
     assert found is not None, "cut, or failed"
