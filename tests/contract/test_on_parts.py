@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.contract.cases import CHECKS, Case, planned
+from tests.contract.cases import CHECKS, Case, job_of, planned
 from torch import nn
 from torch.nn import functional
 
 from shardwright.models.losses import CrossEntropy
-from shardwright.parallelize.planning import structural_copy
+from shardwright.parallelize.planning import StepTraffic, structural_copy
+from shardwright.strategies.tensor_parallel import on_parts
 from shardwright.strategies.tensor_parallel.on_parts import PartsNote
 
 WIDTH, HEADS, TOKENS, WORDS = 16, 4, 6, 23
@@ -133,3 +134,15 @@ def test_a_model_of_operators_keeps_every_promise(name, line):
     assert isinstance(plan.notes.get(""), PartsNote), "the model runs on parts"
     for check in CHECKS:
         check(line, CASES[name])
+
+
+@pytest.mark.parametrize("line", ["tp4", "dp2/zero3 tp2"])
+def test_ranks_that_hold_the_same_are_priced_by_one_rehearsal(line, monkeypatch):
+    plan, strategies = planned(line, CASES["FusedBlock"])
+    rehearsed, count = on_parts._rehearsed, []
+    monkeypatch.setattr(on_parts, "_rehearsed", lambda *given: count.append(given) or rehearsed(*given))
+    inputs = torch.zeros(12, TOKENS, dtype=torch.int64)
+    traffic = StepTraffic(job_of(line, CASES["FusedBlock"]), plan, strategies, inputs)
+    for coord in plan.mesh.coords():
+        traffic.at(coord)
+    assert len(count) == 2, "only the last ranks of tp hold fewer of the 23 words"

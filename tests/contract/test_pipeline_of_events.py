@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.contract.cases import CHECKS, check_traffic, planned
+from tests.contract.cases import CHECKS, check_traffic, job_of, planned
 from tests.contract.test_on_parts import TOKENS, WORDS, FusedBlock, GroupedBlock, Language, OwnCase
 from torch import nn
 
 from shardwright.models.losses import CrossEntropy
+from shardwright.parallelize.planning import StepTraffic
+from shardwright.plan import event_stages
 from shardwright.plan.event_stages import EventStages
 
 
@@ -85,3 +87,17 @@ def test_a_model_of_events_keeps_every_promise(name, line):
     for check in CHECKS:
         if not (several and check is check_traffic):
             check(line, CASES[name])
+
+
+def test_what_crosses_between_stages_is_read_from_the_record_that_they_were_cut_from(monkeypatch):
+    line, case = "pp2/gpipe mb2", CASES["fused"]
+    plan, strategies = planned(line, case)
+    job, recorded, count = job_of(line, case), event_stages.record_events, []
+    monkeypatch.setattr(event_stages, "record_events", lambda *given: count.append(given) or recorded(*given))
+    num_samples = 2 * len(job.example)
+    for inputs, times in (
+        (case.batches[0][0][:1].repeat(num_samples, 1), 0),
+        (torch.zeros(2, 3, dtype=torch.int64), 1),
+    ):
+        StepTraffic(job, plan, strategies, inputs).at({"pp": 0})
+        assert len(count) == times

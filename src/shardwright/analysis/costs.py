@@ -25,6 +25,7 @@ from shardwright.analysis.device_moves import OnMeta
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.operator_results import tensors_of
 from shardwright.models.eval_mode import eval_mode
 
 WORK_PER_ELEMENT = 16
@@ -57,7 +58,7 @@ class CostCounting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        results = tensors_of(out)
         flops = flop_registry.get(func._overloadpacket)
         if flops is not None:
             self.work += flops(*args, **(kwargs or {}), out_val=out)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-MOVES = {"cpu": Tensor.cpu, "cuda": Tensor.cuda, "to": Tensor.to}
+from shardwright.analysis.operator_results import tensors_of
+
+MOVES: Mapping[str, Callable[..., Any]] = {"cpu": Tensor.cpu, "cuda": Tensor.cuda, "to": Tensor.to}
 """The tensor methods that move; a ``to`` that also changes the dtype still does that."""
+
+_MOVES = frozenset(MOVES.values())
 
 
 def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -74,6 +79,8 @@ def ignore_device_moves(graph: fx.Graph) -> None:
 class IgnoresDeviceMoves(TorchFunctionMode):
     """A torch mode in which every move goes to one device, and operators on mixed devices run on that device.
 
+    ``instead`` has functions that run in place of others.
+
     A tensor that code makes without naming a device stays on the CPU, with its values, until an operator combines it
     with a tensor on the device.
 
@@ -85,17 +92,22 @@ class IgnoresDeviceMoves(TorchFunctionMode):
     ([0, 1, 2], device(type='meta'))
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, instead: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType({})
+    ) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._instead = device, instead
         self._on_meta: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        if func not in MOVES.values():
-            devices = {leaf.device.type for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)}
+        if func not in _MOVES:
+            if len(args) == 1 and not named and type(args[0]) is Tensor:  # also x.shape and the like: most of all calls
+                return func(*args)
+            func = self._instead.get(func, func)
+            devices = {each.device.type for each in tensors_of((args, named))}
             if len(devices) > 1 and self._device.type in devices:
                 args, named = tree_map_only(Tensor, self._on_device, (args, named))
             return func(*args, **named)

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.costs import Cost, CostCounting
 from shardwright.analysis.device_moves import call_on_meta
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.operator_results import tensors_of
 
 _TAG = "_made_by_event"
 
@@ -120,7 +121,7 @@ def value_name(tensor: Tensor) -> ValueName | None:
 
 def tensors_in(*trees: Any) -> list[Tensor]:
     """Returns the tensors of nested values, in order."""
-    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
+    return tensors_of(trees)
 
 
 def below_functions() -> Any:
@@ -317,7 +318,7 @@ def record_events(model: nn.Module, inputs: Any, units: Collection[str] = ()) ->
     """
     work = CostCounting()
     with on_meta(model), ignoring_batch_statistics(model), work:
-        devices = (leaf.device.type for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.is_meta)
+        devices = (tensor.device.type for tensor in tensors_in(inputs) if not tensor.is_meta)
         mode = _Events(model, units, work, next(devices, "cpu"))
         paths = {module: path for path, module in model.named_modules()}
         mode.record.inside = {

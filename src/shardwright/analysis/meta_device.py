@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.known_modules import without_branches
@@ -32,21 +31,13 @@ def on_meta(model: nn.Module, *, values: bool = True, guess: bool | None = None)
     torch.Size([4, 3])
     """
     kept = MetaValues(guess=guess) if values else nullcontext()
-    with IgnoresDeviceMoves(torch.device("meta")), _InterpolatesEmpty(), without_branches(model), kept:
+    instead = {functional.interpolate: _interpolate}
+    with IgnoresDeviceMoves(torch.device("meta"), instead), without_branches(model), kept:
         yield
 
 
-class _InterpolatesEmpty(TorchFunctionMode):
-    """A mode in which ``interpolate`` accepts no samples on meta, where torch's nearest-neighbour kernels raise."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        return _interpolate(*args, **named) if func is functional.interpolate else func(*args, **named)
-
-
 def _interpolate(input: Tensor, *args: Any, **named: Any) -> Tensor:
+    """``interpolate`` that accepts no samples on meta, where torch's nearest-neighbour kernels raise."""
     if len(input) or not input.is_meta:
         return functional.interpolate(input, *args, **named)
     one = functional.interpolate(input.new_empty(1, *input.shape[1:]), *args, **named)

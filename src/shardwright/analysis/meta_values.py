@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from shardwright.analysis.operator_results import run_on_meta, tensors_of, with_tensors
+
 MOST_ELEMENTS = 2**22
 """The most elements of a tensor whose values are kept."""
 
@@ -102,7 +104,7 @@ class MetaValues(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named, name = dict(kwargs or {}), func.overloadpacket.__name__
-        given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        given = tensors_of((args, named))
         if func.namespace == "prim" or name in _SILENT:
             return self._silently(func, args, named, given)
         values = [self.values(tensor) for tensor in given]
@@ -151,7 +153,8 @@ class MetaValues(TorchDispatchMode):
         return results
 
     def _run(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
-        args, named = tree_map_only(Tensor, self._as_meta, (args, named))
+        args = with_tensors(args, self._as_meta)
+        named = {key: with_tensors(value, self._as_meta) for key, value in named.items()}
         if name == "_grouped_mm":  # its kernel on meta takes no dtype but bf16, other than the CPU's
             x, w, *offs = (leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor))
             groups = x.shape[:1] if x.dim() == w.dim() == 3 else offs[0].shape if x.dim() == w.dim() else ()
@@ -163,7 +166,7 @@ class MetaValues(TorchDispatchMode):
                 return torch.empty_like(args[0]), torch.empty_like(args[0], dtype=torch.bool)
             if name.endswith("_like") or name == "bernoulli":
                 return torch.empty_like(args[0], dtype=named.get("dtype"))
-        return func(*args, **named)
+        return run_on_meta(func, args, named)
 
     def _as_meta(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.device_moves import call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key, written_arguments
 from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.operator_results import with_tensors
 
 WHOLE_CALLS: frozenset[Callable[..., Any]] = frozenset((functional.scaled_dot_product_attention, functional.linear))
 """The functions that are recorded as one operator."""
@@ -123,8 +124,14 @@ class Recorded(MetaValues):
         if self._quiet:
             return
         # a tensor that is seen for the first time was made where nothing is recorded
-        seen_args, seen_named = tree_map_only(Tensor, lambda t: self.use(t, "constant"), (tuple(args), named))
-        operands = [leaf for leaf in tree_leaves((seen_args, seen_named)) if isinstance(leaf, TensorUse)]
+        operands: list[TensorUse] = []
+
+        def seen(tensor: Tensor) -> TensorUse:
+            operands.append(self.use(tensor, "constant"))
+            return operands[-1]
+
+        seen_args = with_tensors(tuple(args), seen)
+        seen_named = {key: with_tensors(value, seen) for key, value in named.items()}
         constant = not random and all(each.kind == "constant" for each in operands)
         if not constant:
             for written in written_arguments(function, seen_args, seen_named, TensorUse):

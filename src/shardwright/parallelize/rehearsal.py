@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shardwright.analysis.arguments import bind
 from shardwright.analysis.call_graph import prepare, run
@@ -62,7 +62,7 @@ def values_crossing(
     )
     assert plan.stages is not None, "the pipeline has placed its stages"
     if isinstance(plan.stages, EventStages):
-        return _values_recorded(job.model, plan.stages, microbatches)
+        return _values_recorded(job, plan.stages, microbatches)
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
     axes = world.axes(plan.mesh)
     _cut_parameters(job.model, plan, coord)
@@ -91,16 +91,15 @@ def values_crossing(
     return tuple(found)
 
 
-def _values_recorded(
-    model: nn.Module, stages: EventStages, microbatches: Sequence[Any]
-) -> tuple[Mapping[str, Any], ...]:
+def _values_recorded(job: Job, stages: EventStages, microbatches: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
     """Returns the values that cross between chunks, without numbers, by a record of each microbatch's forward."""
     found, by_shapes = [], dict[tuple[object, ...], Mapping[str, Any]]()
-    stages = replace(stages, model=model)
+    computing, planned = replace(stages, model=job.model), _signature(stages.model, job.example)
     for inputs in microbatches:
         key = tuple(tensor.shape for tensor in _tensors(inputs))
         if key not in by_shapes:
-            record = stages.with_inputs(inputs).record
+            known = _signature(job.model, inputs) == planned  # then the record that the stages were cut from is its own
+            record = stages.chunked.record if known else computing.with_inputs(inputs).record
             ghosts = {name: record.specs[name].ghost() for values in stages.chunked.values.values() for name in values}
             by_shapes[key] = {
                 crossing_name(name): ghost if name in record.learning else ghost.detach()
@@ -108,6 +107,13 @@ def _values_recorded(
             }
         found.append(by_shapes[key])
     return tuple(found)
+
+
+def _signature(model: nn.Module, inputs: Any) -> tuple[object, ...]:
+    """Returns all that a record depends on: of one model's code, its mode and dtypes, and the shapes of its inputs."""
+    leaves, tree = tree_flatten(inputs)
+    given = [(each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves]
+    return model.training, [p.dtype for p in model.parameters()], given, tree
 
 
 def _tensors(value: Any) -> list[Tensor]:

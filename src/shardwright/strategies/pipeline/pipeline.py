@@ -20,7 +20,6 @@ Source: Narayanan et al. 2021, arXiv:2104.04473; each schedule names its own in 
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ from typing import Any, ClassVar, Literal
 
 from shardwright.analysis.batch_norms import keeps_state_between_calls
 from shardwright.analysis.copying import copied
-from shardwright.analysis.structure import OPEN_ENDED, has_hooks
+from shardwright.analysis.structure import has_hooks
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError, UnknownCodeError
@@ -266,23 +265,23 @@ MOST_OF_ONE = 0.75
 def _cut(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Stages | EventStages:
     """Cuts a model by its code where that can be followed, else by a record of its forward on the example."""
     found: Stages | None = None
-    failure: Exception | None = None
+    failure: UnknownCodeError | PlanError | None = None
     try:
         found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, **asked)
         if not found.gives_dict and (not found.unread or _largest(found) <= MOST_OF_ONE):
             return found
-    except UnknownCodeError as error:
+    except (UnknownCodeError, PlanError) as error:  # unknown code, or inputs that it takes as *args or **kwargs
         failure = error
-    except PlanError as error:
-        parameters = inspect.signature(job.model.forward).parameters.values()
-        if not any(each.kind in OPEN_ENDED for each in parameters):
-            raise
-        failure = error  # arguments without names, which traced code cannot take
     others = [str(factor) for factor in plan.layout.factors if factor.axis not in ("pp", "dp")]
     if job.example is not None and not others:
-        recorded = cut_events(job.model, num_chunks, job.example, **asked)
-        if found is None or found.gives_dict or _largest(recorded) < _largest(found):
-            return recorded
+        try:
+            recorded = cut_events(job.model, num_chunks, job.example, **asked)
+        except TypeError:  # the forward takes other arguments
+            if not isinstance(failure, PlanError):
+                raise
+        else:
+            if found is None or found.gives_dict or _largest(recorded) < _largest(found):
+                return recorded
     if failure is not None:
         raise failure
     assert found is not None, "cut, or failed"

@@ -14,10 +14,10 @@ Traffic: per layer whose input is summed over, one all-reduce of its output forw
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial, wraps
 from itertools import groupby, pairwise
 from math import prod
@@ -82,7 +82,8 @@ class StoredParts:
 class PartsNote:
     """What each rank holds, by name: parts over ``axis``, and weights stored in parts over ``rows``.
 
-    ``model`` is the plain model on the meta device, from which traffic is rehearsed.
+    ``model`` is the plain model on the meta device, from which traffic is rehearsed. ``rehearsed`` are a microbatch's
+    collectives, by kind, axis and bytes, for all ranks that hold the same and get the same.
     """
 
     axis: str | None
@@ -90,6 +91,7 @@ class PartsNote:
     parts: Mapping[str, TensorPart]
     stored: Mapping[str, StoredParts]
     model: nn.Module
+    rehearsed: dict[Any, Counter[tuple[str, str, int]]] = field(default_factory=dict)
 
 
 def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | None:
@@ -176,7 +178,9 @@ def _store_parts(
     """Stores each weight in parts over the axes that cut samples, in its longest dim that is whole."""
     names = tuple(axis.name for axis in mode.row_axes)
     count = prod(axis.size for axis in mode.row_axes)
-    own = {name: {path for path, _, _, each in owners(model) if each == name} for name in plan.compute}
+    own: defaultdict[str, set[str]] = defaultdict(set)
+    for path, _, _, name in owners(model):
+        own[name].add(path)
     found = {}
     for name, layout in plan.compute.items() if count > 1 else ():
         taken = [dim for dim, cut in enumerate(parts[name].cuts) if cut is not None] if name in parts else []
@@ -306,13 +310,14 @@ def _fetched(stored: StoredParts, axes: Mapping[str, Axis], tensor: Tensor) -> T
 def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote, mode: Mode) -> tuple[Traffic, ...]:
     """Computes the collectives of one step by a rehearsal of each microbatch on the meta device."""
     found: list[Traffic] = []
-    by_shapes: dict[Any, list[Traffic]] = {}
+    # ranks that hold as much and gather as much from each of the others send the same
+    held = tuple(layout.local_shape(coord) for layout in (*plan.compute.values(), *plan.buffers.values()))
+    place = tuple(coord[name] for name in note.rows[:-1])
     for inputs in batch.inputs:
-        shapes = tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-        if shapes not in by_shapes:
-            calls = _rehearsed(plan, note, coord, inputs)
-            by_shapes[shapes] = [Traffic(*call, plan.mesh[call[1]], times) for call, times in calls.items()]
-        found += by_shapes[shapes]
+        key = place, held, tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+        if key not in note.rehearsed:
+            note.rehearsed[key] = _rehearsed(plan, note, coord, inputs)
+        found += [Traffic(*call, plan.mesh[call[1]], times) for call, times in note.rehearsed[key].items()]
     found += [each for axis in mode.axes for each in sync_traffic(plan, batch, coord, axis.name)]
     found += [each for axis in mode.row_axes for each in statistics_traffic(plan, batch, coord, axis.name)]
     return tuple(found)

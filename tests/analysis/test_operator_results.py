@@ -1,0 +1,64 @@
+"""Operators on the meta device make the same results whether their signature is new or known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwright.analysis.operator_results import run_on_meta, tensors_of
+
+ATEN = torch.ops.aten
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+CALLS = {
+    "a product": lambda: (ATEN.addmm.default, (meta(3), meta(2, 4), meta(4, 3)), {}),
+    "strides": lambda: (ATEN.clone.default, (meta(4, 2).t(),), {"memory_format": torch.preserve_format}),
+    "an integer": lambda: (ATEN.mul.Tensor, (meta(2, dtype=torch.int64), 2), {}),
+    "a float": lambda: (ATEN.mul.Tensor, (meta(2, dtype=torch.int64), 2.0), {}),
+    "a list": lambda: (ATEN.cat.default, ([meta(2, 3), meta(4, 3)],), {}),
+    "several results": lambda: (ATEN.native_layer_norm.default, (meta(2, 3), [3], meta(3), meta(3), 1e-5), {}),
+}
+
+
+def facts(results):
+    return [(each.shape, each.stride(), each.dtype, each.device.type) for each in tensors_of(results)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_known_signature_makes_new_tensors_like_those_of_the_operator(name):
+    function, args, named = CALLS[name]()
+    direct = function(*args, **named)
+    for _ in range(2):
+        found = run_on_meta(function, args, named)
+        assert facts(found) == facts(direct)
+    again = run_on_meta(function, args, named)
+    storages = {each.untyped_storage()._cdata for each in (*tensors_of(found), *tensors_of(again))}
+    assert len(storages) == 2 * len(tensors_of(direct)), "each result is a tensor of its own"
+
+
+class Counting(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is ATEN.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_operator_runs_once_for_each_signature():
+    function, args, named = ATEN.addmm.default, (meta(71), meta(2, 4), meta(4, 71)), {}
+    with Counting() as counting:
+        for _ in range(3):
+            run_on_meta(function, args, named)
+    assert counting.count == 1
+
+
+def test_views_and_writes_keep_the_storage_of_their_operand():
+    x = meta(2, 3)
+    viewed = [run_on_meta(function, (x, [6]), {}) for function in (ATEN.view.default, ATEN._unsafe_view.default)]
+    written = run_on_meta(ATEN.add_.Tensor, (x, 1), {})
+    assert {each.untyped_storage()._cdata for each in (*viewed, written)} == {x.untyped_storage()._cdata}
