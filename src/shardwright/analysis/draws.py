@@ -168,14 +168,14 @@ def _found(model: nn.Module, inputs: Any) -> Draws:
     @contextmanager
     def within(recorded: Recorded) -> Iterator[None]:
         finds.append(_FindsDraws(recorded))
-        with IgnoresDeviceMoves(torch.device("meta")), finds[0]:
+        with IgnoresDeviceMoves(torch.device("meta")), finds[-1]:
             yield
 
     with _other_generators() as others:
         recording = record_forward(model, inputs, within)
     axes = axes_of(recording)
     found = Draws(others=tuple(others))
-    for key, use, function in finds[0].found:
+    for key, use, function in finds[-1].found:
         place = _place(use, recording, axes)
         found.places[key] = MIXED if function == "randperm" and place is not None else place
         found.functions[key] = function
