@@ -374,7 +374,27 @@ def restarts() -> str:
     return "\n".join(lines)
 
 
+def flips() -> str:
+    """What single flipped bits of a checkpoint did."""
+    lines = ["| written under | bits flipped | detected | undetected | tracebacks |", "|---|---|---|---|---|"]
+    for row in newest("trust/flips")["table"]:
+        counts = " | ".join(str(row.get(key, 0)) for key in ("flips", "detected", "undetected", "traceback"))
+        lines.append(f"| `{row['name']}` | {counts} |")
+    return "\n".join(lines)
+
+
+def draws() -> str:
+    """What drawn layouts and files did."""
+    lines = ["| drawn | draws | done | refused | tracebacks | slowest (CPU) |", "|---|---|---|---|---|---|"]
+    for row in newest("trust/fuzz")["table"]:
+        counts = " | ".join(str(row[key]) for key in ("draws", "ran", "refused", "traceback"))
+        lines.append(f"| {row['name']} | {counts} | {row['cpu_s_max']:.2f} s |")
+    return "\n".join(lines)
+
+
 TABLES = {
+    "flips": flips,
+    "draws": draws,
     "global_sweep": global_sweep,
     "global_operators": global_operators,
     "global_bytes": global_bytes,
