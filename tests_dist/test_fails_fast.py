@@ -7,13 +7,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from tests_dist.command import left_in, semaphores_of, temporary_folder
+from tests_dist.command import left_in, semaphores_of, temporary_folder, within
 
 from shardwright import CrossEntropy, Layout, launch, parallelize
 from shardwright.errors import CommunicationError, LayoutError, RankFailedError
@@ -148,6 +149,27 @@ def test_a_rank_that_is_stopped_is_named_and_ended_with_the_others(failed):
     text = failed(is_stopped, timeout_s=2)
     assert text.startswith("rank 1 was stopped, and the other ranks waited for it in vain; all ranks were ended")
     assert "all_reduce of [10] float32" in text
+
+
+def takes_no_signal(world, begun):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    world.everyone().barrier()
+    begun.write_text("")
+    time.sleep(60)
+
+
+def test_ranks_that_do_not_end_when_told_to_are_killed_after_their_grace_and_named(tmp_path):
+    begun = tmp_path / "begun"
+
+    def tell():
+        within(60, begun.exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    telling = threading.Thread(target=tell)
+    telling.start()
+    with pytest.raises(KeyboardInterrupt, match=r"rank 0, 1 had not ended 0\.5 s after SIGTERM"):
+        launch(takes_no_signal, 2, begun, grace_s=0.5)
+    telling.join()
 
 
 @pytest.mark.parametrize("kind", ["kind", "shape", "dtype", "axis"])

@@ -37,14 +37,20 @@ def command(out, kills):
     return [*torchrun, "train", "--layout", f"dp{NUM_RANKS}", *FLAGS, "--out", str(out)]
 
 
-def reaches(process, out, step, attempt):
-    """Waits until that attempt has made a step; returns whether it did."""
+def reaches(process, out, step, after_s):
+    """Waits until an attempt that began after that time has made a step; returns whether it did."""
     end = time.monotonic() + MOST_S
     while time.monotonic() < end and process.poll() is None:
-        if attempt_of(process) >= attempt and len(read_metrics(out)) >= step:
+        begun = (out / "run.json").exists() and (out / "run.json").stat().st_mtime > after_s
+        if begun and read_metrics(out)[step - 1 :] and (out / "metrics.jsonl").stat().st_mtime > begun_s(out):
             return True
         time.sleep(0.02)
     return False
+
+
+def begun_s(out):
+    """When the present attempt began to train; it cuts older rows off at once after that."""
+    return (out / "run.json").stat().st_mtime + 0.2
 
 
 def ranks_of(process):
@@ -58,28 +64,22 @@ def ranks_of(process):
     return {child: values for child, values in found.items() if "RANK" in values}
 
 
-def attempt_of(process):
-    """The number of the attempt whose ranks run now; -1 between two."""
-    return max((int(values["TORCHELASTIC_RESTART_COUNT"]) for values in ranks_of(process).values()), default=-1)
-
-
 def kill_again_and_again(out, process, kills, seconds):
     """Yields one row for each kill."""
     end = time.monotonic() + seconds
-    assert reaches(process, out, 3, 0), "the run did not start"
+    assert reaches(process, out, 3, 0.0), "the run did not start"
     for attempt in range(1, kills + 1):
         rank, newest = random.randrange(NUM_RANKS), int(steps_in(out / "checkpoints")[-1].name[5:])
         victims = [child for child, values in ranks_of(process).items() if values["RANK"] == str(rank)]
+        start, killed_s = time.monotonic(), time.time()
         for victim in victims:
             victim.kill()
-        start = time.monotonic()
-        time.sleep(0.2)
-        recovered = reaches(process, out, newest + 2, attempt)
+        recovered = reaches(process, out, newest + 2, killed_s)
         row = {"attempt": attempt, "rank": rank, "checkpoint": newest, "recovered": recovered}
         yield {**row, "recovery_s": time.monotonic() - start}
         if not recovered or time.monotonic() > end:
             return
-        reaches(process, out, newest + 4, attempt)
+        reaches(process, out, newest + 4, killed_s)
 
 
 def main():
@@ -94,11 +94,15 @@ def main():
         out = Path(folder) / "run"
         with (Path(folder) / "said").open("w") as said:
             process = subprocess.Popen(command(out, options.kills), start_new_session=True, stdout=said, stderr=said)
-        for row in kill_again_and_again(out, process, options.kills, options.seconds):
-            rows.append(row)
-            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-        process.terminate()
-        process.wait()
+        try:
+            for row in kill_again_and_again(out, process, options.kills, options.seconds):
+                rows.append(row)
+                print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            process.terminate()
+            process.wait(timeout=60)
+        finally:
+            for child in (*ranks_of(process), process) if process.poll() is None else ():
+                child.kill()
         losses = [row["loss"] for row in read_metrics(out)]
         config = TrainConfig(steps=100000, schedule="constant", stop_at=len(losses), **TINY)
         train(config, Path(folder) / "plain", ranks="threads")
