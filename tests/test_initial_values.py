@@ -115,6 +115,45 @@ def test_a_rank_holds_its_part_of_the_values_of_one_device(line):
         assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
+class Late(nn.Module):
+    """Leaves its values to ``initialize_weights`` on the meta device, as models of the transformers library do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        if torch.empty(0).device.type != "meta":
+            self.initialize_weights()
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+        if module is self:
+            nn.init.normal_(self.layers[1].weight, std=0.02 / 4)
+
+    def initialize_weights(self):
+        self.apply(self._init_weights)
+
+
+@pytest.mark.parametrize("build", [without, lambda make: make().to("meta")])
+def test_a_model_that_is_initialised_by_a_method_of_its_own_is_asked_to(build):
+    found = placed(build(Late))
+    assert [layer.weight.std().item() for layer in found.layers] == [
+        pytest.approx(0.02, rel=0.1), pytest.approx(0.005, rel=0.1)
+    ]  # fmt: skip
+
+
+def test_a_constructor_that_leaves_modules_as_they_are_leaves_them_to_init_weights():
+    class Left(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def _init_weights(self, module):
+            nn.init.normal_(module.weight, std=0.02)
+
+    assert placed(without(Left)).layer.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
 def test_such_a_model_is_equal_to_one_device_in_double_precision():
     tokens = torch.randint(50, (4, 3))
     assert verify(without(lambda: Whole(8)), "dp2 tp2", [(tokens, torch.randint(8, (4, 3)))])

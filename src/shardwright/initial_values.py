@@ -203,8 +203,6 @@ class WriteRecorder(TorchDispatchMode):
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
         self._inits.__exit__(*failure)  # type: ignore[no-untyped-call]
-        for storage in self._kept:  # the storage, and not the tensor alone: a copy of a module may share it
-            setattr(storage, _RECORDED, (self.written, self._numbers[storage._cdata]))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -238,6 +236,11 @@ class WriteRecorder(TorchDispatchMode):
         whole = storage if view.is_whole() else frozenset[int]()
         call = WriteCall(f"nn.init.{name}", (view,), named, (None,), storage, whole, frozenset(), self._num_draws)
         self._add(call)
+
+    def mark(self) -> None:
+        """Lets each storage remember how it was filled: a tensor that no module has registered may share it."""
+        for storage in self._kept:
+            setattr(storage, _RECORDED, (self.written, self._numbers[storage._cdata]))
 
     def _note(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, draws: bool) -> None:
         name, written = function.overloadpacket.__name__, _written(function, args, named)
@@ -350,6 +353,7 @@ class ModuleRecorder:
     def __exit__(self, *failure: Any) -> None:
         self.recorder.__exit__(*failure)
         _OF_THREAD.recorder = self._outer
+        self.recorder.mark()
         for weak in self.registered:
             tensor = weak()
             if tensor is not None and tensor.is_meta:

@@ -6,7 +6,7 @@ The numbers depend on the seed and the module's name only: every layout, and one
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def place_parameters(
     names = {(id(module), own): name for _, module, own, name in owners(model)}
     given = dict(model.named_parameters())
     placed: dict[str, nn.Parameter] = {}
+    records = {} if device.type == "meta" else _records(model)
     tied: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the old buffer: it, so that the id stays taken, and the new
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -48,7 +49,7 @@ def place_parameters(
         _tie(module, tied)
         buffers = dict(module.named_buffers(recurse=False))
         if device.type != "meta" and any(tensor.is_meta for tensor in (*own.values(), *buffers.values())):
-            _draw(model, path, module, seed)
+            _draw(model, path, module, seed, records)
         for key, before in buffers.items():
             if id(before) not in tied:
                 value = module._buffers[key].to(device, copy=True)
@@ -117,7 +118,7 @@ def _reset_function(module: nn.Module) -> Callable[[], Any] | None:
     return reset_without_bias
 
 
-def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
+def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Mapping[int, RecordedValues]) -> None:
     """Allocates and draws one leaf module on the host, so that every kind of device starts from the same numbers.
 
     What its constructor, or that of the whole model, filled otherwise than the module's own functions do, is filled so.
@@ -125,7 +126,8 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
     on_meta = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     tensors = on_meta | {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
     draw = _draw_function(model, module)
-    others = _filled_otherwise(module, tensors, draw)
+    known = {key: records[id(tensor)] for key, tensor in tensors.items() if id(tensor) in records}
+    others = _filled_otherwise(model, module, known)
     if draw is None and (missing := [key for key in tensors if key in module._parameters and key not in others]):
         raise PlanError(
             f"'{path or 'the model'}' does not define its initial parameters",
@@ -141,8 +143,9 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
         before = {key: buffer._version for key, buffer in module._buffers.items() if buffer is not None}
         if draw is not None:
             draw(module)
-    for own, record in others.items():
-        getattr(module, own).data.copy_(record.values(seed))
+    with torch.no_grad():
+        for own, record in others.items():
+            getattr(module, own).copy_(record.values(seed))
     # a write raises the version: a buffer with the old one still has the random bytes of its allocation
     unwritten = [k for k, b in module.named_buffers(recurse=False) if k in on_meta and b._version == before[k]]
     if unwritten:
@@ -163,21 +166,50 @@ def _draw_function(model: nn.Module, module: nn.Module) -> Callable[[nn.Module],
 
 
 def _filled_otherwise(
-    module: nn.Module, tensors: Mapping[str, Tensor], draw: Callable[[nn.Module], Any] | None
+    model: nn.Module, module: nn.Module, records: Mapping[str, RecordedValues]
 ) -> dict[str, RecordedValues]:
-    """Returns the records of those of a module's tensors whose constructors filled them otherwise than ``draw`` does.
+    """Returns the records of those of a module's tensors whose constructors filled them otherwise than it is drawn.
 
-    Found out by drawing on the meta device. What ``draw`` fills alike is drawn by the name of the module, so that its
-    numbers do not depend on the rest of the model.
+    Found out by drawing on the meta device. What is drawn alike is drawn by the name of the module, so that its numbers
+    do not depend on the rest of the model. A constructor that has left a module as it fills itself has left it to
+    ``_init_weights``, as the transformers library does on the meta device.
     """
-    records = {key: record for key, tensor in tensors.items() if (record := recorded_values(tensor)) is not None}
     texts = {key: text for key, record in records.items() if (text := record.text()) is not None}
-    if not texts or draw is None:
-        return {key: records[key] for key in texts}
+    if not texts:
+        return {}
+    draw, reset = _draw_function(model, module), _reset_function(module)
+    by_draw = {} if draw is None else _texts_of(module, texts, lambda: draw(module))
+    left_alone = hasattr(model, "_init_weights") and not hasattr(model, "initialize_weights")
+    by_itself = _texts_of(module, texts, reset) if left_alone and reset is not None else by_draw
+    alike = {key for key, text in texts.items() if text == by_draw.get(key)}
+    alike |= {key for key, text in texts.items() if text == by_itself.get(key) and by_draw.get(key) is not None}
+    return {key: record for key, record in records.items() if key in texts and key not in alike}
+
+
+def _texts_of(module: nn.Module, keys: Iterable[str], draw: Callable[[], Any]) -> dict[str, list[str] | None]:
+    """Returns, as text, what ``draw`` would fill the module's tensors with."""
     before = dict(module._parameters), dict(module._buffers)
     with torch.device("meta"), torch.no_grad(), WriteRecorder() as recorder:
-        draw(module)
-    drawn = {key: recorder.of(tensor).text() for key, tensor in tensors.items()}
+        draw()
+    now = module._parameters | module._buffers
+    texts = {key: recorder.of(tensor).text() for key in keys if (tensor := now[key]) is not None}
     module._parameters.update(before[0])
     module._buffers.update(before[1])
-    return {key: records[key] for key, text in texts.items() if text != drawn[key]}
+    return texts
+
+
+def _records(model: nn.Module) -> dict[int, RecordedValues]:
+    """Returns how the constructors filled the model's tensors on the meta device, by their ids.
+
+    A model that does so by ``initialize_weights()`` (again the transformers library) is asked to, since there its
+    constructor does not.
+    """
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
+    found = {id(tensor): record for tensor in tensors if (record := recorded_values(tensor)) is not None}
+    initialize = getattr(model, "initialize_weights", None)
+    if tensors and callable(initialize):
+        with torch.device("meta"), torch.no_grad(), WriteRecorder() as recorder:
+            initialize()
+        again = {id(tensor): recorder.of(tensor) for tensor in tensors}
+        found |= {key: record for key, record in again.items() if record.text() is not None}
+    return found
