@@ -98,6 +98,11 @@ class EventsChunked:
                 found.update(self.names.get(event.name, ()))
         return tuple(sorted(found - self.record.shared_buffers))
 
+    def read_between(self, chunk: int) -> frozenset[str]:
+        """Returns the parameters that one chunk's functions between modules take."""
+        events = self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]
+        return frozenset().union(*(event.reads for event in events if event.number is None))
+
     def times(self, module: str, num_calls: int, chunks: Collection[int]) -> tuple[int, ...]:
         """Returns, for each of ``num_calls`` calls of ``module``, how many of ``chunks`` make that call."""
         calls = self.record.calls.get(module, [])

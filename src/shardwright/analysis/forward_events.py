@@ -141,9 +141,20 @@ class ParameterIndex:
     def __init__(self, model: nn.Module) -> None:
         # reversed, so that the first of several tied names wins
         parameters = reversed(list(model.named_parameters(remove_duplicate=False)))
-        self.parameters = {id(each): (name, each) for name, each in parameters}
+        self.parameters: dict[int, tuple[str, Tensor]] = {id(each): (name, each) for name, each in parameters}
         buffers = reversed(list(model.named_buffers(remove_duplicate=False)))
         self.buffers = {id(each): (name, each) for name, each in buffers}
+
+    @contextmanager
+    def also(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which these tensors are parameters too, by their names."""
+        known = self.parameters
+        if parameters:
+            self.parameters = {**known, **{id(each): (name, each) for name, each in parameters.items()}}
+        try:
+            yield
+        finally:
+            self.parameters = known
 
     def of(self, tensor: Tensor) -> str | None:
         """Returns the name of a parameter; None for any other tensor."""

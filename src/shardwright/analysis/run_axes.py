@@ -18,6 +18,7 @@ from math import gcd, prod
 
 from shardwright.analysis.operator_dims import Concat, Dim, Role, relation_of
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
+from shardwright.sharding.tensor_part import ALL
 
 MISMATCH = "two views of it do not match"
 
@@ -312,9 +313,6 @@ def _axis(dim: Dim, axes: Sequence[DimAxis]) -> DimAxis:
 
 
 # ---- cuts
-
-ALL = 255
-"""The label of an element that every rank holds."""
 
 
 def spread(labels: bytes, inside: int, outside: int) -> bytes:

@@ -98,7 +98,7 @@ def predict_memory(
         apart = job._replace(model=narrow_model(without_storage(job.model), run.plan), loss=without_storage(job.loss))
         inputs = [piece.inputs for piece in run.pieces(microbatch)]
         given = (apart, run.plan, choose(run.plan.layout), inputs, num_rows(meta), run.coord, microbatch.num_tokens)
-        run.rehearse_with(microbatch, values_crossing(*given))
+        run.rehearse_with(microbatch, [each.values for each in values_crossing(*given)])
     if any(isinstance(module, nn.RNNBase) for module in run.model.modules()):
         warn("a CPU's kernel for recurrent layers keeps memory that a rehearsal cannot see: more is held", stacklevel=2)
     if options.pop("fused", False):  # no such kernel on meta; one parameter after the other takes as little memory

@@ -22,7 +22,7 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
 from shardwright.analysis.reached import unregistered
 from shardwright.axes import mesh_axes
-from shardwright.errors import GridError, LayoutError
+from shardwright.errors import GridError, LayoutError, UnknownCodeError
 from shardwright.forward_stack import Rung
 from shardwright.initial_values import keep_record
 from shardwright.layout import Layout
@@ -30,12 +30,12 @@ from shardwright.mesh import Coord
 from shardwright.parallelize.auto import num_shares, samples_of, settle, with_suggestions
 from shardwright.parallelize.checks import check_held, check_microbatches, check_renormed
 from shardwright.parallelize.rank_check import check_traffic
-from shardwright.parallelize.rehearsal import crossings, values_crossing
+from shardwright.parallelize.rehearsal import MicrobatchRehearsal, crossings, values_crossing
 from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
 from shardwright.plan.layer_overrides import overrides_of
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.recompute import activation_offload_target, called_modules, count_recomputation, recomputed_blocks
-from shardwright.plan.traffic import BoundaryTensor, StepCalls, Traffic
+from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.runtime.mixed_precision import cast_buffers, cast_to_compute
 from shardwright.strategies import choose
@@ -77,12 +77,12 @@ def make_plan(
     check_microbatches(on_meta.model, layout)
     overrides_of(on_meta)  # so that names which the model does not have are errors under any layout
     blocks = recomputed_blocks(on_meta.model, layout)
-    plan = Plan.of(on_meta, layout)
-    for strategy in strategies:
-        try:
-            plan = strategy.place(on_meta, plan)
-        except GridError as error:
-            raise with_suggestions(error, on_meta, layout) from None
+    try:
+        plan = _placed(on_meta, layout, strategies)
+    except UnknownCodeError:
+        if job.example is None or layout.factor("pp") is None:
+            raise
+        plan = _placed(on_meta._replace(recorded=True), layout, strategies)
     check_renormed(on_meta.model, plan)
     check_held(on_meta.model, plan)
     if plan.stages is not None:
@@ -93,6 +93,17 @@ def make_plan(
     if offloads:
         return replace(plan, offloaded_activations=blocks), strategies
     return replace(plan, recomputed=blocks), strategies
+
+
+def _placed(job: Job, layout: Layout, strategies: Sequence[Strategy]) -> Plan:
+    """Returns the plan as each strategy in turn refines it."""
+    plan = Plan.of(job, layout)
+    for strategy in strategies:
+        try:
+            plan = strategy.place(job, plan)
+        except GridError as error:
+            raise with_suggestions(error, job, layout) from None
+    return plan
 
 
 def _sent_bytes(job: Job, layout: Layout) -> float:
@@ -168,7 +179,7 @@ class StepTraffic:
         self._num_samples, self._num_tokens = num_rows(inputs), num_tokens_of(inputs) if plan.token_axes else 0
         self._trained = {use.module for use in plan.uses if use.parameter not in plan.frozen}
         self._calls_by_shapes: dict[tuple[torch.Size, ...], ModuleCalls] = {}
-        self._crossings: dict[tuple[object, ...], tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...]] = {}
+        self._crossings: dict[tuple[object, ...], tuple[MicrobatchRehearsal, ...]] = {}
 
     def at(self, coord: Coord, *, checked: bool = False) -> dict[str, tuple[Traffic, ...]]:
         """Returns the traffic (collectives and sends) of the rank at ``coord``, by strategy.
@@ -184,7 +195,8 @@ class StepTraffic:
         module_calls = tuple(_on_stage(each, plan, coord) for each in everywhere)
         shards = microbatch_shards(plan, coord, self._num_samples, self._num_tokens)
         crossing = self._crossing(microbatches, shards, coord)
-        batch = StepCalls(module_calls, shards, crossing, everywhere, tuple(microbatches))
+        sent = tuple(each.sent for each in crossing)
+        batch = StepCalls(module_calls, shards, crossings(crossing), everywhere, tuple(microbatches), sent)
         said = {s.name: tuple(t for t in s.traffic(plan, batch, coord) if t.num_bytes) for s in self.strategies}
         return {**said, "core": check_traffic(plan)} if checked else said
 
@@ -198,19 +210,17 @@ class StepTraffic:
 
     def _crossing(
         self, microbatches: Sequence[Any], shards: Sequence[BatchShard], coord: Coord
-    ) -> tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...]:
+    ) -> tuple[MicrobatchRehearsal, ...]:
         if self.plan.stages is None:
-            return tuple({} for _ in microbatches)
+            return tuple(MicrobatchRehearsal({}) for _ in microbatches)
         axes = [axis for axis in self.plan.mesh.axes if axis in mesh_axes("operators")]
         # all stages see the same values, and model copies with as many samples see values of the same shapes
         key = (*(coord[axis] for axis in axes), *(each.counts(axes) for each in shards))
         if key not in self._crossings:
             model = narrow_model(without_storage(self.job.model), self.plan)  # a copy: the rehearsal changes it
             job = self.job._replace(model=model, loss=without_storage(self.job.loss))
-            self._crossings[key] = crossings(
-                values_crossing(
-                    job, self.plan, self.strategies, microbatches, self._num_samples, coord, self._num_tokens
-                )
+            self._crossings[key] = values_crossing(
+                job, self.plan, self.strategies, microbatches, self._num_samples, coord, self._num_tokens
             )
         return self._crossings[key]
 

@@ -6,9 +6,11 @@ the shape in which tensor parallelism leaves it. ``StepTraffic`` prices them, th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shardwright.analysis.arguments import bind
 from shardwright.analysis.call_graph import prepare, run
+from shardwright.analysis.copying import copied
 from shardwright.analysis.events_chunked import crossing_name
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.structure import owners
@@ -24,21 +27,37 @@ from shardwright.mesh import Coord
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.plan import Job, Plan
-from shardwright.plan.traffic import BoundaryTensor
+from shardwright.plan.schedule import Action, Schedule
+from shardwright.plan.traffic import BoundaryTensor, Sent
 from shardwright.rng import RngTracker
+from shardwright.runtime.activation_checkpointing import checkpoint_activations
+from shardwright.runtime.executor import Microbatch
+from shardwright.strategies.pipeline.ghost_stage import GhostStage
+from shardwright.strategies.pipeline.p2p import P2P
+from shardwright.strategies.pipeline.pipeline import runs_on_parts
 from shardwright.strategies.pipeline.pipeline_stage import framed
 from shardwright.strategy import Strategy, apply_in_turn
 
 Crossings = Mapping[str, tuple[BoundaryTensor, ...]]
 
 
-def crossings(found: Sequence[Mapping[str, Any]]) -> tuple[Crossings, ...]:
+class MicrobatchRehearsal(NamedTuple):
+    """A microbatch's values that pipeline chunks send each other, by name, and what collectives each chunk makes.
+
+    ``sent`` counts the collectives by source, kind, axis and bytes, where modules run on parts: others are computed.
+    """
+
+    values: Mapping[str, Any]
+    sent: Mapping[int, Sent] = MappingProxyType({})
+
+
+def crossings(found: Sequence[MicrobatchRehearsal]) -> tuple[Crossings, ...]:
     """Returns the bytes of the tensors that :func:`values_crossing` found, and whether they need a gradient."""
 
     def sizes(value: Any) -> tuple[BoundaryTensor, ...]:
         return tuple(BoundaryTensor(t.numel() * t.element_size(), t.requires_grad) for t in _tensors(value))
 
-    return tuple({name: sizes(value) for name, value in each.items()} for each in found)
+    return tuple({name: sizes(value) for name, value in each.values.items()} for each in found)
 
 
 def values_crossing(
@@ -49,7 +68,7 @@ def values_crossing(
     num_global: int,
     coord: Coord,
     num_tokens: int = 0,
-) -> tuple[Mapping[str, Any], ...]:
+) -> tuple[MicrobatchRehearsal, ...]:
     """Returns, for each microbatch, the tensors that pipeline chunks send each other, by name in the model's code.
 
     ``job.model``, the whole model on the meta device, and ``job.loss`` are changed. ``microbatches`` are this rank's
@@ -62,6 +81,8 @@ def values_crossing(
     )
     assert plan.stages is not None, "the pipeline has placed its stages"
     if isinstance(plan.stages, EventStages):
+        if runs_on_parts(plan):
+            return _values_on_parts(job, plan, strategies, microbatches, coord)
         return _values_recorded(job, plan.stages, microbatches)
     world = fake_world(plan.mesh.rank(coord), plan.mesh.size)
     axes = world.axes(plan.mesh)
@@ -75,7 +96,7 @@ def values_crossing(
     chunks = [prepare(job.model, chunked, number) for number in range(chunked.num_chunks)]
     wanted = {value for edge in chunked.edges for value in edge.values}
     found = []
-    by_shapes: dict[tuple[object, ...], Mapping[str, Any]] = {}  # equal microbatches are rehearsed once
+    by_shapes: dict[tuple[object, ...], MicrobatchRehearsal] = {}  # equal microbatches are rehearsed once
     for number, inputs in enumerate(microbatches):
         shard.set_microbatch(num_global, number, len(microbatches))
         key = (*(tensor.shape for tensor in _tensors(inputs)), *shard.counts(plan.mesh.axes))
@@ -86,14 +107,14 @@ def values_crossing(
                     values = {**bind(chunked, given), **crossed}
                     run(chunk, values, chunked.before((lambda *_: None) if job.frame is None else job.frame.repeat))
                 crossed.update({name: value for name, value in values.items() if name in wanted})
-            by_shapes[key] = {name: crossed[name] for name in wanted}
+            by_shapes[key] = MicrobatchRehearsal({name: crossed[name] for name in wanted})
         found.append(by_shapes[key])
     return tuple(found)
 
 
-def _values_recorded(job: Job, stages: EventStages, microbatches: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+def _values_recorded(job: Job, stages: EventStages, microbatches: Sequence[Any]) -> tuple[MicrobatchRehearsal, ...]:
     """Returns the values that cross between chunks, without numbers, by a record of each microbatch's forward."""
-    found, by_shapes = [], dict[tuple[object, ...], Mapping[str, Any]]()
+    found, by_shapes = [], dict[tuple[object, ...], MicrobatchRehearsal]()
     computing, planned = replace(stages, model=job.model), _signature(stages.model, job.example)
     for inputs in microbatches:
         key = tuple(tensor.shape for tensor in _tensors(inputs))
@@ -101,10 +122,10 @@ def _values_recorded(job: Job, stages: EventStages, microbatches: Sequence[Any])
             known = _signature(job.model, inputs) == planned  # then the record that the stages were cut from is its own
             record = stages.chunked.record if known else computing.with_inputs(inputs).record
             ghosts = {name: record.specs[name].ghost() for values in stages.chunked.values.values() for name in values}
-            by_shapes[key] = {
-                crossing_name(name): ghost if name in record.learning else ghost.detach()
-                for name, ghost in ghosts.items()
-            }
+            learning = record.learning
+            by_shapes[key] = MicrobatchRehearsal(
+                {crossing_name(name): each if name in learning else each.detach() for name, each in ghosts.items()}
+            )
         found.append(by_shapes[key])
     return tuple(found)
 
@@ -114,6 +135,54 @@ def _signature(model: nn.Module, inputs: Any) -> tuple[object, ...]:
     leaves, tree = tree_flatten(inputs)
     given = [(each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves]
     return model.training, [p.dtype for p in model.parameters()], given, tree
+
+
+def _values_on_parts(
+    job: Job, plan: Plan, strategies: Sequence[Strategy], microbatches: Sequence[Any], coord: Coord
+) -> tuple[MicrobatchRehearsal, ...]:
+    """Runs all chunks of a model on parts in turn, forward and backward, as one stage with a rank's parts would."""
+    stages = plan.stages
+    assert isinstance(stages, EventStages)
+    stages = replace(stages, model=copied(job.model, {}).eval())
+    world, alone = fake_world(plan.mesh.rank(coord), plan.mesh.size), fake_world(0, 1)
+    _cut_parameters(job.model, plan, coord)
+    job = job._replace(batch_shard=plan.batch_shard(coord), rng=RngTracker())
+    job, _ = apply_in_turn([s for s in strategies if s.phase == "operators"], job, world.axes(plan.mesh), plan)
+    checkpoint_activations(job, plan)
+    job.model.eval()
+    stage_of = (0,) * stages.num_chunks
+    pipe = P2P(alone.axis("pp", [(0,)]))
+    stage = GhostStage(job.model, stages, stage_of, pipe, lambda *_: None, job.frame)
+    forwards = [Action("F", 0, chunk) for chunk in range(stages.num_chunks)]
+    schedule = Schedule("rehearsal", ((*forwards, *(a._replace(kind="B") for a in reversed(forwards))),), stage_of, 1)
+    found, by_shapes = [], dict[tuple[object, ...], MicrobatchRehearsal]()
+    for inputs in microbatches:
+        key = tuple(tensor.shape for tensor in _tensors(inputs))
+        if key not in by_shapes:
+            sent: dict[int, Sent] = {chunk: Counter() for chunk in range(stages.num_chunks)}
+            starts: dict[int, Sequence[Tensor]] = {}
+            with torch.enable_grad(), on_meta(job.model):
+                stage.begin(schedule, [Microbatch(inputs, None, range(0), None)], _OutputSum())
+                for kind, number, chunk in schedule.actions[0]:
+                    with world.recorder.recording() as records:
+                        if kind == "F":
+                            starts[chunk] = stage.forward(chunk, number)
+                        else:
+                            torch.autograd.backward(starts[chunk], stage.gradients(chunk, number))
+                            stage.pass_back(chunk, number)
+                    sent[chunk].update((r.source, r.kind, r.axis, r.num_bytes) for r in records)
+            by_shapes[key] = MicrobatchRehearsal(stage.crossing(), sent)
+        found.append(by_shapes[key])
+    return tuple(found)
+
+
+class _OutputSum:
+    """The sum of all outputs that learn, in place of a loss."""
+
+    def give(self, number: int, microbatch: Microbatch, output: Any) -> Tensor:
+        """Returns one number that depends on all of these outputs."""
+        learning = [leaf.sum() for leaf in _tensors(output) if leaf.requires_grad]
+        return torch.stack(learning).sum() if learning else torch.zeros((), requires_grad=True)
 
 
 def _tensors(value: Any) -> list[Tensor]:

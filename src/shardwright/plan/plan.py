@@ -7,7 +7,7 @@ the ledger, checkpoints, ``verify`` and ``show``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.analysis.batch_norms import batch_norms, uses_batch
 from shardwright.analysis.callers import AllowedCallers
@@ -114,6 +114,13 @@ class ForwardFrame(Protocol):
         """Converts the output of the last module into the output that callers of the model expect."""
         ...
 
+    def calls(self, used: Collection[str], read: Collection[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Returns a context for the calls of one chunk, which uses the weights ``used``; code between modules ``read``.
+
+        Yields weights that are other tensors inside of it, by name.
+        """
+        ...
+
     def repeat(self, path: str, times: int, total: int) -> None:
         """Tells the frame that earlier chunks made ``times`` of the ``total`` calls of a module in this forward."""
         ...
@@ -136,6 +143,7 @@ class Job(NamedTuple):
         stages: modules at which pipeline stages begin, from devices on which the caller put parts of the model.
         seconds: measured forward times by module.
         offload_folder: folder for the files of offloaded state.
+        recorded: whether stages are cut by a record of the forward, since the model's code cannot be followed.
 
     Set on each rank before ``apply``: ``batch_shard`` (this rank's rows), ``deferred`` (weight gradients to compute
     later), ``rng`` (the RNG tracker), ``frame`` (the frame of the strategy applied before).
@@ -150,6 +158,7 @@ class Job(NamedTuple):
     stages: tuple[str, ...] = ()
     seconds: Mapping[str, float] = MappingProxyType({})
     offload_folder: Path | None = None
+    recorded: bool = False
     batch_shard: BatchShard | None = None
     deferred: DeferredGradients | None = None
     rng: RngTracker | None = None

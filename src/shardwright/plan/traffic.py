@@ -7,6 +7,7 @@ over the others, one message for each param group and set of ranks (``sync_group
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -109,12 +110,17 @@ class BoundaryTensor(NamedTuple):
     needs_gradient: bool
 
 
+Sent = Counter[tuple[str, str, str, int]]
+"""Numbers of collectives by their source, kind, axis and bytes."""
+
+
 class StepCalls(NamedTuple):
     """The module calls of one rank's step, for each microbatch: what ``Strategy.traffic`` prices.
 
     ``module_calls`` are the calls of this rank, ``everywhere`` those of all stages. ``crossing`` holds the tensors that
     chunks send each other, by the value's name in the model's code. ``shards`` are the rank's rows of each microbatch,
-    ``inputs`` its inputs on the meta device.
+    ``inputs`` its inputs on the meta device. ``sent`` holds, for modules on parts in pipeline stages, the
+    collectives of each chunk in a rehearsal.
     """
 
     module_calls: tuple[ModuleCalls, ...]
@@ -122,6 +128,7 @@ class StepCalls(NamedTuple):
     crossing: tuple[Mapping[str, tuple[BoundaryTensor, ...]], ...] = ()
     everywhere: tuple[ModuleCalls, ...] = ()
     inputs: tuple[Any, ...] = ()
+    sent: tuple[Mapping[int, Sent], ...] = ()
 
 
 SyncGroup = tuple[tuple[str, ...], tuple[int, ...], str]

@@ -17,6 +17,7 @@ from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.plan.event_stages import EventStages
 from shardwright.report.description import describe
 from shardwright.report.show import show_text
+from shardwright.strategies.pipeline.pipeline import runs_on_parts
 
 WIDTH = 8
 
@@ -305,3 +306,32 @@ def test_functions_of_inputs_alone_are_no_events():
     assert record.events[0].name == "layers.0"
     assert "cumsum" not in {event.name for event in record.events}
     assert record.events[-1].takes[1] is None
+
+
+class Gated(nn.Module):
+    """A pair of layers that tensor parallelism knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class Pairs(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Gated() for _ in range(4))
+
+
+def test_where_the_code_of_stages_is_not_followed_tensor_parallelism_runs_on_parts():
+    model = Pairs().double()
+    batch = torch.randn(4, WIDTH, dtype=torch.float64), torch.randint(WIDTH, (4,))
+    plans = {}
+    for line in ("tp2", "pp2 mb2 tp2"):
+        layout = Layout.parse(line)
+        plans[line], _ = make_plan(job_for(model, CrossEntropy(), layout, batch[0]), layout)
+    assert not runs_on_parts(plans["tp2"])
+    assert runs_on_parts(plans["pp2 mb2 tp2"])
+    assert verify(model, "pp2 mb2 tp2", [batch], loss=CrossEntropy()).equal

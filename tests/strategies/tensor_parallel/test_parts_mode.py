@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shardwright.analysis.run_axes import ALL
 from shardwright.comm.launch import run_on_threads
 from shardwright.errors import PlanError, RankFailedError
 from shardwright.mesh import Mesh
+from shardwright.sharding.tensor_part import ALL, part_of, tag, tagged
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
-from shardwright.strategies.tensor_parallel.tensor_parts import part_of, tag, tagged
 
 X = (4, 6, 8)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.analysis.forward_events import ForwardEvent
 from shardwright.analysis.structure import has_hooks, owners
@@ -22,9 +23,11 @@ class GhostParameters:
 
     def __init__(self, model: nn.Module, stages: EventStages) -> None:
         self._missing: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._plain: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        self._plain: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, str]]] = []
         self._stores: dict[str, tuple[dict[str, Any], str]] = {}
-        whole = stages.model
+        whole, names = stages.model, defaultdict[nn.Module, dict[str, str]](dict)
+        for _, module, own, name in owners(whole):
+            names[module][name] = own
         self.opened = [model.get_submodule(path) for path in stages.opened if not has_hooks(whole.get_submodule(path))]
         """The modules whose code runs on every stage, without the hooks that strategies have put on them."""
         for path, module in model.named_modules():
@@ -36,24 +39,29 @@ class GhostParameters:
                 if p is not None and (held[name] is None or _is_empty(held[name], p))
             }
             if path in stages.units or path in stages.opened:
-                self._plain.append((module, module._parameters, {**held, **missing}))
+                plain = {**held, **missing}
+                self._plain.append((module, module._parameters, plain, names[whole.get_submodule(path)]))
             else:
                 self._missing += [(module._parameters, name, p) for name, p in missing.items()]
         for _, module, own, name in owners(model):
             self._stores.setdefault(name, (module._parameters, own))
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """A context in which every parameter of the model can be read, with values only where this rank holds it."""
+    def standing_in(self, others: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which every parameter of the model can be read, with values only where this rank holds it.
+
+        ``others`` are tensors in place of parameters, by name.
+        """
         before = [(store, name, dict.get(store, name)) for store, name, _ in self._missing]
-        for module, _, plain in self._plain:
-            vars(module)["_parameters"] = plain
+        for module, _, plain, names in self._plain:
+            instead = {names[name]: others[name] for name in others.keys() & names.keys()}
+            vars(module)["_parameters"] = {**plain, **instead} if instead else plain
         for store, name, parameter in self._missing:
             dict.__setitem__(store, name, parameter)
         try:
             yield
         finally:
-            for module, own, _ in self._plain:
+            for module, own, _, _ in self._plain:
                 vars(module)["_parameters"] = own
             for store, name, held in before:
                 dict.__setitem__(store, name, held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwright.runtime.executor import Microbatch, OutputHandler
 from shardwright.strategies.pipeline.ghost_mode import GhostMode
 from shardwright.strategies.pipeline.ghost_parameters import GhostParameters
 from shardwright.strategies.pipeline.messages import StageMessage
-from shardwright.strategies.pipeline.p2p import PLAIN, spec_of
+from shardwright.strategies.pipeline.p2p import PLAIN, fill, spec_of
 from shardwright.strategies.pipeline.pipeline_stage import ChunkRoute, Incoming, PipelineStage
 from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 
@@ -63,11 +64,23 @@ class GhostStage(PipelineStage[EventStages]):
         self._saved, self._arrived = {}, {}
         self.p2p.begin(self._route.arrivals, keys)
 
+    def crossing(self) -> dict[str, Tensor]:
+        """Returns the values of the first microbatch that crossed between chunks, on the meta device, by name."""
+        found: dict[str, Tensor] = {}
+        for edge in self._chunks[0].edges:
+            spec = self.p2p.spec(StageMessage("F", 0, edge.source, edge.target))
+            made = [
+                torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.needs_gradient)
+                for leaf in spec.tensors
+            ]
+            found.update(zip(edge.values, fill(spec, made), strict=True))
+        return found
+
     def _prepare(self) -> None:
         if self._places is None:
             self._places = GhostParameters(self.model, self.stages)
             self._units = {self.model.get_submodule(path): path for path in self.stages.units}
-            with self._places.standing_in():
+            with self._places.standing_in({}):
                 self._names = ParameterIndex(self.model)
 
     def _chunks_for(self, inputs: Any) -> EventsChunked:
@@ -110,14 +123,21 @@ class GhostStage(PipelineStage[EventStages]):
             places.fetch(chunked.record.events[event])
 
         mode = GhostMode(chunked, chunk, names, received, self.p2p.axis.device, before)
-        with places.standing_in():
+        learning = chunked.record.learning
+        with self._calls(chunked, chunk) as fetched, places.standing_in(fetched), names.also(fetched):
             output = mode.run(self.model, self._units, places.opened, inputs)
+            made = {name: each if name in learning else each.detach() for name, each in mode.made.items()}
         if not torch.is_grad_enabled():  # others are sent the output, but no cache: its parts lie on all stages
             output = tree_map(lambda leaf: leaf if isinstance(leaf, (Tensor, *PLAIN)) else None, output)
-        learning = chunked.record.learning
         sent = {
-            target: [mode.made[name] if name in learning else mode.made[name].detach() for name in values]
+            target: [made[name] for name in values]
             for (source, target), values in chunked.values.items()
             if source == chunk
         }
         return self._finish(chunk, number, incoming, sent, output, chunk == chunked.num_chunks - 1)
+
+    def _calls(self, chunked: EventsChunked, chunk: int) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Returns what strategies have put around the calls of a chunk."""
+        if self.frame is None:
+            return nullcontext({})
+        return self.frame.calls(chunked.weights_of(chunk), chunked.read_between(chunk))

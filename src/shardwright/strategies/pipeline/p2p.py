@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwright.comm.axis import Axis, Pending
 from shardwright.errors import PlanError
+from shardwright.sharding.tensor_part import part_of, tag, tagged
 from shardwright.strategies.pipeline.messages import StageMessage
 from shardwright.strategies.pipeline.spec_bytes import pack, unpack
 
@@ -31,11 +32,15 @@ PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, 
 
 
 class TensorSpec(NamedTuple):
-    """What a receiver must know of a tensor before its message: shape, dtype, whether it needs a gradient."""
+    """What a receiver must know of a tensor before its message: shape, dtype, whether it needs a gradient.
+
+    ``part`` says of a tensor that is a part which one: the shape of the whole, and its cuts.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
+    part: tuple[tuple[int, ...], tuple[bytes | None, ...]] | None = None
 
 
 class ValueSpec(NamedTuple):
@@ -68,15 +73,21 @@ def spec_of(values: Any, where: str) -> tuple[ValueSpec, list[Tensor]]:
                 allowed="tensors, numbers, strings and None, in tuples, lists and dicts",
                 fix=f"return the tensors of the {type(leaf).__name__}, or cut the model elsewhere",
             )
-    specs = tuple(
-        TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-        for leaf in leaves
-    )
+    specs = tuple(_tensor_spec(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return ValueSpec(tree, specs), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _tensor_spec(tensor: Tensor) -> TensorSpec:
+    part = tagged(tensor)
+    known = None if part is None else (tuple(part.shape), part.cuts)
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, known)
 
 
 def fill(spec: ValueSpec, tensors: Sequence[Tensor]) -> Any:
     """Rebuilds the nested values that a :class:`ValueSpec` describes around received ``tensors``."""
+    for leaf, tensor in zip(spec.tensors, tensors, strict=True):
+        if leaf.part is not None:
+            tag(tensor, part_of(*leaf.part))
     given = iter(tensors)
     return tree_unflatten([next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in spec.leaves], spec.spec)
 

@@ -133,7 +133,7 @@ class Pipeline:
             use._replace(dy={**use.dy, "pp": Partial()}) if use.parameter in shared else use for use in plan.uses
         )
         plan = replace(plan, compute=compute, state=state, buffers=buffers, uses=uses, schedule=schedule, stages=stages)
-        for path, module in job.model.named_modules() if _splits(schedule) else ():
+        for path, module in job.model.named_modules() if _splits(schedule) and not runs_on_parts(plan) else ():
             if may_split(module) and Rung.OPERATOR not in plan.wrapped.get(path, {}):
                 plan = plan.wraps(path, Rung.SPLIT_BACKWARD, self.name)
         return replace(plan, param_groups=_by_chunk(plan.param_groups, stages), loss_axes=plan.loss_axes | {"pp"})
@@ -141,7 +141,7 @@ class Pipeline:
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Returns this rank's :class:`Stage`, which runs its chunks for the executor."""
         schedule, stages = _placed(plan)
-        if _splits(schedule) and job.deferred is not None:
+        if _splits(schedule) and job.deferred is not None and not runs_on_parts(plan):
             split_backward(job.model, job.deferred)
 
         def repeat(path: str, times: int, total: int) -> None:
@@ -194,6 +194,11 @@ def _placed(plan: Plan) -> tuple[Schedule, Stages | EventStages]:
     return plan.schedule, plan.stages
 
 
+def runs_on_parts(plan: Plan) -> bool:
+    """Whether the modules run on parts of tensors, cut by a record of the forward: then stages are cut by it too."""
+    return Rung.ON_PARTS in plan.wrapped.get("", {})
+
+
 def _splits(schedule: Schedule) -> bool:
     """Whether the schedule splits the backward: weight gradients have actions of their own."""
     return any(action.kind == "W" for actions in schedule.actions for action in actions)
@@ -219,7 +224,8 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
     by_device = named is None and bool(job.stages)
     if by_device:
         names = job.stages
-    closed = {path for path in (*plan.roles, *plan.notes) if path}  # layers that tensor parallelism treats as one
+    # layers that tensor parallelism treats as one; on parts it treats none so
+    closed = set() if runs_on_parts(plan) else {path for path in (*plan.roles, *plan.notes) if path}
 
     def cut_into(num_chunks: int) -> Stages | EventStages:
         if by_device and num_chunks != len(names):
@@ -264,6 +270,8 @@ MOST_OF_ONE = 0.75
 
 def _cut(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Stages | EventStages:
     """Cuts a model by its code where that can be followed, else by a record of its forward on the example."""
+    if runs_on_parts(plan):
+        return cut_events(job.model, num_chunks, job.example, **asked)
     found: Stages | None = None
     failure: UnknownCodeError | PlanError | None = None
     try:
@@ -272,7 +280,7 @@ def _cut(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Sta
             return found
     except (UnknownCodeError, PlanError) as error:  # unknown code, or inputs that it takes as *args or **kwargs
         failure = error
-    others = [str(factor) for factor in plan.layout.factors if factor.axis not in ("pp", "dp")]
+    others = {factor.axis for factor in plan.layout.factors} - {"pp", "dp"}
     if job.example is not None and not others:
         try:
             recorded = cut_events(job.model, num_chunks, job.example, **asked)
@@ -285,6 +293,13 @@ def _cut(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Sta
     if failure is not None:
         raise failure
     assert found is not None, "cut, or failed"
+    if job.example is not None and others == {"tp"} and not job.recorded:
+        raise UnknownCodeError(
+            f"the stages of {type(job.model).__name__} would be cut from code that is not followed everywhere",
+            given=f"an output that is a dict, or most of the work in one stage, under {plan.layout}",
+            allowed="a record of the forward, with tensor parallelism that runs on parts",
+            fix="leave out tp",
+        )
     return found
 
 

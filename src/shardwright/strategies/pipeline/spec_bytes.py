@@ -65,6 +65,8 @@ def _packed(value: Any) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, slice):
         return {"slice": [_packed(each) for each in (value.start, value.stop, value.step)]}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -86,6 +88,7 @@ def _unpacked(value: Any) -> Any:
         "tuple": lambda each: tuple(_unpacked(each)),
         "complex": lambda each: complex(*each),
         "slice": lambda each: slice(*_unpacked(each)),
+        "bytes": bytes.fromhex,
         "dtype": lambda each: {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}[f"torch.{each}"],
         "device": torch.device,
         "class": _class,

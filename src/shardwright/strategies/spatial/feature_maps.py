@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -92,6 +92,10 @@ class _CutForward:
             yield self.begin(self.signature.bind(*args, **named)).arguments
         finally:
             self.settled = None
+
+    def calls(self, used: Collection[str], read: Collection[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Does nothing: weights are whole."""
+        return nullcontext({})
 
     def repeat(self, path: str, times: int, total: int) -> None:
         """Counts ``times`` of ``total`` calls of a module, and of those inside it, that another stage makes."""

@@ -24,15 +24,8 @@ from torch.utils._pytree import tree_map
 
 from shardwright.analysis.operator_dims import Dims, Letters, Relation, Role, relation_of
 from shardwright.analysis.recording import Recorded, RecordedCall, TensorUse
-from shardwright.analysis.run_axes import ALL
-from shardwright.strategies.tensor_parallel.tensor_parts import (
-    NotOneLetterError,
-    TensorPart,
-    cut_of,
-    letters_of,
-    num_held,
-    part_of,
-)
+from shardwright.sharding.tensor_part import ALL, TensorPart, num_held, part_of
+from shardwright.strategies.tensor_parallel.tensor_parts import NotOneLetterError, cut_of, letters_of
 
 SUMMABLE = frozenset(["mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "sum", "mean", "dot", "mv"])
 """The operators whose results over parts of a sum can be added."""

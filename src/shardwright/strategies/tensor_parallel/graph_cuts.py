@@ -20,10 +20,10 @@ from torch import nn
 
 from shardwright.analysis.operator_dims import Role, relation_of
 from shardwright.analysis.recording import RecordedCall, Recording, record_forward
-from shardwright.analysis.run_axes import ALL, DimAxis, RunAxes, axes_of, labels_of, leaves, root
+from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, labels_of, leaves, root
 from shardwright.analysis.structure import owners
 from shardwright.mesh import balanced
-from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, part_of
+from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial, wraps
 from itertools import groupby, pairwise
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,17 +38,19 @@ from shardwright.comm.backends.fake import fake_world
 from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.mesh import Coord, balanced
 from shardwright.operators.batch_norm import share_statistics
+from shardwright.plan.event_stages import EventStages
 from shardwright.plan.plan import ActivationCut, Job, Plan
 from shardwright.plan.shares import shares
-from shardwright.plan.traffic import StepCalls, Traffic, statistics_traffic, sync_traffic
+from shardwright.plan.traffic import Sent, StepCalls, Traffic, statistics_traffic, sync_traffic
 from shardwright.rng import DimSlice
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.sharding.box import Ranges
+from shardwright.sharding.tensor_part import TensorPart, held, tag, tagged
 from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
 from shardwright.strategies.tensor_parallel.mode import Mode
+from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
-from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, held, tag, tagged
 from shardwright.strategy import check_samples_apart
 
 LEAST_SHARE = 0.2
@@ -97,18 +99,11 @@ class PartsNote:
 def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | None:
     """Returns the plan with parameters cut along the axes of the model's run; None where less than ``least`` is cut.
 
-    That takes an example of the inputs, and samples that are cut rather than tokens. Stages do not run on parts, nor do
-    models with backwards of their own (hooks, autograd functions): these would see parts of gradients.
+    That takes an example of the inputs, and samples that are cut rather than tokens. Models with backwards of their own
+    (hooks, autograd functions) do not run on parts: these would see parts of gradients.
     """
     tokens = mode.dim == 1 or is_asked(plan)
-    if (
-        not mode.axes
-        or job.example is None
-        or plan.layout.factor("pp") is not None
-        or job.roles
-        or tokens
-        or mode.pinned
-    ):
+    if not mode.axes or job.example is None or job.roles or tokens or mode.pinned:
         return None
     columns = [axis for axis in mode.axes if axis.stream != "T"]
     if len(columns) > 1 or (any(axis.stream == "C" for axis in columns) and mode.row_axes):
@@ -203,30 +198,43 @@ def _store_parts(
 # ---- on a rank
 
 
-def apply_on_parts(model: nn.Module, axes: Mapping[str, Axis], note: PartsNote, by: str) -> None:
-    """Lets every module of a rank's model run on parts; the model's outputs are gathered."""
+def apply_on_parts(
+    model: nn.Module, axes: Mapping[str, Axis], note: PartsNote, by: str, stages: EventStages | None = None
+) -> PartsFrame | None:
+    """Lets every module of a rank's model run on parts; the model's outputs are gathered.
+
+    With ``stages`` it returns what does this around the calls of a stage: code between these runs on every stage.
+    """
     if note.rows:
         share_statistics((norm for _, norm in batch_norms(model)), [axes[name] for name in note.rows], by=by)
     mode = PartsMode(axes[note.axis]) if note.axis is not None else None
-    own: dict[str, list[_Held]] = {}
+    own: dict[str, list[HeldPart]] = {}
     for path, module, name, whole in owners(model):
         if whole in note.parts or whole in note.stored:
             stored = note.stored.get(whole)
             fetch = partial(_fetched, stored, axes) if stored is not None else None
             home = "" if stored is not None and stored.everywhere else path
-            own.setdefault(home, []).append(_Held(module, "_parameters", name, note.parts.get(whole), fetch))
+            own.setdefault(home, []).append(HeldPart(module, "_parameters", name, note.parts.get(whole), fetch, whole))
     for path, module in model.named_modules():
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
             part = note.parts.get(f"{path}.{name}".lstrip("."))
             if part is not None:
-                own.setdefault(path, []).append(_Held(module, "_buffers", name, part))
+                own.setdefault(path, []).append(HeldPart(module, "_buffers", name, part))
     tags = [each for held in own.values() for each in held if each.fetch is None]
+    opened = {"", *stages.opened} if stages is not None else set()
     for path, module in model.named_modules():
+        if path in opened:
+            continue
         mine = own.get(path, [])
         held = [*(each for each in mine if each.fetch is not None), *tags] if path == "" else mine
         norms = isinstance(module, nn.modules.batchnorm._BatchNorm)
         around = partial(_norm_on_parts, mode, held) if norms and mode else partial(_on_parts, mode, held, path == "")
         wrap(module, Rung.ON_PARTS, "its own code on parts of tensors", by=by, around=around)
+    if stages is None:
+        return None
+    held = [each for mine in own.values() for each in mine]
+    fetched = {name: [each for each in held if each.whole == name] for name in note.stored}
+    return PartsFrame(mode, tags, fetched, frozenset(name for name, each in note.stored.items() if each.everywhere))
 
 
 def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Callable[[Tensor], None]] | None:
@@ -241,23 +249,7 @@ def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Call
     return tuple(DimSlice(dim, len(cut), _runs(cut, rank)) for dim, cut in cuts), lambda other: tag(other, part)
 
 
-class _Held(NamedTuple):
-    """A parameter or buffer of a module, the part that it is, and how it is gathered if it is stored in parts."""
-
-    module: nn.Module
-    kind: Literal["_parameters", "_buffers"]
-    name: str
-    part: TensorPart | None
-    fetch: Callable[[Tensor], Tensor] | None = None
-
-    @property
-    def store(self) -> dict[str, Any]:
-        """The module's parameters or buffers; another strategy may have put another dict there since."""
-        store: dict[str, Any] = getattr(self.module, self.kind)
-        return store
-
-
-def _on_parts(mode: PartsMode | None, held: Sequence[_Held], is_model: bool, forward: Forward) -> Forward:
+def _on_parts(mode: PartsMode | None, held: Sequence[HeldPart], is_model: bool, forward: Forward) -> Forward:
     @wraps(forward)
     def on_parts(*args: Any, **named: Any) -> Any:
         given = [(each, each.store[each.name]) for each in held]
@@ -276,7 +268,7 @@ def _on_parts(mode: PartsMode | None, held: Sequence[_Held], is_model: bool, for
     return on_parts
 
 
-def _norm_on_parts(mode: PartsMode, held: Sequence[_Held], forward: Forward) -> Forward:
+def _norm_on_parts(mode: PartsMode, held: Sequence[HeldPart], forward: Forward) -> Forward:
     """A BatchNorm computes this rank's channels: its statistics are shared over the axes that cut samples alone."""
     channels = next((each.part.cuts[0] for each in held if each.part is not None), None)
 
@@ -313,7 +305,11 @@ def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote
     # ranks that hold as much and gather as much from each of the others send the same
     held = tuple(layout.local_shape(coord) for layout in (*plan.compute.values(), *plan.buffers.values()))
     place = tuple(coord[name] for name in note.rows[:-1])
-    for inputs in batch.inputs:
+    for sent in batch.sent if plan.schedule is not None else ():
+        for (source, kind, axis, num_bytes), times in _of_stage(plan, sent, coord).items():
+            if source == mode.name:
+                found.append(Traffic(kind, axis, num_bytes, plan.mesh[axis], times))
+    for inputs in batch.inputs if plan.schedule is None else ():
         key = place, held, tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         if key not in note.rehearsed:
             note.rehearsed[key] = _rehearsed(plan, note, coord, inputs)
@@ -321,6 +317,12 @@ def traffic_on_parts(plan: Plan, batch: StepCalls, coord: Coord, note: PartsNote
     found += [each for axis in mode.axes for each in sync_traffic(plan, batch, coord, axis.name)]
     found += [each for axis in mode.row_axes for each in statistics_traffic(plan, batch, coord, axis.name)]
     return tuple(found)
+
+
+def _of_stage(plan: Plan, sent: Mapping[int, Sent], coord: Coord) -> Sent:
+    """Adds up what a stage's chunks send."""
+    assert plan.schedule is not None
+    return sum((sent[chunk] for chunk in plan.schedule.chunks_of(coord["pp"])), Counter())
 
 
 def _empty_part(model: nn.Module, plan: Plan, coord: Coord) -> nn.Module:

@@ -1,9 +1,9 @@
 """Runs a user's own forward on tensors of which each rank holds a part, as if each were whole.
 
-Parameters are tagged with the part that a rank holds (``tensor_parts.py``). Under :class:`PartsMode` every function
-that gets a tagged tensor runs as ``call_plans.py`` plans it, and its results are tagged; control flow, routing and
-modules that are called twice need no care. Sizes are those of the whole: ``x.shape``, ``x.size()`` and ``len(x)`` of a
-part give the size of the whole tensor, so that all of the user's arithmetic with sizes is that of one device.
+Parameters are tagged with the part that a rank holds (``sharding/tensor_part.py``). Under :class:`PartsMode` every
+function that gets a tagged tensor runs as ``call_plans.py`` plans it, and its results are tagged; control flow, routing
+and modules that are called twice need no care. Sizes are those of the whole: ``x.shape``, ``x.size()`` and ``len(x)``
+of a part give the size of the whole tensor, so that all of the user's arithmetic with sizes is that of one device.
 
 A call is planned once for each signature: the function, the parts and shapes of its tensors, its other arguments.
 """
@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shardwright.analysis.meta_values import ValueReadError
-from shardwright.analysis.run_axes import ALL
 from shardwright.comm.autograd import cut_to_whole, partial_to_whole, sum_gradient, whole_to_cut
 from shardwright.comm.axis import Axis
 from shardwright.errors import PlanError
+from shardwright.sharding.tensor_part import ALL, TensorPart, held, tag, tagged
 from shardwright.strategies.tensor_parallel.call_plans import (
     COPIED,
     CallPlan,
@@ -37,7 +37,6 @@ from shardwright.strategies.tensor_parallel.call_plans import (
     like,
     plan_call,
 )
-from shardwright.strategies.tensor_parallel.tensor_parts import TensorPart, held, tag, tagged
 
 NUM_COPIES = 4
 """How many tensors whose gradient is added up are remembered, so that q, k and v layers share one sum."""
@@ -75,7 +74,7 @@ class PartsMode(TorchFunctionMode):
     >>> import torch
     >>> from shardwright.comm.launch import run_on_threads
     >>> from shardwright.mesh import Mesh
-    >>> from shardwright.strategies.tensor_parallel.tensor_parts import part_of
+    >>> from shardwright.sharding.tensor_part import part_of
     >>> def work(axes):
     ...     rank, x = axes["tp"].index, torch.ones(1, 2)
     ...     up, down = torch.ones(2, 2), torch.ones(2, 2)  # of layers 2 -> 4 -> 2

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
+from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
@@ -88,6 +89,10 @@ class TensorParallel:
         Raises: LayoutError: neither cuts anything.
         """
         mode = self.mode(plan)
+        if job.recorded:
+            on_parts = place_on_parts(job, plan, mode, LEAST_SHARE)
+            if on_parts is not None:
+                return on_parts
         try:
             known = place(job, plan, mode)
         except (LayoutError, PlanError):
@@ -103,10 +108,11 @@ class TensorParallel:
         """Gives each module of this rank its tensor-parallel forward."""
         note = plan.notes.get("")
         if isinstance(note, PartsNote):
-            apply_on_parts(job.model, axes, note, self.name)
+            stages = plan.stages if isinstance(plan.stages, EventStages) else None
+            frame = apply_on_parts(job.model, axes, note, self.name, stages)
             if job.rng is not None and note.axis is not None:
                 job.rng.part_of = partial(part_of_drawn, axes[note.axis].index)
-            return Applied()
+            return Applied(frame=frame)
         return apply(job, axes, plan, self.mode(plan))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:

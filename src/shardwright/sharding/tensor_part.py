@@ -1,0 +1,94 @@
+"""Which part of a tensor a rank holds, as a tag on the tensor: by dim, the rank of each index.
+
+::
+
+    the output of a fused q, k, v layer with two heads, over two ranks      labels 0 0 1 1 0 0 1 1 0 0 1 1
+    of multi-query attention, whose one key head both ranks hold            labels 0 0 1 1 * *
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Size, Tensor
+
+ALL = 255
+"""The label of an element that every rank holds."""
+
+_NAME = "_shardwright_part"
+
+
+class TensorPart:
+    """The part of a tensor that each rank of an axis holds; equal parts are one object, from :func:`part_of`.
+
+    Args:
+        shape: the shape of the whole tensor.
+        cuts: by dim, the rank that holds each index (``ALL`` for every rank), or None for a whole dim.
+
+    >>> part = part_of((4, 6), (None, bytes([0, 0, 1, 1, ALL, ALL])))
+    >>> part.local_shape(0), part.held(1, rank=1)
+    ((4, 4), (2, 3, 4, 5))
+    """
+
+    __slots__ = ("cuts", "shape")
+
+    def __init__(self, shape: tuple[int, ...], cuts: tuple[bytes | None, ...]) -> None:
+        self.shape, self.cuts = Size(shape), cuts
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Returns the shape of a rank's part."""
+        return _local_shape(self, rank)
+
+    def held(self, dim: int, rank: int) -> tuple[int, ...]:
+        """Returns the indices of a dim that a rank holds."""
+        cut = self.cuts[dim]
+        assert cut is not None, "the dim is cut"
+        return held(cut, rank)
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(part: TensorPart, rank: int) -> tuple[int, ...]:
+    return tuple(size if cut is None else num_held(cut, rank) for size, cut in zip(part.shape, part.cuts, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _part(shape: tuple[int, ...], cuts: tuple[bytes | None, ...]) -> TensorPart:
+    return TensorPart(shape, cuts)
+
+
+def part_of(shape: Sequence[int], cuts: Sequence[bytes | None]) -> TensorPart | None:
+    """Returns the part with these cuts; None if every dim is whole."""
+    return _part(tuple(shape), tuple(cuts)) if any(cut is not None for cut in cuts) else None
+
+
+def num_held(cut: bytes, rank: int) -> int:
+    """Returns how many indices of a dim a rank holds."""
+    return cut.count(rank) + cut.count(ALL)
+
+
+@lru_cache(maxsize=1024)
+def held(cut: bytes, rank: int) -> tuple[int, ...]:
+    """Returns the indices of a dim that a rank holds."""
+    return tuple(index for index, label in enumerate(cut) if label in (rank, ALL))
+
+
+def tag(tensor: Tensor, part: TensorPart | None) -> None:
+    """Marks a tensor as this part of a whole; None takes the mark off."""
+    if part is not None:
+        tensor.__dict__[_NAME] = part
+    else:
+        tensor.__dict__.pop(_NAME, None)
+
+
+def tagged(tensor: Tensor) -> TensorPart | None:
+    """Returns the part that a tensor is marked as; None for a whole tensor.
+
+    >>> import torch
+    >>> x = torch.ones(2, 3)
+    >>> tag(x, part_of((2, 6), (None, bytes([0, 0, 0, 1, 1, 1]))))
+    >>> tagged(x).shape, tagged(torch.ones(1))
+    (torch.Size([2, 6]), None)
+    """
+    found: TensorPart | None = tensor.__dict__.get(_NAME)
+    return found

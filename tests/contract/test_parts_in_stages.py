@@ -1,0 +1,29 @@
+"""Models that no pattern knows run in pipeline stages on parts of their tensors, as one device would."""
+
+from __future__ import annotations
+
+import pytest
+from tests.contract.cases import CHECKS, planned
+from tests.contract.test_on_parts import CASES as LANGUAGE
+from tests.contract.test_pipeline_of_events import CASES as OF_EVENTS
+
+from shardwright.plan.event_stages import EventStages
+from shardwright.strategies.tensor_parallel.on_parts import PartsNote
+
+CASES = {"GroupedBlock": LANGUAGE["GroupedBlock"], "Paired": OF_EVENTS["Paired"]}
+
+LINES = (
+    "pp2/1f1b dp2/zero1 tp2 mb2", "pp2/zb-v tp2 mb2 recompute:full", "pp2/interleaved:v2 dp2/zero3 tp2 mb2",
+    "pp2 tp2x2/2d", "pp2/1f1b tp2/sp mb2",
+)  # fmt: skip
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_on_parts_in_stages_keeps_every_promise(name, line):
+    plan, _ = planned(line, CASES[name])
+    assert isinstance(plan.stages, EventStages), "the model is cut by its record"
+    assert isinstance(plan.notes.get(""), PartsNote), "the model runs on parts"
+    for check in CHECKS:
+        check(line, CASES[name])
