@@ -8,11 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import psutil
 import pytest
 from tests_dist.command import FLAGS, end_all, within
+from torch.distributed import HashStore
 
+from shardwright.comm.backends import processes
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
 from shardwright.train.progress import read_metrics
@@ -31,6 +35,24 @@ def kill_a_rank(process, rank):
                 child.kill()
         except psutil.Error:
             continue
+
+
+def test_each_attempt_has_keys_of_its_own_in_a_store_that_keeps_those_of_the_one_before(monkeypatch):
+    kept = HashStore()
+    monkeypatch.setattr(processes, "rendezvous", lambda *_, **__: iter([(kept, 0, 0)]))
+
+    def begin(rank, size, late_s):
+        time.sleep(late_s)
+        store = processes._new_store(rank, size, timedelta(seconds=20))
+        stale = store.check([f"{rank}"])
+        store.set(f"{rank}", "here")
+        store.wait([str(other) for other in range(size)], timedelta(seconds=20))
+        return stale
+
+    for size, late_s in ((3, [0, 0.05, 0]), (3, [0, 0.2, 0.1]), (2, [0.2, 0]), (1, [0])):
+        with ThreadPoolExecutor(size) as pool:
+            found = pool.map(begin, range(size), [size] * size, late_s)
+            assert list(found) == [False] * size
 
 
 @pytest.mark.timeout(400)

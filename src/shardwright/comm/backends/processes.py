@@ -59,11 +59,11 @@ def run_here(
         bind(local, num_local)
     place, backend = _device(device, local, num_local)
     timeout = timedelta(seconds=timeout_s)
-    # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
-    if num_local == size:  # torchrun on one machine: its ranks, too, have nothing to tell other machines
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # torchrun on one machine: no other one needs to be reached
         for name, value in _NETWORK.items():
             os.environ.setdefault(name, value)
     store = _new_store(rank, size, timeout) if folder is None else FileStore(f"{folder}/store", size)
+    # no device_id: with one, NCCL splits groups off their parent, which needs the ranks that are in neither
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     recorder = Recorder()
     call_checker = CallChecker(rank, timeout_s) if debug else None
