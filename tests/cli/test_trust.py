@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import shardwright
+from shardwright.checkpoint.locking import one_save
 from shardwright.cli.main import app
 
 TINY = ["--set", "num_layers=1", "--set", "width=16", "--set", "num_heads=2", "--seq", "16", "--batch", "4"]
@@ -62,6 +63,28 @@ def test_a_factory_that_only_a_folder_names_is_never_imported(hostile, verb, mon
     assert "add --model subprocess:Popen" in refused(*command, "--ranks", "threads")
     assert "has another model" in refused(*command, "--ranks", "threads", "--model", "os:system")
     assert not (hostile.parent / "executed").exists()
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "report.html"])
+@pytest.mark.parametrize("flags", [[], ["--resume"]])
+def test_a_link_in_a_run_folder_never_makes_a_run_write_elsewhere(tmp_path, name, flags):
+    out, other = tmp_path / "run", tmp_path / "other"
+    if flags:
+        assert run(*TRAIN, "--out", out).exit_code == 0
+        (out / name).unlink()
+    else:
+        out.mkdir()
+    other.write_text("mine\n")
+    (out / name).symlink_to(other)
+    assert f"'{out / name}' is no regular file" in refused("train", *flags, "--ranks", "threads", "--out", out)
+    assert other.read_text() == "mine\n"
+
+
+def test_a_lock_that_is_a_link_empties_no_file(trained, tmp_path):
+    (tmp_path / "other").write_text("mine\n")
+    (tmp_path / ".saving").symlink_to(tmp_path / "other")
+    with one_save(tmp_path):
+        assert (tmp_path / "other").read_text() == "mine\n"
 
 
 def test_a_factory_that_the_command_names_too_is_resumed_and_a_file_of_options_counts(tmp_path):

@@ -48,7 +48,7 @@ def one_save(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path, until_s = folder / SAVING, time.monotonic() + MOST_WAIT_S
     while True:
-        with path.open("w") as file:
+        with path.open("a") as file:  # "w" would empty a file that a link of this name points to
             # the save before removes the file at its end: a lock of a file that is gone is none
             if lock(file) and _is_same(file, path):
                 try:

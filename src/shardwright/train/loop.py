@@ -41,7 +41,7 @@ from shardwright.train.data import Dataset, Indices, Order, fingerprint, global_
 from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.measuring import agreed_seconds
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
-from shardwright.train.same_run import check_same_data, check_same_run
+from shardwright.train.same_run import check_regular, check_same_data, check_same_run
 from shardwright.train.stop import Stop, started_again
 
 CHECKPOINTS = "checkpoints"
@@ -65,6 +65,7 @@ def train(
     check_can_start(layout.num_ranks)
     with _writing(out):
         out.exists()  # raises for a name that is too long
+    check_regular(out)
     _check_before(config, out, resume=resume)
     if resume and not changed_data:
         check_same_data(config, noted_data(out))
@@ -172,7 +173,7 @@ def _locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[No
         problem = ""
         if world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((out / LOCK).open("w"))
+            file = stack.enter_context((out / LOCK).open("a"))
             if not lock(file):
                 problem = "another run writes to it"
             elif new and (out / METRICS_FILE).exists():
@@ -364,7 +365,7 @@ class _Training:
         self.log.warn(f"warning: '{self.out}' was removed; it is written anew, with the metrics from step {first} on")
         with contextlib.suppress(OSError):  # the save that follows says what is wrong, on every rank
             self.out.mkdir(parents=True, exist_ok=True)
-            lock(self.locks.enter_context((self.out / LOCK).open("w")))  # the file locked first is gone
+            lock(self.locks.enter_context((self.out / LOCK).open("a")))  # the file locked first is gone
             self._write_run()
             self.log.write_anew()
 

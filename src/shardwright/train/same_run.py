@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from shardwright.errors import PlanError
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import fingerprint
+
+
+def check_regular(out: Path) -> None:
+    """Raises PlanError if a file of a run's folder is a link or a device: what the run writes would go elsewhere."""
+    for path in sorted(out.iterdir()) if out.is_dir() else ():
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or path.is_dir()):
+            raise PlanError(
+                f"'{path}' is no regular file",
+                given="a link to a file" if stat.S_ISLNK(mode) else "a device or a pipe",
+                allowed="folders, links to folders, and files that are written here",
+                fix="remove it if you know what it is, or give another --out",
+            )
 
 
 def _as_text(value: Any) -> Any:
