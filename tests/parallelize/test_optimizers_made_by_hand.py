@@ -9,6 +9,7 @@ from torch import nn
 from shardwright import launch, parallelize, without_values
 from shardwright.errors import PlanError
 from shardwright.layout import Layout
+from shardwright.parallelize.planning import structural_copy
 
 LINES = ("dp2/zero3", "dp2/zero1", "tp2", "dp2 bf16", "pp2 mb2")
 
@@ -19,8 +20,8 @@ def plain():
 
 
 def batch(num_samples=6):
-    torch.manual_seed(1)
-    return torch.randn(num_samples, 4), torch.randint(3, (num_samples,))
+    generator = torch.Generator().manual_seed(1)  # ranks are threads, which share torch's own
+    return torch.randn(num_samples, 4, generator=generator), torch.randint(3, (num_samples,), generator=generator)
 
 
 def on_ranks(line, work, model=None, **options):
@@ -79,10 +80,12 @@ def test_the_plain_model_may_be_trained_by_itself_beside_the_run():
 
 @pytest.mark.parametrize("line", LINES)
 def test_an_optimizer_over_run_parameters_trains_as_that_of_the_run(line):
+    model = plain()  # built once: threads share torch's generator
+
     def work(run):
         losses = []
         for by_hand in (False, True):
-            other = parallelize(plain(), line, run.world)
+            other = parallelize(structural_copy(model, torch.clone), line, run.world)
             made = torch.optim.SGD(other.parameters.values(), lr=0.5) if by_hand else None
             optimizer = made or other.optimizer(torch.optim.SGD, lr=0.5)
             for part in other.shard([batch()] * 3):

@@ -44,7 +44,7 @@ _FIXES = {
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class RankLines(NamedTuple):
+class RankText(NamedTuple):
     """What ranks that differ on ``axes`` alone have alike, as lines of text by name."""
 
     what: str
@@ -91,18 +91,18 @@ def check_ranks(
 
 def _lines(
     plan: Plan, parameters: Mapping[str, nn.Parameter], batch: Microbatch, number: int, updates: Mapping[str, str]
-) -> Iterator[RankLines]:
+) -> Iterator[RankText]:
     held = tuple(axis for axis in plan.mesh.axes if axis not in mesh_axes("stages"))
-    yield RankLines("the step", plan.mesh.axes, {"step": f"{number}", "samples": f"{batch.num_global}"})
-    yield RankLines("the updates", held, dict(updates))
+    yield RankText("the step", plan.mesh.axes, {"step": f"{number}", "samples": f"{batch.num_global}"})
+    yield RankText("the updates", held, dict(updates))
     alike = tuple(axis for axis in held if axis not in plan.row_axes | plan.token_axes)
     tensors = [leaf for leaf in tree_leaves((batch.inputs, batch.targets)) if isinstance(leaf, Tensor)]
     digests = [tensor_digest(tensor.contiguous()) for tensor in tensors] if alike and len(batch.samples) else []
-    yield RankLines("the batch", alike, {f"tensor {place}": text for place, text in enumerate(digests)})
+    yield RankText("the batch", alike, {f"tensor {place}": text for place, text in enumerate(digests)})
     sums = _bit_sums({name: p for name, p in parameters.items() if name not in plan.offloaded})
     for axis in held:
         copied = {name: text for name, text in sums.items() if axis not in plan.state[name].parameter.axes}
-        yield RankLines(PARAMETERS, (axis,), copied)
+        yield RankText(PARAMETERS, (axis,), copied)
 
 
 def _bit_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
@@ -112,12 +112,12 @@ def _bit_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     return dict(zip(parameters, map(str, torch.stack(sums).tolist() if sums else ()), strict=True))
 
 
-def _differs(plan: Plan, each: RankLines, digests: Sequence[int]) -> bool:
+def _differs(plan: Plan, each: RankText, digests: Sequence[int]) -> bool:
     """Whether ranks that differ on the axes alone have different digests."""
     return any(len({digests[rank] for rank in group}) > 1 for group in plan.mesh.groups(each.axes))
 
 
-def _check_lines(plan: Plan, each: RankLines, every: Sequence[dict[str, str]], number: int) -> None:
+def _check_lines(plan: Plan, each: RankText, every: Sequence[dict[str, str]], number: int) -> None:
     """Raises PlanError that names the ranks that differ and in what, unless copies differ by rounding alone."""
     for group in plan.mesh.groups(each.axes):
         for key in sorted({key for rank in group for key in every[rank]}):
@@ -141,7 +141,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _beyond_rounding(
-    every: Sequence[dict[str, str]], axes: Mapping[str, Axis], parameters: Mapping[str, nn.Parameter], each: RankLines
+    every: Sequence[dict[str, str]], axes: Mapping[str, Axis], parameters: Mapping[str, nn.Parameter], each: RankText
 ) -> list[dict[str, str]]:
     """Returns the lines of all ranks without copies that differ by rounding: the ranks of the axis compare these."""
     (axis,), everyone = each.axes, axes["world"].for_strategy("core")
