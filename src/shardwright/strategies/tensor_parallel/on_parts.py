@@ -57,7 +57,10 @@ LEAST_SHARE = 0.2
 """The share of parameter bytes that must be cut for a model to run on parts."""
 
 ENOUGH = 0.5
-"""The share from which on the layers that the grid modes know are cut as they are, and the model is not recorded."""
+"""The share below which a record that cuts twice as much takes the place of the layers that the grid modes know."""
+
+GAIN = 0.2
+"""From that share on, how much more a record must cut: all attentions of a model, say, beside its known MLPs."""
 
 
 def share_cut(plan: Plan) -> float:

@@ -19,6 +19,7 @@ from shardwright.strategies.tensor_parallel.apply import apply
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode
 from shardwright.strategies.tensor_parallel.on_parts import (
     ENOUGH,
+    GAIN,
     LEAST_SHARE,
     PartsNote,
     apply_on_parts,
@@ -101,8 +102,9 @@ class TensorParallel:
                 raise
             return on_parts
         share = share_cut(known)
-        least = max(LEAST_SHARE, 2 * share)  # what is gained must be worth the mode
-        return known if share >= ENOUGH else place_on_parts(job, plan, mode, least) or known
+        # what is gained must be worth the mode
+        least = max(LEAST_SHARE, 2 * share) if share < ENOUGH else share + GAIN
+        return known if least > 1 else place_on_parts(job, plan, mode, least) or known
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Gives each module of this rank its tensor-parallel forward."""
