@@ -13,7 +13,7 @@ from shardwright.strategies.tensor_parallel.on_parts import PartsNote
 CASES = {"GroupedBlock": LANGUAGE["GroupedBlock"], "Paired": OF_EVENTS["Paired"]}
 
 LINES = (
-    "pp2/1f1b dp2/zero1 tp2 mb2", "pp2/zb-v tp2 mb2 recompute:full", "pp2/interleaved:v2 dp2/zero3 tp2 mb2",
+    "pp2/1f1b dp2/zero1 tp2 mb2", "pp2/zb-v tp2 mb2 recompute:full", "pp2/interleaved:v2 dp2/zero2 tp2 mb2",
     "pp2 tp2x2/2d", "pp2/1f1b tp2/sp mb2",
 )  # fmt: skip
 
