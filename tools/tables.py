@@ -113,6 +113,29 @@ def startup() -> str:
     return "\n".join(lines)
 
 
+def real_sizes() -> str:
+    """CPU seconds and memory of planning models of real sizes, beside those measured before where there are any."""
+    lines = [
+        "| model | layout | plan | before | show | before | more memory | stages |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    result = newest("real_sizes")
+    before = {(row["name"], row["layout"], row["work"]): row for row in result.get("before", ())}
+    rows = {(row["name"], row["layout"], row["work"]): row for row in result["table"]}
+    for name, layout in dict.fromkeys((name, layout) for name, layout, _ in rows):
+        plan, show = (rows.get((name, layout, work), {}) for work in ("plan", "show"))
+        cells = [
+            f"{each['cpu_s']:.1f} s" if "cpu_s" in each and "failed" not in each else "-"
+            for work in ("plan", "show")
+            for each in (rows.get((name, layout, work), {}), before.get((name, layout, work), {}))
+        ]
+        memory = max((each["mb"] for each in (plan, show) if "mb" in each), default=0)
+        stages = plan.get("stages", ())
+        spread = f"{min(stages):.1%} to {max(stages):.1%}" if stages else "-"
+        lines.append(f"| {name} | `{layout}` | {' | '.join(cells)} | {memory:.0f} MB | {spread} |")
+    return "\n".join(lines)
+
+
 def tensor_modes(model: str) -> str:
     """Every tensor mode beside one process with two threads."""
     peer = "; a peer's" if model == "mlp" else ""
@@ -405,6 +428,7 @@ TABLES = {
     "gpt_step": gpt_step,
     "collectives": collectives,
     "startup": startup,
+    "real_sizes": real_sizes,
     "tensor_modes mlp": partial(tensor_modes, "mlp"),
     "tensor_modes gpt": partial(tensor_modes, "gpt"),
     "tensor_memory": tensor_memory,
