@@ -32,9 +32,9 @@ from shardwright.plan.traffic import BoundaryTensor, Sent
 from shardwright.rng import RngTracker
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.runtime.executor import Microbatch
+from shardwright.strategies.pipeline.cut_model import runs_on_parts
 from shardwright.strategies.pipeline.ghost_stage import GhostStage
 from shardwright.strategies.pipeline.p2p import P2P
-from shardwright.strategies.pipeline.pipeline import runs_on_parts
 from shardwright.strategies.pipeline.pipeline_stage import framed
 from shardwright.strategy import Strategy, apply_in_turn
 

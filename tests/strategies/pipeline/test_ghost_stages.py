@@ -17,7 +17,7 @@ from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.plan.event_stages import EventStages
 from shardwright.report.description import describe
 from shardwright.report.show import show_text
-from shardwright.strategies.pipeline.pipeline import runs_on_parts
+from shardwright.strategies.pipeline.cut_model import runs_on_parts
 
 WIDTH = 8
 

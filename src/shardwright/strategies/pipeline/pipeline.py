@@ -31,7 +31,7 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.structure import has_hooks
 from shardwright.axes import LayoutAxis
 from shardwright.comm.axis import Axis
-from shardwright.errors import LayoutError, PlanError, UnknownCodeError
+from shardwright.errors import LayoutError
 from shardwright.forward_stack import Rung
 from shardwright.layout import Factor, Option
 from shardwright.mesh import Coord
@@ -46,8 +46,7 @@ from shardwright.plan.traffic import StepCalls, Traffic, sync_traffic
 from shardwright.runtime.applied import Applied
 from shardwright.runtime.mixed_precision import cast_buffers
 from shardwright.sharding.tensor_layout import TensorLayout
-from shardwright.strategies.pipeline.cut import cut
-from shardwright.strategies.pipeline.event_cut import cut_events
+from shardwright.strategies.pipeline.cut_model import cut_model, runs_on_parts
 from shardwright.strategies.pipeline.ghost_stage import GhostStage
 from shardwright.strategies.pipeline.messages import coming, leaving
 from shardwright.strategies.pipeline.p2p import P2P
@@ -194,11 +193,6 @@ def _placed(plan: Plan) -> tuple[Schedule, Stages | EventStages]:
     return plan.schedule, plan.stages
 
 
-def runs_on_parts(plan: Plan) -> bool:
-    """Whether the modules run on parts of tensors, cut by a record of the forward: then stages are cut by it too."""
-    return Rung.ON_PARTS in plan.wrapped.get("", {})
-
-
 def _splits(schedule: Schedule) -> bool:
     """Whether the schedule splits the backward: weight gradients have actions of their own."""
     return any(action.kind == "W" for actions in schedule.actions for action in actions)
@@ -237,7 +231,7 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
             )
         job.model.train()  # on a copy of the model: modules that are called in training alone need a stage too
         asked = {"names": names, "seconds": job.seconds, "closed": closed}
-        return _cut(job, plan, num_chunks, asked)
+        return cut_model(job, plan, num_chunks, asked)
 
     auto = factor.option("auto")
     others = [str(option) for option in factor.options if option.name in (*SCHEDULES, "file")]
@@ -263,50 +257,6 @@ def _schedule_and_stages(job: Job, plan: Plan) -> tuple[Schedule, Stages | Event
 
 LEAST_MOST_STAGES, CALLS_OF_ONE = 1024, 16
 """More stages than the first number, and than so many calls of each module would give, are refused by their number."""
-
-MOST_OF_ONE = 0.75
-"""The share of the work from which on one chunk holds so much of traced code that a record is tried in its place."""
-
-
-def _cut(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -> Stages | EventStages:
-    """Cuts a model by its code where that can be followed, else by a record of its forward on the example."""
-    if runs_on_parts(plan):
-        return cut_events(job.model, num_chunks, job.example, **asked)
-    found: Stages | None = None
-    failure: UnknownCodeError | PlanError | None = None
-    try:
-        found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, **asked)
-        if not found.gives_dict and (not found.unread or _largest(found) <= MOST_OF_ONE):
-            return found
-    except (UnknownCodeError, PlanError) as error:  # unknown code, or inputs that it takes as *args or **kwargs
-        failure = error
-    others = {factor.axis for factor in plan.layout.factors} - {"pp", "dp"}
-    if job.example is not None and not others:
-        try:
-            recorded = cut_events(job.model, num_chunks, job.example, **asked)
-        except TypeError:  # the forward takes other arguments
-            if not isinstance(failure, PlanError):
-                raise
-        else:
-            if found is None or found.gives_dict or _largest(recorded) < _largest(found):
-                return recorded
-    if failure is not None:
-        raise failure
-    assert found is not None, "cut, or failed"
-    if job.example is not None and others == {"tp"} and not job.recorded:
-        raise UnknownCodeError(
-            f"the stages of {type(job.model).__name__} would be cut from code that is not followed everywhere",
-            given=f"an output that is a dict, or most of the work in one stage, under {plan.layout}",
-            allowed="a record of the forward, with tensor parallelism that runs on parts",
-            fix="leave out tp",
-        )
-    return found
-
-
-def _largest(stages: Stages | EventStages) -> float:
-    """Returns the largest chunk's share of the work."""
-    works = [cost.work for cost in stages.costs]
-    return max(works) / (sum(works) or 1.0)
 
 
 def _check_module_state(job: Job, plan: Plan, schedule: Schedule, stages: Stages | EventStages) -> None:
