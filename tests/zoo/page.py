@@ -26,6 +26,7 @@ INTRODUCTION = """\
 ([`tests/zoo/models.py`](../tests/zoo/models.py) has each in a line). Each was trained for two steps under each layout,
 on threads, with the dropout that its package has by default, and compared with one device by `verify`: in float64, but
 for models marked float32, which plain torch runs in that alone.
+Under `mbN` models with BatchNorm run as `mbN/own-statistics`: each microbatch has its own, and so has the reference.
 `make zoo` measures all of them again; [CONTRIBUTING.md](../CONTRIBUTING.md#the-zoo) says how to measure a part.
 
 Packages: {versions}.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import shardwright
@@ -84,7 +84,7 @@ def tried(model: ZooModel, layout: str, mode: str = "train", library: str = "") 
     module.train(mode == "train")
     note = {"alter": lambda run: plans.append(run.plan), "dtype": dtype}
     try:
-        verdict = verify(module, layout, [batch, turned(batch)], loss=loss, **note)
+        verdict = verify(module, with_own_statistics(layout, module), [batch, turned(batch)], loss=loss, **note)
         equal = verdict.equal
         found = {"result": EQUAL if equal else DIFFERS, "off": float(f"{verdict.max_relative_error:.1e}")}
         if not equal:
@@ -98,6 +98,12 @@ def tried(model: ZooModel, layout: str, mode: str = "train", library: str = "") 
         model=model.name, package=model.package, family=model.family, layout=layout, mode=mode, seconds=seconds,
         library=library, dtype=str(dtype).removeprefix("torch."), **found, **shares,
     )  # fmt: skip
+
+
+def with_own_statistics(layout: str, module: nn.Module) -> str:
+    """The layout, in which microbatches have batch statistics of their own where the model computes such."""
+    has_any = any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
+    return re.sub(r"\bmb(\d+)", r"mb\1/own-statistics", layout) if has_any else layout
 
 
 def runs_in(model: ZooModel) -> torch.dtype:
