@@ -20,6 +20,7 @@ from functools import partial
 from math import prod
 from threading import Lock
 from typing import Any, NamedTuple
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +66,13 @@ class Draws:
     """The draws of a model's forward: the place of samples in each, or None for a tensor without samples.
 
     Keys are (module, number of its call, number of the draw in the call). ``others`` are generators beside torch's that
-    the forward draws from.
+    the forward draws from. ``across`` are the modules that reduce all samples of a batch to one, and by which function.
     """
 
     places: dict[tuple[str, int, int], SamplePlace | None] = field(default_factory=dict)
     functions: dict[tuple[str, int, int], str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    across: tuple[tuple[str, str], ...] = ()
 
     def place(self, module: str, call: int, number: int) -> SamplePlace | None:
         """Returns the place of samples in a draw; of one that the example did not make, that of its like.
@@ -93,7 +95,16 @@ class Draws:
         return found
 
     def check(self) -> None:
-        """Raises PlanError if a draw would differ where the samples of a batch are on several ranks."""
+        """Raises PlanError if a draw would differ where the samples of a batch are on several ranks.
+
+        Warns of results that may: a maximum over all samples is another where a rank has some of them.
+        """
+        for path, function in self.across:
+            warn(
+                f"'{path or 'the model'}' takes {function} over all samples of a batch, which this layout cuts: "
+                "if the result matters, it differs from one device; verify says by how much",
+                stacklevel=3,
+            )
         if self.others:
             raise PlanError(
                 f"the forward draws random numbers from {' and '.join(self.others)}",
@@ -174,7 +185,7 @@ def _found(model: nn.Module, inputs: Any) -> Draws:
     with _other_generators() as others:
         recording = record_forward(model, inputs, within)
     axes = axes_of(recording)
-    found = Draws(others=tuple(others))
+    found = Draws(others=tuple(others), across=tuple(_across_samples(recording, axes)))
     for key, use, function in finds[-1].found:
         place = _place(use, recording, axes)
         found.places[key] = MIXED if function == "randperm" and place is not None else place
@@ -208,6 +219,26 @@ def _place(use: TensorUse, recording: Recording, axes: RunAxes) -> SamplePlace |
         return SamplePlace(sized[0]) if len(sized) == 1 else None
     around = _around(dims[at[0]], batch)
     return MIXED if len(at) > 1 or around is None else SamplePlace(at[0], *around)
+
+
+_REDUCTIONS = frozenset(
+    ["amax", "amin", "aminmax", "logsumexp", "max", "median", "min", "std", "std_mean", "var", "var_mean"]
+)
+
+
+def _across_samples(recording: Recording, axes: RunAxes) -> dict[tuple[str, str], None]:
+    """Returns the modules that reduce samples to one number by what is no sum, each with the function."""
+    batch = {leaf for given in recording.inputs if given.shape for leaf in leaves(axes.of(given)[0])}
+    found: dict[tuple[str, str], None] = {}
+    for call in recording.calls:
+        if call.name in _REDUCTIONS and call.operands[0].kind != "constant" and call.results[0].dtype.is_floating_point:
+            before, after = (
+                {leaf for axis in axes.of(use) for leaf in leaves(axis)} & batch
+                for use in (call.operands[0], call.results[0])
+            )
+            if before - after:
+                found[call.module, call.name] = None
+    return found
 
 
 def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:
