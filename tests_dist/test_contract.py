@@ -48,7 +48,9 @@ def step_and_count(world, line, case, model, inputs_and_targets):
         run.step(batch)
     plan, chosen = make_plan(Job(model, case.loss), Layout.parse(line))
     said = Counter()
-    for source, calls in StepTraffic(Job(model, case.loss), plan, chosen, inputs_and_targets[0]).at(run.coord).items():
+    for source, calls in (
+        StepTraffic(Job(model, case.loss), plan, chosen, inputs_and_targets[0]).at(run.coord, checked=True).items()
+    ):
         for call in calls:
             said[source, call.kind, call.axis, call.num_bytes] += call.times
     made = Counter((r.source, r.kind, r.axis, r.num_bytes) for r in records if r.source != "loss")
