@@ -335,3 +335,38 @@ def test_where_the_code_of_stages_is_not_followed_tensor_parallelism_runs_on_par
     assert not runs_on_parts(plans["tp2"])
     assert runs_on_parts(plans["pp2 mb2 tp2"])
     assert verify(model, "pp2 mb2 tp2", [batch], loss=CrossEntropy()).equal
+
+
+class Head(nn.Module):
+    """A head with a bias of its own, which its layer is tied to, as that layer's weight is to the first layer's."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(WIDTH))
+        self.decoder = nn.Linear(WIDTH, WIDTH)
+        self.decoder.weight, self.decoder.bias = first.weight, self.bias
+
+    def forward(self, x):
+        return self.decoder(x)
+
+
+class TiedHead(Layers):
+    def __init__(self):
+        super().__init__()
+        self.head = Head(self.layers[0])
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+def test_a_parameter_of_two_names_has_the_first_on_every_stage():
+    model = model_of(TiedHead)
+    names = []
+    verdict = verify(
+        model,
+        "pp2 mb2 dp2/zero1",
+        batches(),
+        alter=lambda run: names.append((set(run.parameters), set(run.plan.state))),
+    )
+    assert verdict.equal, str(verdict)
+    assert all(held <= known for held, known in names)
