@@ -256,7 +256,6 @@ class HasAMask(nn.Module):
     ("kind", "line", "batch", "reason"),
     [
         (TiedByFunction, "tp2", TOKENS, "is read by other code than its own layer"),
-        (HasAMask, "dp2", BATCH, "has no values"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -266,6 +265,12 @@ def test_what_cannot_be_right_is_refused_with_its_reason(kind, line, batch, reas
         model = kind()
     with pytest.raises((PlanError, RankFailedError), match=reason):
         verify(model, line, [batch])
+
+
+def test_a_mask_that_a_constructor_fills_has_its_values_in_a_model_built_without():
+    with without_values():
+        model = HasAMask()
+    assert verify(model, "dp2", [BATCH]).equal
 
 
 def test_a_token_outside_the_table_is_refused_as_on_one_device():

@@ -94,7 +94,7 @@ def test_only_what_is_partial_is_summed():
 def on_ranks(model, line, work):
     """``work(run)`` on every rank."""
     layout = Layout.parse(line)
-    return launch(lambda world: work(parallelize(model, line, world)), layout, ranks="threads")
+    return launch(lambda world: work(parallelize(model, line, world, check_every=0)), layout, ranks="threads")
 
 
 def test_a_parameter_that_no_rank_uses_has_no_gradient_as_on_one_device():
@@ -151,7 +151,7 @@ def test_a_gradient_that_comes_after_its_unit_was_summed_is_refused_by_name(line
     model = CalledThrice()
 
     def work(world):
-        run = parallelize(model, line, world)
+        run = parallelize(model, line, world, check_every=0)
         with pytest.raises(PlanError, match=r"'again\.\w+' gets another gradient(.*\n)*.*use_reentrant=False"):
             run.step(next(run.shard([BATCH])))
 

@@ -22,7 +22,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.costs import Cost, CostCounting
 from shardwright.analysis.device_moves import call_on_meta
-from shardwright.analysis.draw_calls import draw_of
 from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
@@ -94,8 +93,7 @@ class ForwardRecord:
     ``calls`` lists, for each module, which event made each of its calls; None for calls by code between units.
     ``inside`` are the modules in each unit, itself included, by the names that they are called by in ``calls``.
     ``together`` are pairs of events which exchange a value on another way than by arguments and results; ``escaping``
-    are events with a value that the code between units takes so. ``shared_buffers`` are those that this code reads, and
-    ``attending`` the modules whose own code calls torch's attention with dropout, which runs as other functions later.
+    are events with a value that the code between units takes so. ``shared_buffers`` are those that this code reads.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -107,7 +105,6 @@ class ForwardRecord:
     together: set[tuple[int, int]] = field(default_factory=set)
     escaping: set[int] = field(default_factory=set)
     shared_buffers: set[str] = field(default_factory=set)
-    attending: set[str] = field(default_factory=set)
     specs: dict[ValueName, GhostSpec] = field(default_factory=dict)
 
 
@@ -206,9 +203,6 @@ class _Events(TorchFunctionMode):
         given = tensors_in(args, named)
         for tensor in given:
             self._look_at(tensor)
-        draw = draw_of(func, args, named) if self._unit is None else None
-        if draw is not None and draw.kind == "attend":
-            self.record.attending.add(self.record.scopes[self._scope].path)
         takes = tuple(map(self._name, given))
         if all(name is None for name in takes):
             return call_on_meta(func, args, named, self._device)

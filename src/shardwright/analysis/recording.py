@@ -160,6 +160,8 @@ class _WholeCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+            raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
         if func not in WHOLE_CALLS:
             return call_on_meta(func, args, named, "cpu")
         with self._recorded.quiet():

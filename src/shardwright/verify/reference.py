@@ -104,10 +104,13 @@ def reference(
         mean, divisor = mean_of(loss_sum, sum(float(count) for _, count in sums))
         outcome.losses.append(mean.item())
         outcome.loss_dtype = loss_sum.dtype
-        loss_sum.backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= divisor  # here, since a loss in float32 would round 1 / divisor, and all with it
+        if _bits([loss_sum]) >= _bits(model.parameters()):
+            mean.backward()
+        else:  # a loss in float32 would round 1 / divisor, and with it every gradient
+            loss_sum.backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad / divisor  # a new tensor: parameters may share a gradient
         if step == 0:
             outcome.gradients = copied_gradients(dict(model.named_parameters()))
             outcome.eps = (FLOOR * _largest(outcome.gradients) or 1e-8) if eps is None else eps
@@ -122,6 +125,11 @@ def reference(
         name for name in different if before[name].is_floating_point() or before[name].is_complex()
     )
     return outcome
+
+
+def _bits(tensors: Iterable[Tensor]) -> int:
+    """Returns the most bits of a floating-point number of these tensors."""
+    return max((torch.finfo(t.dtype).bits for t in tensors if t.is_floating_point() or t.is_complex()), default=0)
 
 
 def _parts(plan: Plan, batch: Batch) -> Iterator[tuple[Sequence[int], Batch]]:

@@ -115,7 +115,7 @@ def test_a_picture_with_fewer_rows_than_ranks_is_refused_by_every_stage_before_a
     model = nn.Sequential(nn.Conv2d(4, 4, 1), *head(4))
 
     def work(world):
-        run = parallelize(model, "pp2 tp4/spatial", world)
+        run = parallelize(model, "pp2 tp4/spatial", world, check_every=0)
         (batch,) = run.shard([(torch.ones(2, 4, 3, 9), torch.zeros(2, dtype=torch.int64))])
         with world.recorder.recording() as records:
             try:
@@ -207,7 +207,7 @@ def shapes_seen(case: Case, line: str, kinds: tuple[type[nn.Module], ...]):
     """On each rank, the shapes of what modules of these kinds put out in a forward."""
 
     def work(world):
-        run = parallelize(case.model, line, world, loss=case.loss)
+        run = parallelize(case.model, line, world, loss=case.loss, check_every=0)
         seen: dict[str, tuple[int, ...]] = {}
         for path, module in run.model.named_modules():
             if isinstance(module, kinds):
@@ -251,7 +251,7 @@ class Alive(TorchDispatchMode):
 
 def held_for_backward(line: str, model: nn.Module, x: torch.Tensor) -> list[int]:
     def work(world):
-        run = parallelize(model, line, world)
+        run = parallelize(model, line, world, check_every=0)
         run.rng.samples = range(len(x))
         with Alive(x) as alive:
             output = run.model(x)
@@ -284,7 +284,7 @@ def test_windows_read_rows_of_neighbours_alone():
     model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
     def work(world):
-        run = parallelize(model, "tp4/spatial", world)
+        run = parallelize(model, "tp4/spatial", world, check_every=0)
         (batch,) = run.shard([(torch.randn(2, 4, 12, 5), torch.zeros(2, dtype=torch.int64))])
         with world.recorder.recording() as records:
             run.step(batch)
@@ -302,7 +302,7 @@ def test_windows_read_rows_of_neighbours_alone():
 
 def on_ranks(case: Case, line: str, look):
     def work(world):
-        run = parallelize(case.model, line, world, loss=case.loss)
+        run = parallelize(case.model, line, world, loss=case.loss, check_every=0)
         for batch in run.shard(case.batches):
             run.step(batch)
         return look(run)
@@ -378,7 +378,7 @@ def test_a_picture_that_is_changed_in_place_after_it_was_read_is_an_error_as_on_
     model = Careless()
 
     def work(world):
-        run = parallelize(model, line, world)
+        run = parallelize(model, line, world, check_every=0)
         run.step(next(run.shard([(torch.randn(2, 4, 9, 9), torch.zeros(2, dtype=torch.int64))])))
 
     with pytest.raises((RuntimeError, PlanError, RankFailedError), match=r"in.?place"):
@@ -471,7 +471,7 @@ def test_a_picture_with_fewer_rows_than_ranks_is_refused_on_every_rank_before_an
     model = nn.Sequential(nn.Conv2d(4, 4, 1), *head(4))
 
     def work(world):
-        run = parallelize(model, "tp4/spatial", world)
+        run = parallelize(model, "tp4/spatial", world, check_every=0)
         (batch,) = run.shard([(torch.ones(2, 4, 3, 9), torch.zeros(2, dtype=torch.int64))])
         with world.recorder.recording() as records:
             try:
@@ -503,7 +503,9 @@ def test_a_call_that_was_not_followed_is_refused(inputs):
     model = WithADefault()
     assert verify(model, "tp2/spatial", [(torch.ones(2, 4, 5, 5), targets)]).equal
     with pytest.raises((PlanError, RankFailedError), match="other arguments than its code was traced with"):
-        launch(lambda world: parallelize(model, "tp2/spatial", world).predict(inputs), 2, ranks="threads")
+        launch(
+            lambda world: parallelize(model, "tp2/spatial", world, check_every=0).predict(inputs), 2, ranks="threads"
+        )
 
 
 def test_options_of_other_modes_do_not_go_with_spatial():

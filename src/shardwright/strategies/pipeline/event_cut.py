@@ -141,14 +141,13 @@ def _opened(
 ) -> set[str]:
     """Returns the modules whose inner calls are events."""
     share = record.scopes[0].cost.work / num_chunks
-    whole = record.attending.union(closed)
     found = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(len(parts))}
     children = {scope.caller for scope in record.scopes}
     for number, scope in enumerate(record.scopes):
         module = model.get_submodule(scope.path)
         from_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in KNOWN_LOOPS
         plain = isinstance(module, nn.Sequential | nn.ModuleList)
-        if scope.path in whole or number not in children or (from_torch and not plain):
+        if scope.path in closed or number not in children or (from_torch and not plain):
             continue
         is_called = scope.caller < 0 or record.scopes[scope.caller].path in found
         if is_called and (scope.caller < 0 or scope.cost.work > share * FINEST):

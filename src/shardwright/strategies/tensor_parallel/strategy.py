@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
+from torch import nn
+
+from shardwright.analysis.structure import has_hooks
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError, PlanError
 from shardwright.mesh import Coord
@@ -102,9 +105,11 @@ class TensorParallel:
                 raise
             return on_parts
         share = share_cut(known)
-        # what is gained must be worth the mode
-        least = max(LEAST_SHARE, 2 * share) if share < ENOUGH else share + GAIN
-        return known if least > 1 else place_on_parts(job, plan, mode, least) or known
+        least = max(LEAST_SHARE, 2 * share) if share < ENOUGH else share + GAIN  # what is gained must be worth the mode
+        keeps = share >= ENOUGH and any(
+            isinstance(m, nn.MultiheadAttention) or has_hooks(m) for m in job.model.modules()
+        )
+        return known if (keeps and share >= ENOUGH) or least > 1 else place_on_parts(job, plan, mode, least) or known
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Gives each module of this rank its tensor-parallel forward."""
