@@ -80,10 +80,10 @@ def test_a_hook_on_the_whole_model_sees_whole_logits(line):
     seen = []
     gpt = GPT(GPTConfig(vocabulary=19, max_tokens=6, num_layers=1, num_heads=2, width=8, hidden=16))
     gpt.register_forward_hook(lambda m, args, y: seen.append(y.shape[-1]))
+    tokens = torch.randint(19, (4, 6))
 
     def work(world):
         run = parallelize(gpt, line, world, loss=CrossEntropy())
-        tokens = torch.randint(19, (4, 6))
         run.step(next(run.shard([(tokens, tokens)])))
 
     launch(work, Layout.parse(line), ranks="threads")
