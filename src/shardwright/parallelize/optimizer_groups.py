@@ -57,7 +57,7 @@ def check_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.P
 
     Stages may have no parameter of a group, so there such a group says nothing.
     """
-    matrices = (name for name in parameters if len(plan.compute[name].shape) > 1)
+    matrices = (name for name in parameters if name in plan.state and len(plan.compute[name].shape) > 1)
     flat = next((name for name in matrices if plan.state[name].parameter.is_flat), None)
     empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
     if empty and flat is not None and plan.stages is None:

@@ -74,9 +74,9 @@ class Run:
         self.model, self.loss = job.model, job.loss
         self.plan, self.world, self.axes = plan, world, axes
         stored = {name: p for each in applied for name, p in each.parameters.items()}
-        # the plan has each parameter once: a tied one's other name may be the first where its first is on another stage
+        # the other name of a tied parameter may be the first on a stage that holds nothing of it
         self.parameters: Mapping[str, nn.Parameter] = {
-            name: stored.get(name, p) for name, p in self.model.named_parameters() if name in plan.state
+            name: stored.get(name, p) for name, p in self.model.named_parameters() if name in plan.state or p.numel()
         }
         self.offload = next((each.offload for each in applied if each.offload is not None), None)
         self._applied = applied
