@@ -111,8 +111,6 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | Non
     columns = [axis for axis in mode.axes if axis.stream != "T"]
     if len(columns) > 1 or (any(axis.stream == "C" for axis in columns) and mode.row_axes):
         return None
-    if not columns and plan.layout.factor("pp") is not None and not job.recorded:
-        return None  # samples alone would be cut, which stages of known layers do too
     name = columns[0].name if columns else None
     try:
         cuts = graph_cuts(job.model, job.example, columns[0].size if columns else 1)

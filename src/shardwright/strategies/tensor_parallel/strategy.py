@@ -104,6 +104,8 @@ class TensorParallel:
             if on_parts is None:
                 raise
             return on_parts
+        if plan.layout.factor("pp") is not None and all(axis.stream == "T" for axis in mode.axes):
+            return known  # parts would cut samples alone, which stages of known layers do too
         share = share_cut(known)
         least = max(LEAST_SHARE, 2 * share) if share < ENOUGH else share + GAIN  # what is gained must be worth the mode
         keeps = share >= ENOUGH and any(
