@@ -23,12 +23,14 @@ def crossing_name(value: ValueName) -> str:
 class EventsChunked:
     """A recorded forward whose chunks begin at the calls ``starts``, the first at the model's beginning.
 
-    ``names`` are the parameters and buffers in each module.
+    ``names`` are the parameters and buffers in each module. ``planned`` is the forward whose chunks these follow: where
+    this one skips a call at which a chunk begins, the chunk begins at the next call of it or of a later chunk.
     """
 
     record: ForwardRecord
     starts: tuple[CallSite, ...]
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    planned: EventsChunked | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -45,7 +47,10 @@ class EventsChunked:
         for site in self.starts[1:]:
             calls = self.record.calls.get(site.module, [])
             event = calls[site.number] if site.number < len(calls) else None
-            if event is None or event <= found[-1]:
+            if self.planned is not None and len(calls) <= site.number:
+                found.append(self._next(self.planned, len(found), found[-1]))
+                continue
+            if event is None or event < found[-1] + (self.planned is None):
                 raise LayoutError(
                     f"this forward does not call '{site.module}', where a stage begins, in the order of the cut",
                     given=f"{len(calls)} calls of it, of modules {', '.join(list(self.record.calls)[:6])}, ...",
@@ -54,6 +59,16 @@ class EventsChunked:
                 )
             found.append(event)
         return (*found, len(self.record.events))
+
+    def _next(self, planned: EventsChunked, chunk: int, first: int) -> int:
+        """Returns the first event from ``first`` on that a chunk or a later one made in the planned forward."""
+        later = {
+            CallSite(event.name, event.number)
+            for event in planned.record.events[planned.bounds[chunk] :]
+            if event.number is not None
+        }
+        events = enumerate(self.record.events[first:], first)
+        return next((n for n, e in events if CallSite(e.name, e.number or 0) in later), len(self.record.events))
 
     @cached_property
     def chunk_of(self) -> tuple[int, ...]:

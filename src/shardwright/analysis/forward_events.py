@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,19 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.costs import Cost, CostCounting
 from shardwright.analysis.device_moves import call_on_meta
+from shardwright.analysis.draw_calls import DrawCall, draw_of
 from shardwright.analysis.meta_device import on_meta
+from shardwright.analysis.meta_values import MetaValues
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
 
 _TAG = "_made_by_event"
+
+_READERS = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
+"""The functions that read values without an operator."""
+
+Draw = Callable[[str, int, int, DrawCall], Tensor]
+"""Gives a random number by module, number of the module's call, number of the draw in the call, and the draw itself."""
 
 ValueName = tuple[int, int]
 """A value: the number of the event that made it, and its place among that event's results."""
@@ -94,6 +103,8 @@ class ForwardRecord:
     ``inside`` are the modules in each unit, itself included, by the names that they are called by in ``calls``.
     ``together`` are pairs of events which exchange a value on another way than by arguments and results; ``escaping``
     are events with a value that the code between units takes so. ``shared_buffers`` are those that this code reads.
+    ``is_one_path``: the code between units has read no value of an input and no random number; if it has, other inputs
+    of the same shapes may give other events.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -106,6 +117,7 @@ class ForwardRecord:
     escaping: set[int] = field(default_factory=set)
     shared_buffers: set[str] = field(default_factory=set)
     specs: dict[ValueName, GhostSpec] = field(default_factory=dict)
+    is_one_path: bool = True
 
 
 def tag_value(tensor: Tensor, name: ValueName | None) -> None:
@@ -182,9 +194,17 @@ def calls_replaced(around: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
 class _Events(TorchFunctionMode):
     """The mode that writes a :class:`ForwardRecord`."""
 
-    def __init__(self, model: nn.Module, units: Collection[str], work: CostCounting, device: str) -> None:
+    takes_draws = True
+
+    def __init__(
+        self, model: nn.Module, units: Collection[str], work: CostCounting, device: str, values: MetaValues,
+        draw: Draw | None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._device = device
+        self._device, self._values, self._draw = device, values, draw
+        self._running: list[tuple[str, int]] = []
+        self._num_draws = Counter[tuple[str, int]]()
+        self._varying: dict[int, Tensor] = {}  # what code between units makes of the inputs' values, alive
         self.record, self.names = ForwardRecord(), ParameterIndex(model)
         self._units, self._work, self._numbers = frozenset(units), work, Counter[str]()
         self._unit: int | None = None
@@ -204,8 +224,11 @@ class _Events(TorchFunctionMode):
         for tensor in given:
             self._look_at(tensor)
         takes = tuple(map(self._name, given))
+        draw = draw_of(func, args, named)
+        if draw is not None:
+            self._num_draws[self._running[-1]] += 1
         if all(name is None for name in takes):
-            return call_on_meta(func, args, named, self._device)
+            return self._free(func, args, named, given, draw)
         versions, before = [tensor._version for tensor in given], self._work.now()
         results = call_on_meta(func, args, named, self._device)
         made = tensors_in(results)
@@ -218,6 +241,24 @@ class _Events(TorchFunctionMode):
             reads = frozenset(name for name in takes if isinstance(name, str))
             self._add(function_name(func), None, given, takes, results, written, reads, self._work.since(before))
         return results
+
+    def _free(self, func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor], draw: DrawCall | None) -> Any:
+        """Runs a function of inputs and constants alone, and notes whether code reads what depends on the inputs."""
+        if self._draw is not None and draw is not None and draw.drawn(None) is None and prod(draw.size) == 1:
+            results = self._draw(*self._running[-1], self._num_draws[self._running[-1]] - 1, draw)
+        else:
+            reads = self._values.num_reads
+            results = call_on_meta(func, args, named, self._device)
+            if self._unit is not None or not any(id(tensor) in self._varying for tensor in given):
+                return results
+            if self._values.num_reads > reads or func in _READERS:
+                self.record.is_one_path = False
+        self.vary((results, given))
+        return results
+
+    def vary(self, tree: Any) -> None:
+        """Notes that tensors have other values in another microbatch."""
+        self._varying.update((id(tensor), tensor) for tensor in tensors_of(tree))
 
     def _look_at(self, tensor: Tensor) -> None:
         """Notes which weights are read where, and values that reach an event on another way than as arguments."""
@@ -271,6 +312,10 @@ class _Events(TorchFunctionMode):
         def call(*args: Any, **named: Any) -> Any:
             number = self._numbers[path]
             self._numbers[path] += 1
+            with self._within(path, number):
+                return run(number, args, named)
+
+        def run(number: int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             is_unit = self._unit is None and path in self._units
             self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
             if is_unit:
@@ -286,6 +331,14 @@ class _Events(TorchFunctionMode):
             return results
 
         return call
+
+    @contextmanager
+    def _within(self, path: str, number: int) -> Iterator[None]:
+        self._running.append((path, number))
+        try:
+            yield
+        finally:
+            self._running.pop()
 
     def _call_unit(self, path: str, number: int, original: Any, args: Any, named: Any) -> Any:
         with below_functions():
@@ -319,8 +372,12 @@ class _Events(TorchFunctionMode):
         return self.record
 
 
-def record_events(model: nn.Module, inputs: Any, units: Collection[str] = ()) -> ForwardRecord:
+def record_events(
+    model: nn.Module, inputs: Any, units: Collection[str] = (), draw: Draw | None = None
+) -> ForwardRecord:
     """Runs one forward of a model on the meta device, and returns its events; ``units`` are events as a whole.
+
+    ``draw`` gives the single random numbers that the code draws, by which it may skip a layer; without it all are 0.5.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).to("meta")
     >>> record = record_events(model, torch.empty(4, 2), ["0", "1"])
@@ -328,9 +385,11 @@ def record_events(model: nn.Module, inputs: Any, units: Collection[str] = ()) ->
     [('0', (None,)), ('1', ((0, 0),))]
     """
     work = CostCounting()
-    with on_meta(model), ignoring_batch_statistics(model), work:
+    with on_meta(model) as values, ignoring_batch_statistics(model), work:
+        assert values is not None
         devices = (tensor.device.type for tensor in tensors_in(inputs) if not tensor.is_meta)
-        mode = _Events(model, units, work, next(devices, "cpu"))
+        mode = _Events(model, units, work, next(devices, "cpu"), values, draw)
+        mode.vary(inputs)
         paths = {module: path for path, module in model.named_modules()}
         mode.record.inside = {
             unit: tuple(paths[each] for each in model.get_submodule(unit).modules()) for unit in units

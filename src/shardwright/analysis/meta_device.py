@@ -16,10 +16,10 @@ from shardwright.analysis.meta_values import MetaValues
 
 
 @contextmanager
-def on_meta(model: nn.Module, *, values: bool = True, guess: bool | None = None) -> Iterator[None]:
+def on_meta(model: nn.Module, *, values: bool = True, guess: bool | None = None) -> Iterator[MetaValues | None]:
     """Returns a context in which the model's forward can run on the meta device, also on no samples.
 
-    ``values``: small constants have values that the model's code may read; they are kept to the end. ``guess`` answers
+    Yields the :class:`MetaValues`, None without them. ``values``: small constants have values that the model's code may read; they are kept to the end. ``guess`` answers
     questions about other values, as in :class:`MetaValues`.
 
     >>> class Masked(nn.Linear):
@@ -33,7 +33,7 @@ def on_meta(model: nn.Module, *, values: bool = True, guess: bool | None = None)
     kept = MetaValues(guess=guess) if values else nullcontext()
     instead = {functional.interpolate: _interpolate}
     with IgnoresDeviceMoves(torch.device("meta"), instead), without_branches(model), kept:
-        yield
+        yield kept if isinstance(kept, MetaValues) else None
 
 
 def _interpolate(input: Tensor, *args: Any, **named: Any) -> Tensor:

@@ -81,6 +81,8 @@ class MetaValues(TorchDispatchMode):
 
     def __init__(self, *, guess: bool | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.num_reads = 0
+        """How often code has read values so far, or made a tensor whose shape depends on values."""
         self._guess = guess
         self._values: dict[Key, Tensor] = {}
         self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
@@ -109,6 +111,7 @@ class MetaValues(TorchDispatchMode):
             return self._silently(func, args, named, given)
         values = [self.values(tensor) for tensor in given]
         known = name not in RANDOM and all(value is not None for value in values)
+        self.num_reads += name in _READS or _has_size_of_values(name, args)
         small = known and sum(value.numel() for value in values if value is not None) <= MOST_ELEMENTS
         if name in _READS:
             if not known and self._guess is not None and (name == "equal" or given[0].dtype is torch.bool):
@@ -133,8 +136,7 @@ class MetaValues(TorchDispatchMode):
 
     def _on_meta(self, func: Any, name: str, args: Any, named: dict[str, Any], known: bool) -> Any:
         written = written_arguments(func, args, named, Tensor)
-        masked = name == "index" and any(t.dtype is torch.bool for t in tree_leaves(args[1]) if isinstance(t, Tensor))
-        if name in _UNKNOWN_SIZE or masked:
+        if _has_size_of_values(name, args):
             if not known:
                 raise ValueReadError(f"the shape of the result of '{name}' is that of a real run only")
             return tree_map_only(Tensor, self._meta_of, func(*self._on_cpu(args), **self._on_cpu(named)))
@@ -199,6 +201,11 @@ def _drawn(func: Any, args: Any, named: dict[str, Any]) -> Any:
         if isinstance(result, Tensor):
             result.fill_(0.5)
     return results
+
+
+def _has_size_of_values(name: str, args: Sequence[Any]) -> bool:
+    masked = name == "index" and any(each.dtype is torch.bool for each in tensors_of(args[1]))
+    return name in _UNKNOWN_SIZE or masked
 
 
 def _makes_meta(named: dict[str, Any]) -> bool:

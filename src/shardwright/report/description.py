@@ -105,18 +105,23 @@ def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:
     if schedule is None or stages is None:
         return {}
     work = sum(cost.work for cost in stages.costs) or 1.0
+    size = sum(cost.parameter_bytes for cost in stages.costs) or 1
     found = []
     for stage in range(schedule.num_stages):
         chunks = schedule.chunks_of(stage)
         costs = [stages.costs[chunk] for chunk in chunks]
         share = sum(cost.work for cost in costs) / work
-        is_large = share * schedule.num_stages > UNEVEN
+        held = sum(cost.parameter_bytes for cost in costs) / size
+        why = []
+        if isinstance(stages, EventStages):
+            why += [stages.costliest(chunks)] if share * schedule.num_stages > UNEVEN else []
+            why += [stages.heaviest(chunks)] if held * schedule.num_stages > UNEVEN else []
         found.append(
             {
                 "stage": stage,
                 "chunks": [{"chunk": chunk, "calls": list(stages.chunked.calls_of(chunk))} for chunk in chunks],
                 "share_of_time": share,
-                **({"why_large": stages.costliest(chunks)} if is_large and isinstance(stages, EventStages) else {}),
+                **({"why_large": ", ".join(why)} if why else {}),
                 "parameter_bytes": sum(cost.parameter_bytes for cost in costs),
                 "activation_bytes": sum(cost.activation_bytes for cost in costs),
             }

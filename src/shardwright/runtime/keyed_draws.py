@@ -57,18 +57,9 @@ class _ModuleDraws:
         """Returns the numbers of the next draw of this call."""
         if isinstance(self.call, PlanError):
             raise self.call
-        keyed, key = self.keyed, f"{self.path}#{self.call}/{self.number}"
-        samples = keyed.rng.samples if self.rows is None else self.rows()
-        place: SamplePlace | None = FIRST
-        if keyed.draws is not None:
-            try:
-                place = keyed.draws.place(self.path, self.call, self.number)
-            except KeyError:
-                place = FIRST
+        samples = self.keyed.rng.samples if self.rows is None else self.rows()
         self.number += 1
-        if place == MIXED:  # one rank has all samples
-            place = None
-        return KeyedNumbers(keyed.rng, key, place, samples, device, self.tokens if place == FIRST else None)
+        return self.keyed.numbers(self.path, self.call, self.number - 1, samples, device, self.tokens)
 
 
 class KeyedDraws(TorchFunctionMode):
@@ -86,6 +77,26 @@ class KeyedDraws(TorchFunctionMode):
         super().__init__()
         self.rng, self.draws = rng, draws
         self.running: list[_ModuleDraws] = []
+
+    def numbers(
+        self, path: str, call: int, number: int, samples: Sequence[int], device: torch.device, tokens: Tokens | None
+    ) -> KeyedNumbers:
+        """Returns the numbers of a draw, by its module, the number of the module's call, and its number in the call."""
+        place: SamplePlace | None = FIRST
+        if self.draws is not None:
+            try:
+                place = self.draws.place(path, call, number)
+            except KeyError:
+                place = FIRST
+        if place == MIXED:  # one rank has all samples
+            place = None
+        key = f"{path}#{call}/{number}"
+        return KeyedNumbers(self.rng, key, place, samples, device, tokens if place == FIRST else None)
+
+    def draw(self, path: str, call: int, number: int, draw: DrawCall) -> Tensor:
+        """Returns what a call that gets no tensor draws."""
+        numbers = self.numbers(path, call, number, self.rng.samples, torch.device("cpu"), None)
+        return _KEYED[draw.kind](draw, None, numbers)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -126,6 +137,7 @@ def key_draws(
     the mode, and drawn tensors have the samples in dim 0. The others are those of :func:`key_dropout`.
     """
     keyed = KeyedDraws(rng, draws)
+    rng.draw = keyed.draw
     drawing = None if draws is None else draws.in_modules()
     of_layer = {*(cuts or {}), *with_samples_in_dim_1(model)}
     others = set()

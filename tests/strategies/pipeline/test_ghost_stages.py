@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -83,35 +84,75 @@ def test_a_path_that_depends_on_activations_is_refused_before_the_first_step():
 
 
 class ReadsInputs(Layers):
+    """Masks samples, and leaves the mask out where it would change nothing."""
+
     def forward(self, x):
-        if x[0, 0] < 100:
-            return super().forward(x)
-        return super().forward(self.layers[0](x))
+        mask = x[:, :1] > 100
+        for layer in self.layers:
+            y = torch.tanh(layer(x / 100))
+            x = x + (y.masked_fill(mask, 0.0) if mask.any() else y)
+        return x
 
 
-def test_another_path_than_the_recorded_one_raises_and_names_the_call():
-    inputs = [(torch.where(torch.arange(WIDTH) == 0, 200.0, x), y) for x, y in batches()[:1]]
-    assert verify(model_of(ReadsInputs), "pp2 mb2", batches()).equal
-    # each form of inputs is recorded once: the second microbatch takes another path than the first
+def mixed_batch(num: int = 2):
+    """A batch of which every second part of ``num`` has inputs that take the other path."""
     x, y = batches()[0]
-    mixed = torch.cat([x[:4], inputs[0][0][:4]])
-    with pytest.raises(Exception, match="the forward does other calls than those that were recorded") as found:
-        verify(model_of(ReadsInputs), "pp2 mb2", [(mixed, y)])
-    assert "layers.0" in str(found.value)
+    other = torch.where(torch.arange(WIDTH) == 0, 200.0, x)
+    return torch.where((torch.arange(len(x)) * num // len(x) % 2 == 0)[:, None], x, other), y
 
 
-class ChoosesValues(Layers):
+@pytest.mark.parametrize("line", ["pp2 mb2", "pp2/interleaved:v2 mb4", "pp4/zb-v mb8", "pp2 mb2 dp2/zero1"])
+def test_microbatches_take_the_paths_that_their_inputs_ask_for(line):
+    num = 4 if "dp2" in line else Layout.parse(line).num_microbatches
+    assert verify(model_of(ReadsInputs, num=8), line, [mixed_batch(num), *batches()]).equal
+
+
+class SendsMore(Layers):
+    """Where a sample asks for it, a second value goes to the last layer."""
+
+    def forward(self, x):
+        mask = x[:, :1] > 100
+        y = self.layers[0](x / 100)
+        more = self.layers[1](y) * mask if mask.any() else None
+        y = self.layers[2](y)
+        return self.layers[3](y if more is None else y + more)
+
+
+def test_microbatches_may_send_different_values():
+    assert verify(model_of(SendsMore), "pp2/cut:layers.0,layers.2 mb2", [mixed_batch(), *batches()]).equal
+
+
+class SkipsLayers(Layers):
+    """Leaves out layers at random, as speech models do."""
+
+    def step(self, layer, x):
+        return x if torch.rand([]) < 0.4 else super().step(layer, x)
+
+
+@pytest.mark.parametrize("line", ["pp2 mb2", "pp4/gpipe mb4", "pp2/zb-v mb4", "pp2 mb2 dp2/zero1"])
+def test_layers_that_are_skipped_at_random_are_skipped_on_every_stage(line):
+    # also those with which a stage begins, and all layers of a stage
+    result = verify(model_of(SkipsLayers), line, [*batches(), *batches(), *batches()])
+    assert result.equal, str(result)
+
+
+class Alternates(Layers):
+    """Takes another path in every forward, whatever the inputs are."""
+
+    def __init__(self):
+        super().__init__()
+        self.turns = itertools.cycle([False, False, False, True])
+
     def forward(self, x):
         assert x.shape[1] == WIDTH
         y, z = self.layers[0](x), self.layers[1](x)
-        return self.layers[3](self.layers[2](y if x[0, 0] < 100 else z))
+        return self.layers[3](self.layers[2](z if next(self.turns) else y))
 
 
-def test_the_same_calls_on_other_values_raise_too():
-    x, y = batches()[0]
-    mixed = torch.cat([x[:4], torch.where(torch.arange(WIDTH) == 0, 200.0, x[4:])])
-    with pytest.raises(Exception, match=r"call 0 of 'layers\.2' on values"):
-        verify(model_of(ChoosesValues), "pp2/cut:layers.0,layers.2 mb2", [(mixed, y)])
+def test_another_path_than_the_recorded_one_raises_and_names_the_call():
+    with pytest.raises(Exception, match="the forward does other calls than those that were recorded") as found:
+        verify(model_of(Alternates), "pp2/cut:layers.0,layers.2 mb2", batches())
+    assert "call 0 of 'layers.2' on values" in str(found.value)
 
 
 class KeepsTensors(Layers):

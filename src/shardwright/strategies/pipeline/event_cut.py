@@ -1,4 +1,4 @@
-"""Cuts a recorded forward into pipeline chunks: the largest least, then the fewest bytes between chunks.
+"""Cuts a recorded forward into pipeline chunks: the largest least, in work and memory, then the fewest bytes between.
 
 A module whose call costs more than a small part of a chunk's share is opened: the calls that its code makes are events
 of their own, at any depth.
@@ -24,13 +24,16 @@ from shardwright.analysis.structure import has_hooks
 from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError
-from shardwright.plan.event_stages import EventStages
+from shardwright.plan.event_stages import UNEVEN, EventStages
 
 FINEST = 0.25
 """A module is opened if a call of it costs more than this part of a chunk's share of the work."""
 
 SLACK = 1.1
-"""A cut may have a largest chunk this much larger than the least possible, for fewer bytes between chunks."""
+"""A cut may have a largest chunk this much larger than the least possible, for fewer bytes between chunks.
+
+A tenth of a stage's work, so that a cut falls on the border of a block where one is near, and not inside of it.
+"""
 
 
 def cut_events(
@@ -211,8 +214,10 @@ def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int]
     """Returns the events at which chunks begin."""
     inner = [site for site in sites[1:] if not any(a < site <= b for a, b in record.together)]
     places, bytes_at = [0, *inner, len(record.events)], _crossing_bytes(record)
-    work = [0.0, *accumulate(cost.work for cost in costs)]
-    sums, sent = [work[place] for place in places], [bytes_at[place] for place in places]
+    works, memory = _shares([cost.work for cost in costs]), _shares([cost.parameter_bytes for cost in costs])
+    # memory counts where it is more uneven than work by what show names a stage for
+    sums = [[works[place] for place in places], [memory[place] / UNEVEN for place in places]]
+    sent = [bytes_at[place] for place in places]
     if len(places) <= num_chunks:
         a, b = next(iter(record.together))
         raise LayoutError(
@@ -224,15 +229,22 @@ def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int]
         )
 
     def load(first: int, stop: int) -> Price:
-        return 0.0, sums[stop] - sums[first]
+        return 0.0, max(each[stop] - each[first] for each in sums)
 
     (_, least), _ = _best(len(places) - 1, num_chunks, load)
 
     def sent_bytes(first: int, stop: int) -> Price:
-        _, work = load(first, stop)
-        return (float("inf") if work > least * SLACK else float(sent[first])), work
+        work, held = (each[stop] - each[first] for each in sums)
+        fits = work <= least * SLACK and held <= least * (1 + 1e-9)
+        return (float(sent[first]) if fits else float("inf")), max(work, held)
 
     return [places[at] for at in _best(len(places) - 1, num_chunks, sent_bytes)[1]]
+
+
+def _shares(values: Sequence[float]) -> list[float]:
+    """Returns the part of the sum of all values that those before each place are."""
+    whole = sum(values) or 1.0
+    return [each / whole for each in (0.0, *accumulate(values))]
 
 
 Price = tuple[float, float]

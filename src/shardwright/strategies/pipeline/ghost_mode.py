@@ -42,27 +42,34 @@ class ChunkStoppedError(Exception):
 
 
 class GhostMode(TorchFunctionMode):
-    """One chunk's forward of one microbatch; ``made`` are the values that other chunks take, once they are made."""
+    """One chunk's forward of one microbatch; ``made`` are the values that other chunks take, once they are made.
+
+    Without a chunk no event runs.
+    """
 
     takes_draws = True
     """A function that draws random numbers is one event, as it was recorded, however its numbers are computed."""
 
     def __init__(
-        self, chunked: EventsChunked, chunk: int, names: ParameterIndex, received: Mapping[ValueName, Tensor],
+        self, chunked: EventsChunked, chunk: int | None, names: ParameterIndex, received: Mapping[ValueName, Tensor],
         device: torch.device, before: Callable[[int], None],
     ) -> None:  # fmt: skip
         super().__init__()
         self._chunked, self._names, self._device, self._before = chunked, names, device, before
         self._events = chunked.record.events
-        self._first, self._stop = chunked.bounds[chunk : chunk + 2]
-        self._is_last = chunk == chunked.num_chunks - 1
+        self._chunk, end = chunk, len(self._events)
+        self._first, self._stop = (end, end) if chunk is None else chunked.bounds[chunk : chunk + 2]
+        self._is_last = chunk in (None, chunked.num_chunks - 1)
         self._sent = {value for edge, values in chunked.values.items() if edge[0] == chunk for value in values}
         self._real: dict[ValueName, Tensor] = dict(received)
         self._at, self._inside = 0, False
         self.made: dict[ValueName, Tensor] = {}
 
     def run(self, model: nn.Module, units: Mapping[nn.Module, str], opened: Sequence[nn.Module], inputs: Any) -> Any:
-        """Returns the model's output on the last chunk, None on others; hooks on ``opened`` modules do not run."""
+        """Returns the model's output on the last chunk, None on others; hooks on ``opened`` modules do not run.
+
+        Raises: PlanError: the forward makes other calls than the record.
+        """
         callers: dict[nn.Module, Callable[..., Any]] = {module: module.forward for module in opened}
         callers.update((module, self._caller(path, module)) for module, path in units.items())
         with calls_replaced(callers):
@@ -73,7 +80,7 @@ class GhostMode(TorchFunctionMode):
                 return None
         if not self._is_last or self._at != len(self._events):
             raise self._differs("the end of the forward")
-        return tree_map_only(Tensor, self._value, outputs)
+        return None if self._chunk is None else tree_map_only(Tensor, self._value, outputs)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -16,6 +16,7 @@ from shardwright.analysis.forward_events import ParameterIndex, ValueName
 from shardwright.errors import PlanError
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.schedule import Schedule
+from shardwright.rng import RngTracker
 from shardwright.runtime.executor import Microbatch, OutputHandler
 from shardwright.strategies.pipeline.ghost_mode import GhostMode
 from shardwright.strategies.pipeline.ghost_parameters import GhostParameters
@@ -27,13 +28,20 @@ from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 KEPT_RECORDS = 64
 """For how many shapes of inputs records are kept."""
 
+KEPT_PATHS = 8
+"""How many records are kept for inputs of one form: a mask of ones may take another path through the code."""
+
 
 @dataclass
 class GhostStage(PipelineStage[EventStages]):
-    """This rank's pipeline chunks of a model whose forward was recorded, for the executor."""
+    """This rank's pipeline chunks of a model whose forward was recorded, for the executor.
 
+    ``rng`` numbers the random draws of each microbatch; None in a rehearsal.
+    """
+
+    rng: RngTracker | None = None
     _chunks: list[EventsChunked] = field(default_factory=list)
-    _records: dict[object, EventsChunked] = field(default_factory=dict)
+    _records: dict[object, list[EventsChunked]] = field(default_factory=dict)
     _routes: dict[object, list[ChunkRoute]] = field(default_factory=dict)
     _places: GhostParameters | None = None
     _units: Mapping[nn.Module, str] = field(default_factory=dict)
@@ -44,18 +52,21 @@ class GhostStage(PipelineStage[EventStages]):
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
             for edge in self.stages.chunked.edges:
                 spec, _ = spec_of([crossing[name] for name in edge.values], f"chunk {edge.source}")
-                self.p2p.set_spec(self._key(number, microbatch, len(microbatches)), (edge.source, edge.target), spec)
+                key = self._key(number, microbatch, len(microbatches)), self.stages.chunked.edges
+                self.p2p.set_spec(key, (edge.source, edge.target), spec)
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
         """Prepares for one run of a schedule; records the forward of each form of inputs that is new."""
-        count = len(microbatches)
-        keys = [self._key(number, each, count) for number, each in enumerate(microbatches)]
         self._prepare()
-        self._chunks = [self._chunks_for(each.inputs) for each in microbatches]
-        if any(each.edges != self._chunks[0].edges for each in self._chunks):
+        self._chunks = [self._chunks_for(each) for each in microbatches]
+        keys = [
+            (self._key(number, each, len(microbatches)), chunked.edges)
+            for number, (each, chunked) in enumerate(zip(microbatches, self._chunks, strict=True))
+        ]
+        if any(each.values.keys() != self._chunks[0].values.keys() for each in self._chunks):
             raise PlanError(
                 "microbatches of one step take different paths through the model",
-                given="other values cross between stages for one microbatch than for another",
+                given="other stages exchange values for one microbatch than for another",
                 allowed="forwards that make the same calls for every microbatch",
                 fix="write mb1, or give every microbatch inputs of one form",
             )
@@ -83,24 +94,44 @@ class GhostStage(PipelineStage[EventStages]):
             with self._places.standing_in({}):
                 self._names = ParameterIndex(self.model)
 
-    def _chunks_for(self, inputs: Any) -> EventsChunked:
+    def _chunks_for(self, microbatch: Microbatch) -> EventsChunked:
+        """Returns the record of the calls that the forward of a microbatch makes; records it if it is new."""
+        inputs = microbatch.inputs
         leaves, tree = tree_flatten(inputs)
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
         training = tuple(module.training for module in self.model.modules())
         key = (str(tree), shapes, training, torch.is_grad_enabled())
-        found = self._records.pop(key, None)
+        known = self._records.pop(key, [])
+        found = next((each for each in known if each.record.is_one_path or self._follows(each, microbatch)), None)
         if found is None:
             for path, module in self.model.named_modules():
                 self.stages.model.get_submodule(path).training = module.training
-            found = self.stages.with_inputs(inputs)
+            if self.rng is not None:
+                self.rng.samples = microbatch.samples
+            found = self.stages.with_inputs(inputs, None if self.rng is None else self.rng.draw)
             kind = (str(tree), self.model.training)
             if kind not in self._compared:  # all stages begin the same kinds of runs, so all of them compare here
                 self._compared.add(kind)
                 check_same_code(self.p2p.axis.for_strategy("core"), lines_of(found))
-        self._records[key] = found
+        self._records[key] = [found, *(each for each in known if each is not found)][:KEPT_PATHS]
         for old in list(self._records)[:-KEPT_RECORDS]:
             del self._records[old]
         return found
+
+    def _follows(self, chunked: EventsChunked, microbatch: Microbatch) -> bool:
+        """Whether the forward of a microbatch makes the calls of a record: it runs on ghosts alone."""
+        assert self._places is not None
+        assert self._names is not None
+        if self.rng is None:
+            return True
+        self.rng.samples = microbatch.samples  # each forward counts its draws anew
+        mode = GhostMode(chunked, None, self._names, {}, self.p2p.axis.device, lambda _: None)
+        try:
+            with self._places.standing_in({}):
+                mode.run(self.model, self._units, self._places.opened, microbatch.inputs)
+        except Exception:  # also of the user's own code, which has got ghosts of the other path
+            return False
+        return True
 
     def _route_of(self, schedule: Schedule, chunked: EventsChunked) -> ChunkRoute:
         return self._new_route(schedule, self._routes.setdefault(chunked.edges, []), chunked.edges)

@@ -151,7 +151,7 @@ class Pipeline:
 
         rest = (schedule.stage_of, P2P(axes["pp"]), repeat, job.frame)
         if isinstance(stages, EventStages):
-            return Applied(work=GhostStage(job.model, _computing(stages, plan), *rest))
+            return Applied(work=GhostStage(job.model, _computing(stages, plan), *rest, rng=job.rng))
         return Applied(work=Stage(job.model, stages, *rest))
 
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
