@@ -7,7 +7,7 @@ device (``WHOLE_CALLS``) are recorded as one.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -86,6 +86,8 @@ class Recording:
     outputs: list[TensorUse] = field(default_factory=list)
     functions: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)
     """The operators in the backward of the user's own autograd functions, by name."""
+    measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The modules whose code asks for the shape of a parameter, by the parameter's name."""
 
 
 class Recorded(MetaValues):
@@ -149,6 +151,9 @@ class Recorded(MetaValues):
             self._quiet -= 1
 
 
+_SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__))  # type: ignore[attr-defined]
+
+
 class _WholeCalls(TorchFunctionMode):
     """Records the functions of ``WHOLE_CALLS`` as one operator each."""
 
@@ -160,6 +165,9 @@ class _WholeCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        if func in _SIZES and isinstance(args[0], nn.Parameter):
+            recorded = self._recorded
+            recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
         if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
             raise NotImplementedError("the forward takes a gradient itself, which no record of operators has")
         if func not in WHOLE_CALLS:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.errors import PlanError, UnknownCodeError
+from shardwright.analysis.tracer import line_of
+from shardwright.errors import LayoutError, PlanError, UnknownCodeError
 from shardwright.forward_stack import Rung
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.plan import Job, Plan
@@ -29,6 +30,16 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
             return found
     except (UnknownCodeError, PlanError) as error:  # unknown code, or inputs that it takes as *args or **kwargs
         failure = error
+    except LayoutError:
+        raise
+    except Exception as error:  # of the user's own code, on other values than it makes itself: it was followed wrongly
+        failure = UnknownCodeError(
+            f"the code of {type(job.model).__name__} is not followed as it runs",
+            given=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{line_of(error)}",
+            allowed="code that torch can trace, or an example of the inputs, on which the forward is recorded",
+            fix="give parallelize an example, or leave out pp",
+        )
+        failure.__cause__ = error
     others = {factor.axis for factor in plan.layout.factors} - {"pp", "dp"}
     if job.example is not None and not others:
         try:

@@ -180,6 +180,7 @@ class GhostMode(TorchFunctionMode):
     def _marked(self, event: ForwardEvent, given: Sequence[Tensor], results: Any) -> Any:
         """Marks an event's results with their names, and keeps those that other chunks take."""
         leaves, tree = tree_flatten(results)
+        written = dict(enumerate(given))
         if len(leaves) != len(event.results):
             raise self._differs(f"{event} with {len(leaves)} results")
         for place, (leaf, spec) in enumerate(zip(leaves, event.results, strict=True)):
@@ -187,12 +188,13 @@ class GhostMode(TorchFunctionMode):
                 if any(leaf is tensor for tensor in given):  # the record's kernel has made a new tensor
                     leaves[place] = leaf = leaf.view_as(leaf)
                 self._keep(leaf, spec)
-            elif isinstance(spec, SharedOperand) and isinstance(leaf, Tensor) and leaf is not given[spec.operand]:
+            elif isinstance(spec, SharedOperand) and isinstance(leaf, Tensor):
                 name = event.takes[spec.operand]
-                tag_value(leaf, name if isinstance(name, tuple) else None)
+                tag_value(leaf, name if isinstance(name, tuple) else None)  # what was received has no mark
+                written[spec.operand] = leaf  # a layer that writes in place on one device may not do so here
         for place, spec in event.written:
-            self._keep(given[place], spec)
-            self._real[spec.name] = given[place]
+            self._keep(written[place], spec)
+            self._real[spec.name] = written[place]
         return tree_unflatten(leaves, tree)
 
     def _keep(self, tensor: Tensor, spec: GhostSpec) -> None:

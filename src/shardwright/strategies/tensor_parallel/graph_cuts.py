@@ -68,7 +68,7 @@ def graph_cuts(model: nn.Module, inputs: Any, size: int) -> GraphCuts:
         part = part_of(use.shape, [labels_of(axis, cut) for axis in axes.of(use)])
         if part is not None:
             found[name] = part
-    readers: defaultdict[str, set[str]] = defaultdict(set)
+    readers = recording.measured
     for call in recording.calls:
         for use in call.operands:
             if use.kind == "parameter":

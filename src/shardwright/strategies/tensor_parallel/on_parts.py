@@ -99,9 +99,11 @@ class PartsNote:
     rehearsed: dict[Any, Counter[tuple[str, str, int]]] = field(default_factory=dict)
 
 
-def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | None:
+def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan | None = None) -> Plan | None:
     """Returns the plan with parameters cut along the axes of the model's run; None where less than ``least`` is cut.
 
+    ``known`` is the plan that cuts the layers that the grid modes know. Less than ``least`` is enough where that would
+    cut a parameter which other code than its own layer reads, as a head that is a table's transpose does.
     That takes an example of the inputs, and samples that are cut rather than tokens. Models with backwards of their own
     (hooks, autograd functions) do not run on parts: these would see parts of gradients.
     """
@@ -122,8 +124,11 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float) -> Plan | Non
         check_samples_apart(job.model, str(plan.layout.factor("tp")))
         plan = cut_rows(plan, mode)
     plan, parts = (plan, {}) if name is None else _cut_parts(plan, cuts.parts, name)
-    plan, stored = _store_parts(job.model, plan, cuts, mode, parts)
-    if share_cut(plan) < least:
+    own = _owners_of(job.model)
+    plan, stored = _store_parts(plan, cuts, mode, parts, own)
+    first = dict.fromkeys(plan.mesh.axes, 0)
+    cut = [] if known is None else [name for name, each in known.compute.items() if each.local_shape(first) != each.shape]
+    if share_cut(plan) < (LEAST_SHARE if any(cuts.readers.get(name, set()) - own[name] for name in cut) else least):
         return None
     for path, module, own, whole in owners(job.model):
         if whole in parts or whole in stored:
@@ -170,15 +175,20 @@ def _runs(cut: bytes, rank: int) -> tuple[tuple[int, int], ...]:
     )
 
 
+def _owners_of(model: nn.Module) -> Mapping[str, set[str]]:
+    """Returns the modules that each parameter is an attribute of."""
+    own: defaultdict[str, set[str]] = defaultdict(set)
+    for path, _, _, name in owners(model):
+        own[name].add(path)
+    return own
+
+
 def _store_parts(
-    model: nn.Module, plan: Plan, cuts: GraphCuts, mode: Mode, parts: Mapping[str, TensorPart]
+    plan: Plan, cuts: GraphCuts, mode: Mode, parts: Mapping[str, TensorPart], own: Mapping[str, set[str]]
 ) -> tuple[Plan, dict[str, StoredParts]]:
     """Stores each weight in parts over the axes that cut samples, in its longest dim that is whole."""
     names = tuple(axis.name for axis in mode.row_axes)
     count = prod(axis.size for axis in mode.row_axes)
-    own: defaultdict[str, set[str]] = defaultdict(set)
-    for path, _, _, name in owners(model):
-        own[name].add(path)
     found = {}
     for name, layout in plan.compute.items() if count > 1 else ():
         taken = [dim for dim, cut in enumerate(parts[name].cuts) if cut is not None] if name in parts else []

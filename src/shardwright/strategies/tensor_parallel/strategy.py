@@ -111,7 +111,9 @@ class TensorParallel:
         keeps = share >= ENOUGH and any(
             isinstance(m, nn.MultiheadAttention) or has_hooks(m) for m in job.model.modules()
         )
-        return known if (keeps and share >= ENOUGH) or least > 1 else place_on_parts(job, plan, mode, least) or known
+        if keeps or least > 1:
+            return known
+        return place_on_parts(job, plan, mode, least, known) or known
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Gives each module of this rank its tensor-parallel forward."""
