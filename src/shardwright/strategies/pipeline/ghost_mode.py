@@ -44,18 +44,21 @@ class ChunkStoppedError(Exception):
 class GhostMode(TorchFunctionMode):
     """One chunk's forward of one microbatch; ``made`` are the values that other chunks take, once they are made.
 
-    Without a chunk no event runs.
+    Without a chunk no event runs. ``plain`` is the model that was recorded, with the user's hooks alone.
     """
 
     takes_draws = True
     """A function that draws random numbers is one event, as it was recorded, however its numbers are computed."""
 
     def __init__(
-        self, chunked: EventsChunked, chunk: int | None, names: ParameterIndex, received: Mapping[ValueName, Tensor],
-        device: torch.device, before: Callable[[int], None],
+        self, chunked: EventsChunked, chunk: int | None, plain: nn.Module, names: ParameterIndex,
+        received: Mapping[ValueName, Tensor], device: torch.device, before: Callable[[int], None],
     ) -> None:  # fmt: skip
         super().__init__()
-        self._chunked, self._names, self._device, self._before = chunked, names, device, before
+        self._chunked, self._plain, self._names = chunked, plain, names
+        self._device, self._before = device, before
+        for name, tensor in received.items():
+            tag_value(tensor, name)
         self._events = chunked.record.events
         self._chunk, end = chunk, len(self._events)
         self._first, self._stop = (end, end) if chunk is None else chunked.bounds[chunk : chunk + 2]
@@ -133,9 +136,20 @@ class GhostMode(TorchFunctionMode):
             with below_functions():
                 given = tensors_in(args, named)
                 takes = self._takes(given)
-            return self._event(event, takes, given, original, args, named)
+            number = self._at
+            results = self._event(event, takes, given, original, args, named)
+            if not self._first <= number < self._stop:
+                self._run_hooks(path, module, args, named, results)
+            return results
 
         return call
+
+    def _run_hooks(self, path: str, module: nn.Module, args: Any, named: Any, results: Any) -> None:
+        """Runs the user's own hooks on the ghosts of a module's results: they may collect them for other code."""
+        plain = self._plain.get_submodule(path)
+        for number, hook in list(plain._forward_hooks.items()):
+            with self._natively():
+                hook(module, args, *([named] if number in plain._forward_hooks_with_kwargs else []), results)
 
     def _event(
         self, event: ForwardEvent, takes: tuple[Any, ...], given: Sequence[Tensor], call: Any, args: Any, named: Any

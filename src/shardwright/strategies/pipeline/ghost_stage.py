@@ -125,7 +125,7 @@ class GhostStage(PipelineStage[EventStages]):
         if self.rng is None:
             return True
         self.rng.samples = microbatch.samples  # each forward counts its draws anew
-        mode = GhostMode(chunked, None, self._names, {}, self.p2p.axis.device, lambda _: None)
+        mode = GhostMode(chunked, None, self.stages.model, self._names, {}, self.p2p.axis.device, lambda _: None)
         try:
             with self._places.standing_in({}):
                 mode.run(self.model, self._units, self._places.opened, microbatch.inputs)
@@ -153,7 +153,7 @@ class GhostStage(PipelineStage[EventStages]):
                 self.repeat(path, times, len(chunked.record.calls[path]))
             places.fetch(chunked.record.events[event])
 
-        mode = GhostMode(chunked, chunk, names, received, self.p2p.axis.device, before)
+        mode = GhostMode(chunked, chunk, self.stages.model, names, received, self.p2p.axis.device, before)
         learning = chunked.record.learning
         with self._calls(chunked, chunk) as fetched, places.standing_in(fetched), names.also(fetched):
             output = mode.run(self.model, self._units, places.opened, inputs)
