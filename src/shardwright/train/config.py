@@ -279,7 +279,7 @@ def options_of(out: Path) -> dict[str, Any]:
 
 
 def run_name_in(out: Path) -> str | None:
-    """Returns the name that ``torchrun`` gave the run in ``out``; None where there is no such run."""
+    """Returns the id of the ``torchrun`` job (``--rdzv-id``) that began the run in a folder; None where none did."""
     try:
         found = json.loads((out / RUN_FILE).read_text()).get("torchrun")
     except (OSError, ValueError, AttributeError):
