@@ -54,13 +54,23 @@ from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
 from shardwright.strategy import check_samples_apart
 
 LEAST_SHARE = 0.2
-"""The share of parameter bytes that must be cut for a model to run on parts."""
+"""The share of parameter bytes that must be cut for a model to run on parts: with less, most of the work is copied.
+
+Where the numbers come from: of the 103 models of docs/models.md under tp2, a record cuts a third or more of each that
+it cuts at all.
+"""
 
 ENOUGH = 0.5
-"""The share below which a record that cuts twice as much takes the place of the layers that the grid modes know."""
+"""The share below which a record that cuts twice as much takes the place of the layers that the grid modes know.
+
+Of those models the known layers are at most 0.43 or at least 0.57, so any number between decides alike.
+"""
 
 GAIN = 0.2
-"""From that share on, how much more a record must cut: all attentions of a model, say, beside its known MLPs."""
+"""From that share on, how much more a record must cut: all attentions of a model, say, beside its known MLPs.
+
+Of those models a record cuts 0.21 more or above (the heads of every attention), or 0.19 and below (some of them).
+"""
 
 
 def share_cut(plan: Plan) -> float:
