@@ -240,7 +240,7 @@ class WriteRecorder(TorchDispatchMode):
         self._add(call)
 
     def mark(self) -> None:
-        """Lets each storage remember how it was filled: a tensor that no module has registered may share it."""
+        """Attaches to each storage the record of how it was filled, for tensors of it that no module has registered."""
         for storage in self._kept:
             setattr(storage, _RECORDED, (self.written, self._numbers[storage._cdata]))
 
@@ -284,7 +284,7 @@ class WriteRecorder(TorchDispatchMode):
 
 
 def view_of(tensor: Tensor, number: int) -> _StorageView:
-    """Returns where a meta tensor lies in the storage of this number."""
+    """Returns a meta tensor's offset, shape, strides and dtype in its storage, which is known by ``number``."""
     num_bytes, offset = tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
     return _StorageView(number, num_bytes, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
@@ -318,7 +318,7 @@ class _FunctionRecorder(TorchFunctionMode):
 
 
 class ModuleRecorder:
-    """A context in which the parameters and buffers that modules register remember how they are filled."""
+    """A context that records how new modules initialize their parameters and buffers, for :func:`recorded_values`."""
 
     def __init__(self) -> None:
         self.recorder = WriteRecorder()

@@ -62,7 +62,7 @@ class Letters:
         self.roles: list[Role] = []
 
     def new(self, size: int, role: Role = Role.SAME) -> Dim:
-        """Returns a dim of one new letter; of none for one element."""
+        """Returns a dim that is one new letter, or that has no letter if its size is 1."""
         return () if size == 1 else self.piece(size, role)
 
     def piece(self, size: int, role: Role = Role.SAME) -> Dim:
@@ -72,7 +72,7 @@ class Letters:
         return (len(self.sizes) - 1,)
 
     def of(self, shape: Sequence[int], role: Role = Role.SAME) -> Dims:
-        """Returns a new letter for each dim of a shape."""
+        """Returns the dims of a tensor of this shape, each a new letter; none is shared with another tensor."""
         return tuple(self.new(size, role) for size in shape)
 
     def size(self, dim: Dim) -> int:

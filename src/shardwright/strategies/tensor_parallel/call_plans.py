@@ -49,7 +49,7 @@ class WriteToPartError(Exception):
 
 
 class Slot(NamedTuple):
-    """The place of a tensor among those of a call plan."""
+    """Stands for a tensor in a call plan: its number, counting the arguments of the call first, then each result."""
 
     number: int
 
