@@ -137,13 +137,14 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     own = _owners_of(job.model)
     plan, stored = _store_parts(plan, cuts, mode, parts, own)
     first = dict.fromkeys(plan.mesh.axes, 0)
-    cut = [] if known is None else [name for name, each in known.compute.items() if each.local_shape(first) != each.shape]
+    before = known.compute if known is not None else {}
+    cut = [name for name, each in before.items() if each.local_shape(first) != each.shape]
     if share_cut(plan) < (LEAST_SHARE if any(cuts.readers.get(name, set()) - own[name] for name in cut) else least):
         return None
-    for path, module, own, whole in owners(job.model):
+    for path, module, name_here, whole in owners(job.model):
         if whole in parts or whole in stored:
             held = list(plan.compute[whole].local_shape(dict.fromkeys(plan.mesh.axes, 0)))
-            why = f"{own} {list(plan.compute[whole].shape)}: {held} on the first rank"
+            why = f"{name_here} {list(plan.compute[whole].shape)}: {held} on the first rank"
             plan = plan.role(path, mode.name, "parts", why)
         elif path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
