@@ -49,7 +49,7 @@ Dims = tuple[Dim, ...]
 
 
 class Letters:
-    """The letters of one operator: their sizes and roles.
+    """The independent indices of one operator's dims: the size of each, and what the operator needs of it.
 
     >>> letters = Letters()
     >>> dims = letters.of((2, 1, 3))
