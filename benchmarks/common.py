@@ -172,3 +172,11 @@ def write(options: argparse.Namespace, script: str, result: dict) -> None:
         folder.mkdir(exist_ok=True)
         stamp = result["machine"]["measured"].replace(":", "").replace("+0000", "")
         (folder / f"{stamp}.json").write_text(text)
+
+
+def write_beside(options: argparse.Namespace, script: str, result: dict) -> None:
+    """Writes as :func:`write` does, but into a folder named as the script: for folders with several scripts."""
+    folder = Path(script).with_suffix("")
+    if options.write:
+        folder.mkdir(exist_ok=True)
+    write(options, str(folder / "results"), result)

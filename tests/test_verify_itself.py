@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwright import verify
+from shardwright.analysis import draws
 from shardwright.models import GPT, GPTConfig, MeanSquaredError
 from shardwright.verify.reference import DeviceDifference
 
@@ -188,6 +189,13 @@ def test_a_device_that_differs_from_itself_by_everything_allows_nothing_wrong(mo
 
 
 NAMES = [name for name, _ in Branches().named_parameters()]
+
+
+def test_all_runs_on_one_device_share_one_search_for_random_numbers(monkeypatch):
+    searches, find = [], draws._found
+    monkeypatch.setattr(draws, "_found", lambda *given: searches.append(given) or find(*given))
+    assert rounded("dp2").own_error
+    assert len(searches) == 3, "one here and one on each rank"
 
 
 def test_a_model_without_float32_inside_keeps_its_tolerance():

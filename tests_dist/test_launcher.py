@@ -28,8 +28,10 @@ from tests_dist.command import (
 )
 
 from shardwright.checkpoint.manifest import steps_in
+from shardwright.comm.backends import fork_server
 from shardwright.comm.backends.run_folder import run_folder
 from shardwright.comm.launch import launch
+from shardwright.errors import RankFailedError
 from shardwright.train.progress import read_metrics
 
 
@@ -233,3 +235,9 @@ def test_processes_are_bound_to_cores_of_their_own_when_told_to():
 
 def _cores(world):
     return sorted(os.sched_getaffinity(0))
+
+
+def test_a_fork_server_that_ends_before_the_ranks_start_is_explained(monkeypatch):
+    monkeypatch.setattr(fork_server, "_COMMAND", "raise SystemExit")
+    with pytest.raises(RankFailedError, match=r"ended before they were started\n  given: .*\n  allowed: .*\n  fix: "):
+        fork_server.ForkServer().fork()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, options_of, sized, write
+from benchmarks.common import machine, options_of, sized, write_beside
 
 import shardwright as sw
 from shardwright.checkpoint.manifest import find
@@ -64,14 +64,6 @@ def flips(world, line, folder, count, draw):
         rows.append(f"{line}, {file.name}, byte {place}, bit {bit}: {outcome}")
     sw.load(folder, run, optimizer)  # the files are as they were
     return rows
-
-
-def write_beside(options, script, result):
-    """Writes the rows as ``write`` does, but into a folder of this runner's own: several stand in one folder."""
-    folder = Path(script).with_suffix("")
-    if options.write:
-        folder.mkdir(exist_ok=True)
-    write(options, str(folder / "results"), result)
 
 
 def main():

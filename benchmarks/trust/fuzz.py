@@ -16,8 +16,8 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, options_of
-from benchmarks.trust.flips import save, started, write_beside
+from benchmarks.common import machine, options_of, write_beside
+from benchmarks.trust.flips import save, started
 
 import shardwright as sw
 from shardwright.checkpoint.manifest import MANIFEST, find, signed

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, options_of, sized, write
+from benchmarks.common import machine, options_of, sized, write_beside
 
 from shardwright.checkpoint.loading import read_whole
 from shardwright.checkpoint.manifest import check_files, find, read, steps_in
@@ -201,10 +201,7 @@ def main():
     table = [row for row in table if row["kills"]]
     for row in table:
         print("  ".join(f"{key} {value if isinstance(value, str) else f'{value:.4g}'}" for key, value in row.items()))
-    results = Path(__file__).with_suffix("")  # a folder of this runner's own beside those of others
-    if options.write:
-        results.mkdir(exist_ok=True)
-    write(options, str(results / "results"), {"machine": facts, "table": table, "rows": rows})
+    write_beside(options, __file__, {"machine": facts, "table": table, "rows": rows})
     if any(row[fault] for row in table for fault in FAULTS):
         sys.exit("a kill left something behind, or lost something")
 

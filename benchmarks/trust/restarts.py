@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, options_of, write
+from benchmarks.common import machine, options_of, write_beside
 
 from shardwright.checkpoint.manifest import steps_in
 from shardwright.train.config import TrainConfig
@@ -114,10 +114,7 @@ def main():
         "recovery_s_max": max(row["recovery_s"] for row in rows),
     }]  # fmt: skip
     print(table[0])
-    results = Path(__file__).with_suffix("")
-    if options.write:
-        results.mkdir(exist_ok=True)
-    write(options, str(results / "results"), {"machine": facts, "table": table, "rows": rows})
+    write_beside(options, __file__, {"machine": facts, "table": table, "rows": rows})
     if table[0]["recovered"] < len(rows) or difference > TOLERANCE:
         sys.exit("a restart did not recover")
 

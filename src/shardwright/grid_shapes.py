@@ -9,7 +9,9 @@ NUM_SIDES = {"2d": 2, "2.5d": 3, "3d": 3}
 
 
 def default_shape(mode: str, num_ranks: int, depth: int = 1) -> tuple[int, ...]:
-    """Returns a mode's default grid of so many ranks; of the depths that divide them, the one nearest to ``depth``.
+    """Returns the shape of a tensor-parallel mode's default grid, with sides as equal as possible.
+
+    A 2.5D grid has the depth nearest to ``depth`` of those that divide ``num_ranks``.
 
     >>> default_shape("2d", 8), default_shape("2.5d", 8, 2), default_shape("3d", 12)
     ((2, 4), (2, 2, 2), (2, 2, 3))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -33,6 +32,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from shardwright.operator_schemas import makes_meta, undrawn, written_arguments
+
 GENERATOR_LOCK = threading.Lock()
 """Held while drawing: ranks may be threads of one process, which share torch's default generator."""
 
@@ -43,7 +44,7 @@ _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 """Functions that drop the data on the meta device before any operator runs."""
 
 _RECORDED = "_recorded_values"
-_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # what a function mode sees of ``tensor.is_meta``
 _OF_THREAD = threading.local()
 
 
@@ -218,17 +219,18 @@ class WriteRecorder(TorchDispatchMode):
     ) -> Any:
         named, name = dict(kwargs or {}), function.overloadpacket.__name__
         given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
-        device = named.get("device")
-        made_there = device is not None and torch.device(device).type == "meta"
-        on_meta = made_there or any(tensor.is_meta for tensor in given)
+        on_meta = makes_meta(named) or any(tensor.is_meta for tensor in given)
         draws = torch.Tag.nondeterministic_seeded in function.tags
-        results = _undrawn(function, name, args, named) if on_meta and draws else function(*args, **named)
+        results = undrawn(function, args, named, "meta") if on_meta and draws else function(*args, **named)
         if on_meta and name not in _EMPTY and name not in _SILENT and not function.is_view:
             self._note(function, args, named, results, draws=draws)
         return results
 
     def note_init(self, name: str, tensor: Tensor, named: dict[str, Any]) -> None:
-        """Notes a function of ``nn.init`` that leaves meta tensors alone, and would fill this one."""
+        """Notes that ``nn.init`` was asked to fill a meta tensor, which it left as it was; ``named`` are the arguments.
+
+        So the tensor is filled by the same function where its values are needed.
+        """
         view = self._view(tensor)
         self._num_draws += 1
         storage = frozenset([view.storage])
@@ -238,12 +240,12 @@ class WriteRecorder(TorchDispatchMode):
         self._add(call)
 
     def mark(self) -> None:
-        """Lets each storage remember how it was filled: a tensor that no module has registered may share it."""
+        """Attaches to each storage the record of how it was filled, for tensors of it that no module has registered."""
         for storage in self._kept:
             setattr(storage, _RECORDED, (self.written, self._numbers[storage._cdata]))
 
     def _note(self, function: Any, args: Any, named: dict[str, Any], results: Any, *, draws: bool) -> None:
-        name, written = function.overloadpacket.__name__, _written(function, args, named)
+        name, written = function.overloadpacket.__name__, written_arguments(function, args, named, Tensor)
         made = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
         if not any(tensor.is_meta for tensor in (*written, *made)):
             return
@@ -282,7 +284,7 @@ class WriteRecorder(TorchDispatchMode):
 
 
 def view_of(tensor: Tensor, number: int) -> _StorageView:
-    """Returns where a meta tensor lies in the storage of this number."""
+    """Returns a meta tensor's offset, shape, strides and dtype in its storage, which is known by ``number``."""
     num_bytes, offset = tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
     return _StorageView(number, num_bytes, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
@@ -302,7 +304,7 @@ class _FunctionRecorder(TorchFunctionMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         if result is True and function == _IS_META:
-            frame = sys._getframe(1)
+            frame = sys._getframe(1)  # the function of nn.init that asks: its locals are its arguments
             code = frame.f_code
             if frame.f_globals.get("__name__") == nn.init.__name__:
                 names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -312,34 +314,11 @@ class _FunctionRecorder(TorchFunctionMode):
         return result
 
 
-def _written(function: Any, args: Sequence[Any], named: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors that an operator writes to."""
-    found: list[Tensor] = []
-    for number, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else named.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
-
-
-def _undrawn(function: Any, name: str, args: Sequence[Any], named: dict[str, Any]) -> Any:
-    """Returns what a random operator returns on the meta device."""
-    if written := _written(function, args, named):
-        return written[0]
-    given = {argument.name: value for argument, value in zip(function._schema.arguments, args, strict=False)} | named
-    whole_numbers = torch.int64 if name in ("randint", "randperm") else None
-    if "size" in given or "n" in given:
-        size, dtype = given.get("size", (given.get("n"),)), given.get("dtype") or whole_numbers
-        return torch.empty(size, dtype=dtype, device="meta")
-    like = next(value for value in given.values() if isinstance(value, Tensor))
-    return torch.empty_like(like, dtype=given.get("dtype"), device="meta")
-
-
 # ---- the tensors of modules
 
 
 class ModuleRecorder:
-    """A context in which the parameters and buffers that modules register remember how they are filled."""
+    """A context that records how new modules initialize their parameters and buffers, for :func:`recorded_values`."""
 
     def __init__(self) -> None:
         self.recorder = WriteRecorder()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.analysis.meta_values import MetaValues
+from shardwright.analysis.operator_results import run_on_meta
 from shardwright.analysis.recording import record_forward
 
 
@@ -37,7 +39,32 @@ def test_a_check_of_the_inputs_does_not_hinder_recording(check):
     assert [use.shape for use in recording.outputs] == [(2, 3, 4)]
 
 
-@pytest.mark.parametrize("draw", [lambda: torch.rand([]), lambda: torch.empty(3).uniform_()])
+class Seen(TorchDispatchMode):
+    """Notes the operators that run and draw random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.random = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.random += [function] * (torch.Tag.nondeterministic_seeded in function.tags)
+        return function(*args, **(kwargs or {}))
+
+
+DRAWS = [
+    lambda: torch.rand([]), lambda: torch.empty(3).uniform_(), lambda: torch.binomial(torch.ones(3), torch.ones(3)),
+    lambda: nn.functional.rrelu_(torch.full((3,), -1.0), training=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_recording_draws_no_random_numbers(draw):
+    with Seen() as seen, MetaValues():
+        draw()
+    assert not seen.random
+
+
+@pytest.mark.parametrize("draw", DRAWS)
 def test_numbers_drawn_on_the_cpu_are_the_same_in_every_recording(draw):
     before = torch.get_rng_state()
     with MetaValues():
@@ -55,3 +82,10 @@ def test_products_of_groups_have_a_shape_on_meta_in_every_dtype(x, w, grouped, s
     with MetaValues():
         found = torch._grouped_mm(torch.empty(x, device="meta"), torch.empty(w, device="meta"), offs=offsets)
     assert found.shape == shape
+
+
+def test_a_product_of_groups_on_meta_has_the_dtype_that_is_asked_for():
+    x, w = torch.empty(2, 8, 4, device="meta"), torch.empty(2, 4, 8, device="meta")
+    grouped = torch.ops.aten._grouped_mm.default
+    assert run_on_meta(grouped, (x, w), {}).dtype is torch.float32
+    assert run_on_meta(grouped, (x, w), {"out_dtype": torch.bfloat16}).dtype is torch.bfloat16

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.contract.cases import CHECKS, planned
 from tests.contract.test_on_parts import CASES as LANGUAGE
 from tests.contract.test_pipeline_of_events import CASES as OF_EVENTS
+from tests.contract.test_pipeline_of_events import check_of_events
 
-from shardwright.plan.event_stages import EventStages
 from shardwright.strategies.tensor_parallel.on_parts import PartsNote
 
 CASES = {"GroupedBlock": LANGUAGE["GroupedBlock"], "Paired": OF_EVENTS["Paired"]}
@@ -22,8 +21,5 @@ LINES = (
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_on_parts_in_stages_keeps_every_promise(name, line):
-    plan, _ = planned(line, CASES[name])
-    assert isinstance(plan.stages, EventStages), "the model is cut by its record"
+    plan = check_of_events(line, CASES[name])
     assert isinstance(plan.notes.get(""), PartsNote), "the model runs on parts"
-    for check in CHECKS:
-        check(line, CASES[name])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import CheckpointError, LayoutError, PlanError
-from shardwright.train.config import RUN_FILE, TrainConfig, read_options, read_run, read_toml
+from shardwright.train.config import RUN_FILE, TrainConfig, read_options, read_run, read_toml, run_name_in
 from shardwright.train.progress import write_json
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -80,6 +80,12 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path):
 def test_an_invalid_run_file_is_refused(tmp_path, text):
     (tmp_path / RUN_FILE).write_text(text)
     refused(CheckpointError, read_run, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"torchrun": 3}', "[" * 100_000])
+def test_a_folder_without_a_run_of_torchrun_names_none(tmp_path, text):
+    (tmp_path / RUN_FILE).write_text(text)
+    assert run_name_in(tmp_path) is None
 
 
 def test_words_become_values_of_the_right_type():

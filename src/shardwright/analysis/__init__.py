@@ -1,1 +1,1 @@
-"""How a user's model is understood before it is cut: recorded runs, traced code, costs, random draws."""
+"""Analyses of a user's model before it is parallelized: recorded forwards, traced code, costs, random numbers."""

@@ -33,7 +33,7 @@ def without_device(args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tup
     return (rest, kept) if rest or kept else None
 
 
-_DEVICE = Tensor.device.__get__
+_DEVICE = Tensor.device.__get__  # what a function mode sees of ``tensor.device``
 
 
 def call_on_meta(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], device: str) -> Any:
@@ -79,10 +79,8 @@ def ignore_device_moves(graph: fx.Graph) -> None:
 class IgnoresDeviceMoves(TorchFunctionMode):
     """A torch mode in which every move goes to one device, and operators on mixed devices run on that device.
 
-    ``instead`` has functions that run in place of others.
-
     A tensor that code makes without naming a device stays on the CPU, with its values, until an operator combines it
-    with a tensor on the device.
+    with a tensor on the device. ``instead`` maps functions of torch to those that run in their place.
 
     >>> with IgnoresDeviceMoves(torch.device("cpu")):
     ...     torch.ones(1).to("meta").cuda().device

@@ -131,11 +131,6 @@ def value_name(tensor: Tensor) -> ValueName | None:
     return None if found is None else found[0]
 
 
-def tensors_in(*trees: Any) -> list[Tensor]:
-    """Returns the tensors of nested values, in order."""
-    return tensors_of(trees)
-
-
 def below_functions() -> Any:
     """Returns a context in which no mode sees the functions that are called."""
     return torch._C.DisableTorchFunction()
@@ -220,7 +215,7 @@ class _Events(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        given = tensors_in(args, named)
+        given = tensors_of((args, named))
         for tensor in given:
             self._look_at(tensor)
         takes = tuple(map(self._name, given))
@@ -231,7 +226,7 @@ class _Events(TorchFunctionMode):
             return self._free(func, args, named, given, draw)
         versions, before = [tensor._version for tensor in given], self._work.now()
         results = call_on_meta(func, args, named, self._device)
-        made = tensors_in(results)
+        made = tensors_of(results)
         written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
         if self._unit is not None:
             inside = self._unit, -1
@@ -326,7 +321,7 @@ class _Events(TorchFunctionMode):
             results = original(*args, **named)
             self._scope = outer
             cost, stop = self._work.since(before), len(self.record.events)
-            is_free = all(self._name(tensor) is None for tensor in tensors_in(results))
+            is_free = all(self._name(tensor) is None for tensor in tensors_of(results))
             self.record.scopes[scope] = ModuleSpan(path, outer, first, stop, cost, is_free)
             return results
 
@@ -342,7 +337,7 @@ class _Events(TorchFunctionMode):
 
     def _call_unit(self, path: str, number: int, original: Any, args: Any, named: Any) -> Any:
         with below_functions():
-            given = tensors_in(args, named)
+            given = tensors_of((args, named))
             for tensor in given:
                 self._look_at(tensor)
             takes = tuple(map(self._name, given))
@@ -360,7 +355,7 @@ class _Events(TorchFunctionMode):
 
     def finish(self, outputs: Any) -> ForwardRecord:
         """Notes which values the model returns and which of them learn; returns the record."""
-        tensors = tensors_in(outputs)
+        tensors = tensors_of(outputs)
         self.record.outputs = tuple(name for t in tensors if (name := value_name(t)) is not None)
         nodes, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
         while nodes:
@@ -391,7 +386,7 @@ def record_events(
     work = CostCounting()
     with on_meta(model) as values, ignoring_batch_statistics(model), work:
         assert values is not None
-        devices = (tensor.device.type for tensor in tensors_in(inputs) if not tensor.is_meta)
+        devices = (tensor.device.type for tensor in tensors_of(inputs) if not tensor.is_meta)
         mode = _Events(model, units, work, next(devices, "cpu"), values, draw)
         mode.vary(inputs)
         paths = {module: path for path, module in model.named_modules()}

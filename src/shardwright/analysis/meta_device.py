@@ -19,8 +19,8 @@ from shardwright.analysis.meta_values import MetaValues
 def on_meta(model: nn.Module, *, values: bool = True, guess: bool | None = None) -> Iterator[MetaValues | None]:
     """Returns a context in which the model's forward can run on the meta device, also on no samples.
 
-    Yields the :class:`MetaValues`, None without them. ``values``: small constants have values that the model's code may read; they are kept to the end. ``guess`` answers
-    questions about other values, as in :class:`MetaValues`.
+    Yields the :class:`MetaValues`, None without them. ``values``: small constants have values that the model's code may
+    read; they are kept to the end. ``guess`` answers questions about other values, as in :class:`MetaValues`.
 
     >>> class Masked(nn.Linear):
     ...     def forward(self, x):

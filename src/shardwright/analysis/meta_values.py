@@ -16,15 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardwright.analysis.operator_results import run_on_meta, tensors_of, with_tensors
+from shardwright.operator_schemas import makes_meta, undrawn, written_arguments
 
 MOST_ELEMENTS = 2**22
 """The most elements of a tensor whose values are kept."""
 
 # fmt: off
 RANDOM = frozenset((
-    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
+    "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
     "native_dropout", "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn",
-    "randn_like", "randperm", "random_", "rrelu_with_noise", "uniform_",
+    "randn_like", "randperm", "random_", "rrelu_with_noise", "rrelu_with_noise_", "uniform_",
 ))
 # fmt: on
 """The operators that draw random numbers."""
@@ -47,19 +48,6 @@ def view_key(tensor: Tensor) -> Key:
     except (NotImplementedError, RuntimeError):  # sparse tensors have none
         return (id(tensor),)
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def written_arguments(function: Any, args: Sequence[Any], named: dict[str, Any], kind: type) -> list[Any]:
-    """Returns the arguments of a kind that an operator writes to, in a list."""
-    schema = getattr(function, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    found: list[Any] = []
-    for number, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else named.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
-    return found
 
 
 class MetaValues(TorchDispatchMode):
@@ -119,8 +107,8 @@ class MetaValues(TorchDispatchMode):
             if not known:
                 raise ValueReadError("the code reads a value that only a real run has")
             return func(*self._on_cpu(args), **self._on_cpu(named))
-        if not any(tensor.is_meta for tensor in given) and not _makes_meta(named):
-            results = _drawn(func, args, named) if name in RANDOM else func(*args, **named)
+        if not any(tensor.is_meta for tensor in given) and not makes_meta(named):
+            results = _drawn(func, args, named, given) if name in RANDOM else func(*args, **named)
         else:
             results = self._on_meta(func, name, args, named, known and small)
         self.ran(func, args, named, results, random=name in RANDOM)
@@ -157,17 +145,8 @@ class MetaValues(TorchDispatchMode):
     def _run(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
         args = with_tensors(args, self._as_meta)
         named = {key: with_tensors(value, self._as_meta) for key, value in named.items()}
-        if name == "_grouped_mm":  # its kernel on meta takes no dtype but bf16, other than the CPU's
-            x, w, *offs = (leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor))
-            groups = x.shape[:1] if x.dim() == w.dim() == 3 else offs[0].shape if x.dim() == w.dim() else ()
-            return x.new_empty(*groups, x.shape[-2], w.shape[-1], dtype=args[4] if len(args) > 4 else None)
-        if name in RANDOM:  # the first draw on meta would make torch import its compiler
-            if name.endswith("_"):
-                return args[0]
-            if name == "native_dropout":
-                return torch.empty_like(args[0]), torch.empty_like(args[0], dtype=torch.bool)
-            if name.endswith("_like") or name == "bernoulli":
-                return torch.empty_like(args[0], dtype=named.get("dtype"))
+        if name in RANDOM:
+            return undrawn(func, args, named, "meta")
         return run_on_meta(func, args, named)
 
     def _as_meta(self, tensor: Tensor) -> Tensor:
@@ -193,21 +172,15 @@ class MetaValues(TorchDispatchMode):
         return tree_map(found, tree)
 
 
-def _drawn(func: Any, args: Any, named: dict[str, Any]) -> Any:
-    """Draws numbers that are all a half, so that every rank takes one path, and leaves the generator as it was."""
-    with torch.random.fork_rng(devices=[]):
-        results = func(*args, **named)
-    for result in tree_leaves(results):
-        if isinstance(result, Tensor):
-            result.fill_(0.5)
+def _drawn(func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor]) -> Any:
+    """Returns a half in place of each number that an operator draws, so that every rank takes one path."""
+    device = named.get("device") or (given[0].device if given else "cpu")
+    results = undrawn(func, args, named, device)
+    for result in tensors_of(results):
+        result.fill_(0.5)
     return results
 
 
 def _has_size_of_values(name: str, args: Sequence[Any]) -> bool:
     masked = name == "index" and any(each.dtype is torch.bool for each in tensors_of(args[1]))
     return name in _UNKNOWN_SIZE or masked
-
-
-def _makes_meta(named: dict[str, Any]) -> bool:
-    device = named.get("device")
-    return device is not None and torch.device(device).type == "meta"

@@ -90,6 +90,8 @@ def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
     >>> run_on_meta(torch.ops.aten.add.Tensor, (x, 1.5), {}).shape
     torch.Size([2, 3])
     """
+    if function.overloadpacket.__name__ == "_grouped_mm":
+        return _product_of_groups(*args, **named)
     if _makes_new(function):
         try:
             found = _results(
@@ -100,6 +102,12 @@ def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
         else:
             return _made(found)
     return function(*args, **named)
+
+
+def _product_of_groups(x: Tensor, w: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """Returns the result of ``_grouped_mm``, whose kernel on meta takes no dtype but bf16, other than the CPU's."""
+    groups = x.shape[:-2] if x.dim() == w.dim() == 3 else offs.shape if x.dim() == w.dim() else ()
+    return x.new_empty(*groups, x.shape[-2], w.shape[-1], dtype=out_dtype)
 
 
 @cache

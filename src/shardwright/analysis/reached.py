@@ -93,7 +93,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def reached(value: Any, seen: dict[int, Any], closed: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields everything that a value holds, itself first, each with the words that lead there from it.
+    """Yields everything that a value holds, itself first, each with a phrase that says where it was found.
 
     What is in ``seen``, by id, is left out; what is found is added. Objects with an id in ``closed`` are not entered.
     """

@@ -22,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.analysis.device_moves import call_on_meta
-from shardwright.analysis.meta_values import MetaValues, view_key, written_arguments
+from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import with_tensors
+from shardwright.operator_schemas import written_arguments
 
 WHOLE_CALLS: frozenset[Callable[..., Any]] = frozenset((functional.scaled_dot_product_attention, functional.linear))
 """The functions that are recorded as one operator."""

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 
-from shardwright.analysis.operator_dims import Concat, Dim, Role, relation_of
+from shardwright.analysis.dim_letters import Concat, Dim, Role
+from shardwright.analysis.operator_dims import relation_of
 from shardwright.analysis.recording import RecordedCall, Recording, TensorUse
 from shardwright.sharding.tensor_part import ALL
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from shardwright.analysis.copying import copied
 from shardwright.analysis.draw_calls import RefusesRandomNumbers
 from shardwright.analysis.torch_loops import KNOWN_LOOPS, loop_of
-from shardwright.analysis.traced_names import NO_TENSOR, class_of_result, traceable_forward
+from shardwright.analysis.traced_names import NO_TENSOR, ResultClass, class_of_result, traceable_forward
 from shardwright.analysis.tracer import ATTRIBUTES, AttributeReads, ShowsReads, Tracer
 
 ELEMENTWISE_MODULES = (
@@ -167,27 +167,11 @@ def trace(
     tracer = Tracer(graph)
     # only the structure is copied: weights are shared, and ShowsReads recognises them by their ids
     copy = copied(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
-    running: list[str] = []
 
     def result_class(path: str) -> type | None:
         return class_of_result(module.get_submodule(path), partial(trace, shows_weights=True))
 
-    patched = set[nn.Module]()
-    for path, child, is_entered in _submodules(copy, deep=deep, opened=opened):
-        if child in patched:
-            continue  # a module with several names is traced under its first
-        patched.add(child)
-        if is_entered:
-            is_loop = shows_weights and type(child) in KNOWN_LOOPS
-            forward = loop_of(child) if is_loop else traceable_forward(child, result_class)
-            child.forward = partial(_enter, running, path, forward)
-            continue
-        child.forward = partial(_call, tracer, running, path)
-        for name in HOOKS:
-            setattr(child, name, {})
-        for layer in child.modules():
-            if not shows_weights and (deep or isinstance(layer, nn.Linear | nn.Embedding)):
-                layer._parameters = {}  # code outside that reads a weight fails here: it would not see it sharded
+    _replace_forwards(copy, tracer, result_class, deep=deep, opened=opened, shows_weights=shows_weights)
     try:
         inputs = {name: _input(tracer, name, given) for name in _argument_names(copy.forward, given)}
         weights = [*module.parameters(), *module.buffers()] if shows_weights else []
@@ -208,6 +192,35 @@ def trace(
             failures.append(failure)
         return None
     return graph
+
+
+def _replace_forwards(
+    copy: nn.Module,
+    tracer: Tracer,
+    result_class: ResultClass,
+    *,
+    deep: bool,
+    opened: Collection[str],
+    shows_weights: bool,
+) -> None:
+    """Lets submodules that a trace enters run on proxies; a call of any other one becomes a node of the graph."""
+    running: list[str] = []
+    patched = set[nn.Module]()
+    for path, child, is_entered in _submodules(copy, deep=deep, opened=opened):
+        if child in patched:
+            continue  # a module with several names is traced under its first
+        patched.add(child)
+        if is_entered:
+            is_loop = shows_weights and type(child) in KNOWN_LOOPS
+            forward = loop_of(child) if is_loop else traceable_forward(child, result_class)
+            child.forward = partial(_enter, running, path, forward)
+            continue
+        child.forward = partial(_call, tracer, running, path)
+        for name in HOOKS:
+            setattr(child, name, {})
+        for layer in child.modules():
+            if not shows_weights and (deep or isinstance(layer, nn.Linear | nn.Embedding)):
+                layer._parameters = {}  # code outside that reads a weight fails here: it would not see it sharded
 
 
 def _argument_names(forward: Callable[..., Any], given: Collection[str]) -> Iterator[str]:

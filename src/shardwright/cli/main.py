@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +17,10 @@ from shardwright import command_start
 from shardwright.checkpoint.export import export_model
 from shardwright.checkpoint.manifest import find, read, steps_in
 from shardwright.cli import options as opt
-from shardwright.cli.options import emit, given, parse_pairs, report_errors, warn, with_shared
+from shardwright.cli.options import emit, report_errors, warn, with_shared
 from shardwright.comm.limits import check_can_start
 from shardwright.command_start import INTERRUPTED
-from shardwright.errors import CheckpointError, PlanError, explain
+from shardwright.errors import PlanError, explain
 from shardwright.formatting import format_bytes, format_count
 from shardwright.layout import Layout
 from shardwright.parallelize.planning import job_for
@@ -48,56 +46,6 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
     if version:
         emit({}, f"shardwright {shardwright.__version__}", as_json=False)
         raise typer.Exit
-
-
-def _config(
-    shared: opt.Shared,
-    base: dict[str, Any] | None = None,
-    *,
-    resumed: Path | None = None,
-    fits: Path | None = None,
-    **flags: Any,
-) -> Any:
-    """Returns the TrainConfig from, in rising precedence: the defaults, ``base``, the TOML file, the flags.
-
-    The options of the run in the folder ``resumed`` take the place of ``base``. With ``fits``, the folder of a run, the
-    layout may be ``auto-fit``.
-    """
-    from shardwright.train.config import TrainConfig, read_options, read_run, read_toml
-
-    flags |= shared
-    config = flags.pop("config", None)
-    in_file = read_toml(config) if config is not None else {}
-    if resumed is not None:
-        base = read_run(resumed, model=flags.get("model", in_file.get("model")))
-    tables = {
-        "settings": parse_pairs("--set", "key", "value", flags.pop("set_", None)),
-        "roles": parse_pairs("--role", "PATTERN", "ROLE", flags.pop("role", None)),
-    }
-    values = {**(base or {}), **in_file}
-    values.update(read_options(given(**flags), given_in="the command"))
-    if fits is not None:
-        values.update(_fitted(values, fits))
-    return TrainConfig(**{**values, **{name: {**values.get(name, {}), **more} for name, more in tables.items()}})
-
-
-def _fitted(values: dict[str, Any], out: Path) -> dict[str, str]:
-    """Returns the layout for the ranks that are there, where ``auto-fit`` asks for it, and prints what it changed."""
-    from shardwright.train.config import options_of
-    from shardwright.train.refit import AUTO_FIT, refitted
-
-    line = values.get("layout", "")
-    if AUTO_FIT not in line.split():
-        return {}
-    earlier = None
-    with suppress(CheckpointError):  # the first start of the run
-        earlier = options_of(out)["layout"]
-    size = os.environ.get("WORLD_SIZE")
-    layout = refitted(line, earlier, int(size) if size is not None else torch.cuda.device_count() or None)
-    if _is_first_rank() and layout != earlier:
-        before = f"{earlier} -> " if earlier is not None else ""
-        warn(f"{AUTO_FIT}: {before}{layout}, for the {Layout.parse(layout).num_ranks} ranks that there are")
-    return {"layout": layout}
 
 
 @app.command()
@@ -140,11 +88,12 @@ def train(
 
     A step whose loss or gradients are not finite ends the run with exit code 1, and is not saved.
     """
+    from shardwright.cli.run_config import config_of, is_first_rank
     from shardwright.train.loop import CHECKPOINTS
     from shardwright.train.loop import train as run_training
 
     backend = opt.ranks_of(ranks)
-    config = _config(
+    config = config_of(
         shared, resumed=out if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
         warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
         tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
@@ -155,11 +104,11 @@ def train(
     except KeyboardInterrupt as stop:
         saved = steps_in(out / CHECKPOINTS)
         why = f"{stop}\n" if str(stop) else ""
-        if _is_first_rank():
+        if is_first_rank():
             done = f"; {saved[-1]} is complete, continue with --resume" if saved else " before the first checkpoint"
             warn(f"{why}stopped{done}")
         raise typer.Exit(INTERRUPTED) from None
-    if _is_first_rank():
+    if is_first_rank():
         _print_summary(summary, out, config, as_json=as_json)
 
 
@@ -183,11 +132,6 @@ def _print_summary(summary: dict[str, Any], out: Path, config: Any, *, as_json: 
     if summary["stopped"]:
         warn(f"stopped at step {summary['steps']}; continue with --resume")
         raise typer.Exit(INTERRUPTED)
-
-
-def _is_first_rank() -> bool:
-    """Returns whether this process prints: under torchrun every rank runs the command."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _summary_text(summary: dict[str, Any], out: Path) -> str:
@@ -239,6 +183,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Proves a layout equal to one device: the loss, every gradient, the parameters after some steps."""
+    from shardwright.cli.run_config import config_of, is_first_rank
     from shardwright.train.data import Order, global_batch, open_data
     from shardwright.train.fitting import check_room, check_takes
     from shardwright.train.measuring import layer_seconds
@@ -248,7 +193,7 @@ def verify(
         raise PlanError(
             "verify compares in float64 or float32", given=dtype, allowed="float64, float32", fix="--dtype float64"
         )
-    config = _config(shared, {"seq": 64}, steps=steps)
+    config = config_of(shared, {"seq": 64}, steps=steps)
     opt.check_one_process(config)
     check_can_start(Layout.parse(config.layout).num_ranks)
     with without_values():
@@ -268,7 +213,7 @@ def verify(
         roles=config.roles, seconds=layer_seconds(config),
     )  # fmt: skip
     note = ", with dropout 0.1" if dropped else ""
-    if _is_first_rank() or not verdict.equal:
+    if is_first_rank() or not verdict.equal:
         emit(verdict.to_dict(), f"{config.layout}{note}: {verdict}", as_json=as_json)
     if not verdict.equal:
         raise typer.Exit(opt.FAILURE)
@@ -303,15 +248,15 @@ def show(
 
     With more than 4,096 ranks it lists one of each set of identical ranks, and the size of the set.
     """
-    from shardwright.report.description import describe, timeline_data, timeline_of
+    from shardwright.cli.rehearsal import explanation_of, ledger_of, timelines_of
+    from shardwright.cli.run_config import config_of
+    from shardwright.report.description import describe
     from shardwright.report.pictures import draw_layout
     from shardwright.report.show import show_text
-    from shardwright.report.timeline_text import timeline_text
-    from shardwright.report.timelines import write_timelines
-    from shardwright.train.measuring import layer_seconds, measure
+    from shardwright.train.measuring import layer_seconds
 
     backend = opt.ranks_of(ranks)
-    config = _config(shared)
+    config = config_of(shared)
     opt.check_one_process(config)
     with without_values():
         plain, loss, model_config = config.build()
@@ -319,29 +264,18 @@ def show(
     layout = Layout.parse(config.layout)
     job = job_for(plain, loss, layout, inputs, config.num_tokens, config.roles)._replace(seconds=layer_seconds(config))
     description = describe(job, layout, inputs=inputs)
+    width, with_memory = shutil.get_terminal_size((100, 40)).columns, memory or memory_png is not None
+    is_drawn = timeline is not None or (measured and ("timeline" in description or not with_memory))
+    given = description, config, job, backend, timeline, width
+    seen, timelines = timelines_of(*given, measured=measured) if is_drawn else ({}, "")
     if png is not None:
         draw_layout(description, png)
-    drawn = [each for each in (timeline_of(description),) if each is not None]
-    with_memory = memory or memory_png is not None
-    if not drawn and (timeline is not None or (measured and not with_memory)):
-        raise PlanError("there is no pipeline to draw", given=layout, allowed="a layout with pp", fix="write pp2 mb4")
-    width = shutil.get_terminal_size((100, 40)).columns
     text = show_text(description, width)
     if with_memory:
-        from shardwright.cli.rehearsal import ledger_of
-
         found, ledger = ledger_of(config, job, model_config, backend, memory_png, width, measured=measured)
         description, text = {**description, "memory": found}, f"{text}\n{ledger}"
-    if measured and drawn:
-        seen = measure(config, backend, job.seconds)
-        drawn = [drawn[0].at_speed_of(seen), seen]
-        text += "\n\n" + timeline_text(drawn, width)
-        description = {**description, "measured": timeline_data(seen)}
-    if timeline is not None:
-        write_timelines(timeline, drawn, title=config.layout)
+    description, text = {**description, **seen}, text + timelines
     if explain is not None:
-        from shardwright.cli.rehearsal import explanation_of
-
         module, text = explanation_of(job, layout, inputs, explain)
         description = {**description, "explain": module}
     emit(description, text, as_json=as_json)

@@ -1,4 +1,4 @@
-"""What ``show --memory`` and ``show --explain`` print: predicted memory, and what one module does on a rank."""
+"""What options of ``show`` add to it: predicted memory, measured timelines, and what one module does on a rank."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from shardwright.parallelize.explain import explain_text, explained, first_rank_
 from shardwright.parallelize.planning import without_storage
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import Job
+from shardwright.report.description import Description, timeline_data, timeline_of
 from shardwright.report.memory import draw_memory, memory_data, memory_text, predicted_accounts
+from shardwright.report.timeline_text import timeline_text
+from shardwright.report.timelines import write_timelines
 from shardwright.train.config import TrainConfig
-from shardwright.train.measuring import measure_accounts
+from shardwright.train.measuring import measure, measure_accounts
 
 
 def ledger_of(
@@ -42,6 +45,34 @@ def ledger_of(
     if png is not None:
         draw_memory(png, config.layout, predicted, found)
     return memory_data(predicted, found), memory_text(predicted, found, width)
+
+
+def timelines_of(
+    description: Description,
+    config: TrainConfig,
+    job: Job,
+    ranks: Ranks,
+    path: Path | None,
+    width: int,
+    *,
+    measured: bool,
+) -> tuple[dict[str, Any], str]:
+    """Draws a pipeline's predicted timeline into ``path``; with ``measured``, a run's beside it, which is returned.
+
+    Raises: PlanError: the layout has no pipeline.
+    """
+    predicted = timeline_of(description)
+    if predicted is None:
+        line = config.layout
+        raise PlanError("there is no pipeline to draw", given=line, allowed="a layout with pp", fix="write pp2 mb4")
+    drawn, data, text = [predicted], {}, ""
+    if measured:
+        seen = measure(config, ranks, job.seconds)
+        drawn, data = [predicted.at_speed_of(seen), seen], {"measured": timeline_data(seen)}
+        text = "\n\n" + timeline_text(drawn, width)
+    if path is not None:
+        write_timelines(path, drawn, title=config.layout)
+    return data, text
 
 
 def explanation_of(job: Job, layout: Layout, inputs: Any, path: str) -> tuple[dict[str, Any], str]:

@@ -105,7 +105,7 @@ class Channel(Protocol):
         """Sends ``tensor`` to member ``to`` without waiting for the receiver."""
 
     def receive(self, call: CollectiveCall, tensor: Tensor, source: int) -> Pending[Tensor]:
-        """Fills ``tensor`` with the next message from member ``source``."""
+        """Starts to fill ``tensor`` with the next message from member ``source``, without waiting for it."""
 
     def subset(self, indices: tuple[int, ...]) -> Channel:
         """Returns a channel over some of the group's members; only these call it, all in the same order."""
@@ -333,7 +333,10 @@ class Axis:
     def receive_async(
         self, shape: Sequence[int], dtype: torch.dtype, source: int, into: Tensor | None = None
     ) -> Pending[Tensor]:
-        """Starts :meth:`receive` (posted early, it overlaps with compute). ``into``: a contiguous tensor to fill."""
+        """Starts :meth:`receive` and returns a :class:`Pending`; started early, the transfer overlaps with compute.
+
+        ``into`` is a contiguous tensor to fill; by default a new one is allocated.
+        """
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device) if into is None else into
         if tensor.numel() == 0:
             return done(tensor)

@@ -83,7 +83,14 @@ def first_failure(notes: Sequence[Note], exits: Mapping[int, int | None], stoppe
             fix="find what stopped it; train --resume goes on from the last checkpoint",
         )
         return RankFailedError(f"{waits}{text}")
-    return RankFailedError(f"rank {first.rank} failed{text}" if first is not None else "the ranks ended early")
+    if first is not None:
+        return RankFailedError(f"rank {first.rank} failed{text}")
+    return RankFailedError(
+        "the ranks ended before their work did",
+        given="no result, no traceback and no exit code of any rank",
+        allowed="ranks that run to their end",
+        fix="see whether the machine ran out of memory; train --resume goes on from the last checkpoint",
+    )
 
 
 def _how_it_ended(rank: int, code: int | None) -> str:

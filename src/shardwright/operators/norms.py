@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardwright.comm.autograd import once
@@ -123,3 +123,12 @@ def cut_rms_norm(x_f: Tensor, w_f: Tensor | None, *, eps: float | None, size: in
     """
     eps = torch.finfo(x_f.dtype).eps if eps is None else eps
     return cast(Tensor, _CutNorm.apply(x_f, w_f, None, eps, size, tuple(splits), False))  # type: ignore[no-untyped-call]
+
+
+def cut_norm(module: nn.Module, size: int, splits: Sequence[Split], input: Tensor) -> Tensor:
+    """Computes the forward of an ``nn.LayerNorm`` or ``nn.RMSNorm`` with this rank's part of its ``size`` features."""
+    weight = module._parameters["weight"]  # past the class that refuses to let other code read it
+    if isinstance(module, nn.LayerNorm):
+        return cut_layer_norm(input, weight, module._parameters["bias"], eps=module.eps, size=size, splits=splits)
+    assert isinstance(module, nn.RMSNorm)
+    return cut_rms_norm(input, weight, eps=module.eps, size=size, splits=splits)

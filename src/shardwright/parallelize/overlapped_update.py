@@ -14,8 +14,8 @@ from shardwright.plan.traffic import summed_axes
 from shardwright.runtime.applied import Offload
 from shardwright.runtime.executor import Events, Executor
 
-Mean = tuple[Tensor, float]
-"""A mean loss and its number of targets."""
+Mean = tuple[Tensor, float, float]
+"""A mean loss, its divisor and its number of targets: the divisor is 1 where no target counts."""
 
 
 def overlapped_offload(plan: Plan, offload: Offload | None) -> Offload | None:

@@ -255,7 +255,7 @@ def microbatch_shards(plan: Plan, coord: Coord, num_global: int, num_tokens: int
 
 
 def numbers_per_sample(targets: Any, num_tokens: int = 0) -> int:
-    """Returns the number of targets in one sample; ``num_tokens``, if not 0, stands for dim 1, which ranks cut.
+    """Returns the number of targets in one sample; ``num_tokens``, if not 0, replaces dim 1, which ranks cut.
 
     >>> numbers_per_sample(torch.zeros(0, 5, 2)), numbers_per_sample(torch.zeros(1, 3, 2), num_tokens=5)
     (10, 10)

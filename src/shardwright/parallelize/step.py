@@ -20,7 +20,7 @@ from shardwright.mesh import Coord
 from shardwright.models.eval_mode import eval_mode
 from shardwright.models.losses import mean_of
 from shardwright.parallelize.checks import check_frozen, check_full, check_trains
-from shardwright.parallelize.overlapped_update import overlap_updates, overlapped_offload
+from shardwright.parallelize.overlapped_update import Mean, overlap_updates, overlapped_offload
 from shardwright.parallelize.planning import num_rows, numbers_per_sample, on_device, rows
 from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
 from shardwright.plan.plan import OUTPUT, Plan
@@ -58,7 +58,6 @@ class TrainStep:
         self._widens = plan.layout.precision != "fp32"
         self._executor, self._sync, self._shard = executor, sync, executor.batch_shard
         self._everyone = axes["world"]
-        self._num_targets = 0.0  # of the last mean
 
     def take(self, batch: Microbatch, update: torch.optim.Optimizer | None, number: int) -> tuple[Tensor, float]:
         """Takes step ``number``: returns the global mean loss and its number of targets, and leaves its gradients.
@@ -89,16 +88,16 @@ class TrainStep:
             self._executor.run(schedule, stage, pieces, last)
             for events in self._executor.events:
                 events.before_sync()
-        mean, count = early_mean[0] if early_mean else global_mean()
+        mean, divisor, num_targets = early_mean[0] if early_mean else global_mean()
         self._sync.finish()
         for events in self._executor.events:
             events.after_sync()
         finish_gradients(
             self.parameters, self._everyone.for_strategy("core"), self.loss_scale,
-            expected / count / scale,  # 1 / scale, unless the loss ignores some targets
+            expected / divisor / scale,  # 1 / scale, unless the loss ignores some targets
             number, stops_at_nan=self._stops_at_nan,
         )  # fmt: skip
-        return mean, self._num_targets
+        return mean, num_targets
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatch) -> Tensor:
@@ -140,17 +139,17 @@ class TrainStep:
         forwards = forward_only(schedule) if same else one_by_one(schedule, len(pieces))
         self._executor.run(forwards, self.coord.get("pp", 0), pieces, last)
 
-    def _mean(self, sums: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Returns the global mean loss and its number of targets from this rank's (sum, count) of each microbatch."""
+    def _mean(self, sums: Sequence[Tensor]) -> Mean:
+        """Returns the mean loss over all ranks, given this rank's (sum, count) of each microbatch."""
         device = self._everyone.device
         total = torch.stack(list(sums)).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
         if self.plan.loss_axes:
             joined = "+".join(sorted(self.plan.loss_axes, key=self.plan.mesh.axes.index))
             total = self.axes[joined].for_strategy("loss").all_reduce(total)
         if total.is_meta:  # a rehearsal has no values
-            return total[0], 1.0
-        self._num_targets = float(total[1])
-        return mean_of(total[0], self._num_targets)
+            return total[0], 1.0, 1.0
+        num_targets = float(total[1])
+        return *mean_of(total[0], num_targets), num_targets
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         return accumulate(num_microbatches) if self.plan.schedule is None else self.plan.schedule

@@ -286,11 +286,11 @@ class Plan:
         return replace(self, uses=uses)
 
     def role(self, module: str, strategy: str, name: str, why: str) -> Plan:
-        """Records the role that a strategy gives a module, and why, for ``show`` to print."""
+        """Returns a plan that has the role which a strategy gives a module, and why, for ``show`` to print."""
         return replace(self, roles={**self.roles, module: LayerRole(name, strategy, why)})
 
     def cut_activation(self, module: str, activation: ActivationCut) -> Plan:
-        """Records that a module's input is sharded: dropout needs each element's place in the whole tensor."""
+        """Returns a plan that notes how a module's input is sharded: dropout is keyed by places in the whole tensor."""
         return replace(self, activations={**self.activations, module: (*self.activations.get(module, ()), activation)})
 
     def batch_shard(self, coord: Coord) -> BatchShard:
@@ -298,11 +298,11 @@ class Plan:
         return BatchShard(self.mesh, self.row_axes, coord, token_axes=self.token_axes)
 
     def move_rows(self, module: str, rows: RowMoves) -> Plan:
-        """Records, for dropout, that a module sees other samples or tokens than this rank's share of the batch."""
+        """Returns a plan that notes, for dropout, a module whose samples or tokens are not this rank's batch shard."""
         return replace(self, row_moves={**self.row_moves, module: rows}) if rows else self
 
     def see_tokens(self, module: str, dims: tuple[int, ...]) -> Plan:
-        """Records which dims of a module's input are tokens; in all but the first they begin at the first token."""
+        """Returns a plan that notes which dims of a module's input are tokens; only the first may be cut."""
         return replace(self, token_dims={**self.token_dims, module: dims})
 
     def note(self, module: str, note: Any, *, by: str, rung: Rung = Rung.OPERATOR) -> Plan:

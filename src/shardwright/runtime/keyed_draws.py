@@ -96,7 +96,8 @@ class KeyedDraws(TorchFunctionMode):
     def draw(self, path: str, call: int, number: int, draw: DrawCall) -> Tensor:
         """Returns what a call that gets no tensor draws."""
         numbers = self.numbers(path, call, number, self.rng.samples, torch.device("cpu"), None)
-        return _KEYED[draw.kind](draw, None, numbers)
+        drawn: Tensor = _KEYED[draw.kind](draw, None, numbers)
+        return drawn
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -257,16 +257,23 @@ def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
 
 
 def noted_data(out: Path) -> Mapping[str, Any]:
-    """Returns what a run's file notes of its data, by file; nothing if it is a run of a version that noted nothing."""
+    """Returns the fingerprints of the data files that a run was started with, by name; none if none were noted.
+
+    Raises: CheckpointError: no such run.
+    """
     options_of(out)  # raises if it is no run
-    found = json.loads((out / RUN_FILE).read_text()).get("data", {})
+    found = _run_file(out).get("data", {})
     return found if isinstance(found, dict) else {}
+
+
+def _run_file(out: Path) -> Any:
+    return json.loads(read_text(out / RUN_FILE, MOST_RUN_BYTES))
 
 
 def options_of(out: Path) -> dict[str, Any]:
     """Returns the options of a run's file, without ``stop_at``. Raises CheckpointError: no such run."""
     try:
-        found = json.loads(read_text(out / RUN_FILE, MOST_RUN_BYTES))
+        found = _run_file(out)
         options = read_options(found["options"], given_in=RUN_FILE)
         return {key: value for key, value in options.items() if key != "stop_at"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
@@ -279,9 +286,9 @@ def options_of(out: Path) -> dict[str, Any]:
 
 
 def run_name_in(out: Path) -> str | None:
-    """Returns the name that ``torchrun`` gave the run in ``out``; None where there is no such run."""
+    """Returns the id of the ``torchrun`` job (``--rdzv-id``) that began the run in a folder; None where none did."""
     try:
-        found = json.loads((out / RUN_FILE).read_text()).get("torchrun")
-    except (OSError, ValueError, AttributeError):
+        found = _run_file(out).get("torchrun")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return found if isinstance(found, str) else None

@@ -56,7 +56,7 @@ class Stop:
 
 
 def started_again(out: Path) -> bool:
-    """Whether ``torchrun`` starts the run in ``out`` anew, after a rank or a machine was lost or came.
+    """Whether ``torchrun`` has restarted the run in ``out``: a rank failed, or the number of machines has changed.
 
     A machine that lost no rank of its own counts no restart, but it finds the run that it is part of.
     """

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.copying import check_apart
+from shardwright.analysis.draws import find_draws
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.world import World
@@ -134,7 +135,8 @@ def verify(
     job = job._replace(seconds=dict(seconds))
     plan, _ = make_plan(job, layout, strategies)  # raises LayoutError before any rank starts
     check_trains(plan)
-    expected = reference(plain, loss, batches, seed, plan)
+    draws = find_draws(plain, batches[0][0])
+    expected = reference(plain, loss, batches, seed, plan, draws)
     work = (plain, layout, batches, loss, seed, expected.eps, job.roles, job.seconds)
     if launcher is not None:
         found = launcher(_rank, *work, strategies, alter)
@@ -145,7 +147,7 @@ def verify(
     else:
         found = launch(_rank, layout, *work, strategies, alter, ranks="threads")
     check_untouched(model, before)
-    measure = partial(own_errors, plain, loss, batches, seed, plan, dtype, expected)
+    measure = partial(own_errors, plain, loss, batches, seed, plan, draws, dtype, expected)
     return _compare(plan, expected, found, dtype, measure)
 
 

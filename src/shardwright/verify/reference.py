@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.copying import check_apart
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
-from shardwright.analysis.draws import find_draws
+from shardwright.analysis.draws import Draws
 from shardwright.analysis.module_calls import call_model
 from shardwright.models.losses import mean_of, sum_and_count
 from shardwright.parallelize.initialization import place_parameters
@@ -72,6 +72,7 @@ def reference(
     batches: Sequence[Batch],
     seed: int,
     plan: Plan,
+    draws: Draws | None,
     *,
     eps: float | None = None,
     shift: Callable[[str, Tensor], None] = lambda name, value: None,
@@ -79,7 +80,8 @@ def reference(
 ) -> Outcome:
     """Trains a copy of the plain model with plain torch in this process.
 
-    ``eps`` is AdamW's; by default it is made from the gradients. ``shift`` may change each initial value, in place.
+    ``draws`` are those of :func:`find_draws`. ``eps`` is AdamW's; by default it is made from the gradients. ``shift``
+    may change each initial value, in place.
     """
     model, rng = structural_copy(plain, torch.clone), RngTracker(seed)
     check_apart(plain, model)
@@ -89,7 +91,7 @@ def reference(
     model.to("cpu")
     for name, parameter in model.named_parameters():
         shift(name, parameter.data)
-    key_draws(model, rng, find_draws(model, batches[0][0]))
+    key_draws(model, rng, draws)
     before = copied_buffers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     outcome = Outcome([], {}, {})
@@ -117,9 +119,8 @@ def reference(
             optimizer.param_groups[0]["eps"] = outcome.eps
         optimizer.step()
     outcome.parameters = {name: p.detach() for name, p in model.named_parameters()}
-    outcome.buffers = {
-        name: each for name, each in copied_buffers(model).items() if name in before
-    }  # others are caches
+    # buffers that the steps have added are caches
+    outcome.buffers = {name: each for name, each in copied_buffers(model).items() if name in before}
     different = (name for name, buffer in outcome.buffers.items() if not torch.equal(buffer, before[name]))
     outcome.changed = frozenset(
         name for name in different if before[name].is_floating_point() or before[name].is_complex()
@@ -221,17 +222,17 @@ class DeviceDifference:
 
 
 def own_errors(
-    plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan, dtype: torch.dtype,
-    expected: Outcome,
+    plain: nn.Module, loss: nn.Module, batches: Sequence[Batch], seed: int, plan: Plan,
+    draws: Draws | None, dtype: torch.dtype, expected: Outcome,
 ) -> DeviceDifference | None:  # fmt: skip
     """Returns by how much one device differs from itself in rounding; None if nothing is rounded below ``dtype``."""
     recorder = RoundingRecorder(dtype)
-    reference(plain, loss, batches[:1], seed, plan, eps=expected.eps, forward=recorder)
+    reference(plain, loss, batches[:1], seed, plan, draws, eps=expected.eps, forward=recorder)
     if recorder.narrowest == dtype:
         return None
     h = torch.finfo(recorder.narrowest).eps
     shifts = [(partial(_shift, h, number), partial(_shift, -h, number)) for number in range(_NUM_PAIRS)]
-    shifted = partial(reference, plain, loss, batches, seed, plan, eps=expected.eps)
+    shifted = partial(reference, plain, loss, batches, seed, plan, draws, eps=expected.eps)
     pairs = [(shifted(shift=up), shifted(shift=down)) for up, down in shifts]
     changed = {name: expected.buffers[name] for name in expected.changed}
     every = [zip(up.losses, down.losses, expected.losses, strict=True) for up, down in pairs]

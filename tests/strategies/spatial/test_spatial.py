@@ -111,26 +111,6 @@ def test_predictions_of_stages_are_those_of_one_device(line):
         assert torch.allclose(predicted, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_picture_with_fewer_rows_than_ranks_is_refused_by_every_stage_before_anything_is_sent():
-    model = nn.Sequential(nn.Conv2d(4, 4, 1), *head(4))
-
-    def work(world):
-        run = parallelize(model, "pp2 tp4/spatial", world, check_every=0)
-        (batch,) = run.shard([(torch.ones(2, 4, 3, 9), torch.zeros(2, dtype=torch.int64))])
-        with world.recorder.recording() as records:
-            try:
-                run.step(batch)
-            except LayoutError as refusal:
-                return str(refusal), len(records)
-        return None
-
-    found = launch(work, 8, ranks="threads")
-    assert found == [found[0]] * 8
-    text, num_sent = found[0]
-    assert num_sent == 0
-    assert "allowed: tp from 1 to 3" in text
-
-
 class Blocked(nn.Module):
     """A block that can be followed, in a model whose code as a whole cannot: it is one layer, and takes whole maps."""
 
@@ -467,11 +447,12 @@ def test_a_model_without_a_map_to_cut_is_refused_on_every_rank(name, line):
     assert "cut in space" in text
 
 
-def test_a_picture_with_fewer_rows_than_ranks_is_refused_on_every_rank_before_anything_is_sent():
+@pytest.mark.parametrize("line", ["tp4/spatial", "pp2 tp4/spatial"])
+def test_a_picture_with_fewer_rows_than_ranks_is_refused_on_every_rank_before_anything_is_sent(line):
     model = nn.Sequential(nn.Conv2d(4, 4, 1), *head(4))
 
     def work(world):
-        run = parallelize(model, "tp4/spatial", world, check_every=0)
+        run = parallelize(model, line, world, check_every=0)
         (batch,) = run.shard([(torch.ones(2, 4, 3, 9), torch.zeros(2, dtype=torch.int64))])
         with world.recorder.recording() as records:
             try:
@@ -480,8 +461,9 @@ def test_a_picture_with_fewer_rows_than_ranks_is_refused_on_every_rank_before_an
                 return str(refusal), len(records)
         return None
 
-    found = launch(work, 4, ranks="threads")
-    assert found == [found[0]] * 4
+    num_ranks = Layout.parse(line).num_ranks
+    found = launch(work, num_ranks, ranks="threads")
+    assert found == [found[0]] * num_ranks
     text, num_sent = found[0]
     assert num_sent == 0
     assert "given:   'input' of shape [2, 4, 3, 9], tp=4" in text

@@ -86,7 +86,12 @@ class ForkServer:
         if pid is None:
             for handle in pipes:
                 os.close(handle)
-            raise RankFailedError("the process that forks the ranks ended before they were started")
+            raise RankFailedError(
+                "the process that forks the ranks ended before they were started",
+                given="a fork server that was killed, or could not import what ranks need",
+                allowed="a fork server that runs until all ranks have started",
+                fix="see the lines above, or whether the machine ran out of memory; then start again",
+            )
         return pipes, pid
 
     def _start(self) -> socket.socket:
@@ -95,6 +100,7 @@ class ForkServer:
             return self._line
         self._line, theirs = socket.socketpair()
         command = _COMMAND.format(path=sys.path, line=theirs.fileno())
+        # -W, -X and the like of this program: the standard library has no public function for them
         flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # the new program begins with this mask
         try:
@@ -117,7 +123,7 @@ class ForkServer:
 
 
 def read_status(handle: int) -> int | None:
-    """Returns the next number that the fork server wrote: a process id, then an exit code; None: it has ended."""
+    """Reads a rank's process id, and later its exit code, from its status pipe; None if the fork server has ended."""
     data = os.read(handle, _STATUS.size)
     return _STATUS.unpack(data)[0] if len(data) == _STATUS.size else None
 

@@ -158,6 +158,7 @@ def rank_main(task: int, answer: int) -> None:
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     _end_with_the_launcher(rank, task, folder)
     try:
+        # as in a child of multiprocessing: a main script that starts ranks whenever it is imported raises in prepare()
         process.current_process()._inheriting = True  # type: ignore[attr-defined]
         spawn.prepare(program)
         del process.current_process()._inheriting  # type: ignore[attr-defined]
@@ -170,6 +171,7 @@ def rank_main(task: int, answer: int) -> None:
     with suppress(OSError), os.fdopen(answer, "wb") as pipe:  # the launcher may have ended
         pipe.write(found)
     if not code:
+        # what a child of multiprocessing does at its end, and os._exit leaves out: finalizers, and waiting for threads
         util._exit_function()  # type: ignore[attr-defined]
         threading._shutdown()  # type: ignore[attr-defined]
     sys.stdout.flush()
@@ -212,8 +214,20 @@ def _new_store(rank: int, size: int, timeout: timedelta) -> Any:
     publishes the list of them, again when one changes, and starts once each rank has found its own in the list.
     """
     store, _, _ = next(rendezvous("env://", timeout=timeout))
-    mine, end = os.urandom(8).hex(), time.monotonic() + max(timeout.total_seconds(), _START_S)
+    wait_s = max(timeout.total_seconds(), _START_S)
+    mine, end = os.urandom(8).hex(), time.monotonic() + wait_s
     names = [f"shardwright/{other}" for other in range(size)]
+
+    def pause() -> None:
+        time.sleep(0.005)
+        if time.monotonic() > end:
+            raise LostPartnerError(
+                "not all ranks that torchrun started came to the start",
+                given=f"rank {rank} of {size}, which has waited {wait_s:g} s for the others",
+                allowed="ranks that start within the timeout, or within a minute if that is longer",
+                fix="see which rank ended first, and why, in the lines above",
+            )
+
     store.set(names[rank], mine)
     keys: list[str] = []
     while rank == 0 and not (keys and store.check([f"shardwright/{mine}/{key}" for key in keys])):
@@ -221,15 +235,9 @@ def _new_store(rank: int, size: int, timeout: timedelta) -> Any:
             keys = now
             store.set("shardwright/keys", json.dumps(keys))
             store.set(f"shardwright/{mine}/{mine}", "")
-        _pause(end)
+        pause()
     while mine not in keys:
         keys = json.loads(store.get("shardwright/keys")) if store.check(["shardwright/keys"]) else []
-        _pause(end)
+        pause()
     store.set(f"shardwright/{keys[0]}/{mine}", "")
     return PrefixStore(f"shardwright/{keys[0]}", store)
-
-
-def _pause(end: float) -> None:
-    time.sleep(0.005)
-    if time.monotonic() > end:
-        raise LostPartnerError("not all ranks that torchrun started came to the start\n  fix:   see which ended first")

@@ -115,7 +115,7 @@ class RankProcess:
 
 
 class StartedRanks:
-    """All ranks of one launch."""
+    """The processes of one launch: passes signals on to them, and collects their results or the cause of a failure."""
 
     def __init__(self, grace_s: float) -> None:
         self.ranks: list[RankProcess] = []
@@ -135,9 +135,9 @@ class StartedRanks:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Makes signals to the launcher reach the ranks while the block runs; at its end it kills those still there.
+        """A context that passes signals to this process on to the ranks, and at its end kills the ranks that still run.
 
-        A signal to the process group reaches a rank twice: from its sender, and from here.
+        A signal to the whole process group reaches a rank twice: from its sender, and from here.
         """
         handled = HELD_BACK if threading.current_thread() is threading.main_thread() else ()
         before = {number: signal.getsignal(number) for number in handled}

@@ -27,7 +27,11 @@ from shardwright.errors import LayoutError
 from shardwright.plan.event_stages import UNEVEN, EventStages
 
 FINEST = 0.25
-"""A module is opened if a call of it costs more than this part of a chunk's share of the work."""
+"""A module is opened if a call of it costs more than this part of a chunk's share of the work.
+
+Chunks begin at units, so the largest may exceed its share by about one unit: by a quarter, and less where smaller units
+stand at the boundary. Finer units balance better, and each is one more event that every stage compares with the record.
+"""
 
 SLACK = 1.1
 """A cut may have a largest chunk this much larger than the least possible, for fewer bytes between chunks.

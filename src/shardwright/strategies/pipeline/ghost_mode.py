@@ -28,10 +28,10 @@ from shardwright.analysis.forward_events import (
     calls_replaced,
     function_name,
     tag_value,
-    tensors_in,
     value_name,
 )
 from shardwright.analysis.module_calls import call_model
+from shardwright.analysis.operator_results import tensors_of
 from shardwright.errors import PlanError
 
 _DEVICE = Tensor.device.__get__
@@ -91,7 +91,7 @@ class GhostMode(TorchFunctionMode):
         named = dict(kwargs or {})
         if self._inside:
             return func(*args, **named)
-        given = tensors_in(args, named)
+        given = tensors_of((args, named))
         takes = self._takes(given)
         if all(name is None for name in takes):
             return func(*args, **named)
@@ -120,7 +120,7 @@ class GhostMode(TorchFunctionMode):
                 allowed="code between modules whose calls do not depend on values",
                 fix="move what depends on values into a module of its own",
             ) from failure
-        if tensors_in(result) or versions != [tensor._version for tensor in given]:
+        if tensors_of(result) or versions != [tensor._version for tensor in given]:
             raise self._differs(f"a call of {name}")
         return result
 
@@ -134,7 +134,7 @@ class GhostMode(TorchFunctionMode):
             if event is None or event.number is None or event.name != path:
                 raise self._differs(f"a call of '{path}'")
             with below_functions():
-                given = tensors_in(args, named)
+                given = tensors_of((args, named))
                 takes = self._takes(given)
             number = self._at
             results = self._event(event, takes, given, original, args, named)

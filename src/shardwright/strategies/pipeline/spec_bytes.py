@@ -101,7 +101,7 @@ def _name(kind: Any) -> str:
 
 
 def _class(name: str) -> type:
-    """The container class of this name, if a module that is loaded has it."""
+    """Returns the container class of a name in a spec. Raises PlanError: no module imported so far has such a class."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

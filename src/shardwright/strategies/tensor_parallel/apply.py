@@ -23,7 +23,7 @@ from shardwright.operators.attention import attend_gathered, attend_inside, atte
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.linear import GridProduct, PendingGradients, WeightFetch, WeightPrefetch, weight_of
 from shardwright.operators.multihead_attention import HeadShard, multihead
-from shardwright.operators.norms import Split, cut_layer_norm, cut_rms_norm
+from shardwright.operators.norms import cut_norm
 from shardwright.operators.operand_moves import OperandMove, take
 from shardwright.operators.vocabulary import cut_cross_entropy, cut_embedding
 from shardwright.operators.weight_guard import CallGuard, ForwardFlag, guard
@@ -296,7 +296,7 @@ class _Applying:
 
     def _norm(self, module: nn.Module, note: NormNote) -> None:
         splits = tuple((self.axes[name], note.features.sizes(self.coord, name)) for name in note.features.names)
-        self._operator(module, "norm of cut features", partial(_norm_forward, module, note.features.size, splits))
+        self._operator(module, "norm of cut features", partial(cut_norm, module, note.features.size, splits))
 
     def _table(self, path: str, module: nn.Module, note: EmbeddingNote) -> None:
         assert isinstance(module, nn.Embedding)
@@ -394,11 +394,3 @@ def _linear_forward(
             fix=f'let what is called first be the column-parallel one, or keep both: roles={{"{path}": "copied"}}',
         )
     return product(input, weight_of(module), module._parameters["bias"])
-
-
-def _norm_forward(module: nn.Module, size: int, splits: Sequence[Split], input: Tensor) -> Tensor:
-    weight = module._parameters["weight"]
-    if isinstance(module, nn.LayerNorm):
-        return cut_layer_norm(input, weight, module._parameters["bias"], eps=module.eps, size=size, splits=splits)
-    assert isinstance(module, nn.RMSNorm)
-    return cut_rms_norm(input, weight, eps=module.eps, size=size, splits=splits)

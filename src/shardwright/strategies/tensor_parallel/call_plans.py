@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from shardwright.analysis.operator_dims import Dims, Letters, Relation, Role, relation_of
+from shardwright.analysis.dim_letters import Dims, Letters, Role
+from shardwright.analysis.operator_dims import Relation, relation_of
 from shardwright.analysis.recording import Recorded, RecordedCall, TensorUse
 from shardwright.sharding.tensor_part import ALL, TensorPart, num_held, part_of
 from shardwright.strategies.tensor_parallel.tensor_parts import NotOneLetterError, cut_of, letters_of
@@ -48,7 +49,7 @@ class WriteToPartError(Exception):
 
 
 class Slot(NamedTuple):
-    """The place of a tensor among those of a call plan."""
+    """Stands for a tensor in a call plan: its number, counting the arguments of the call first, then each result."""
 
     number: int
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.analysis.operator_dims import Role, relation_of
+from shardwright.analysis.dim_letters import Role
+from shardwright.analysis.operator_dims import relation_of
 from shardwright.analysis.recording import RecordedCall, Recording, record_forward
 from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, labels_of, leaves, root
 from shardwright.analysis.structure import owners

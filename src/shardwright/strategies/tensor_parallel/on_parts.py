@@ -54,13 +54,23 @@ from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
 from shardwright.strategy import check_samples_apart
 
 LEAST_SHARE = 0.2
-"""The share of parameter bytes that must be cut for a model to run on parts."""
+"""The share of parameter bytes that must be cut for a model to run on parts: with less, most of the work is copied.
+
+Where the numbers come from: of the 103 models of docs/models.md under tp2, a record cuts a third or more of each that
+it cuts at all.
+"""
 
 ENOUGH = 0.5
-"""The share below which a record that cuts twice as much takes the place of the layers that the grid modes know."""
+"""The share below which a record that cuts twice as much takes the place of the layers that the grid modes know.
+
+Of those models the known layers are at most 0.43 or at least 0.57, so any number between decides alike.
+"""
 
 GAIN = 0.2
-"""From that share on, how much more a record must cut: all attentions of a model, say, beside its known MLPs."""
+"""From that share on, how much more a record must cut: all attentions of a model, say, beside its known MLPs.
+
+Of those models a record cuts 0.21 more or above (the heads of every attention), or 0.19 and below (some of them).
+"""
 
 
 def share_cut(plan: Plan) -> float:
@@ -127,13 +137,14 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     own = _owners_of(job.model)
     plan, stored = _store_parts(plan, cuts, mode, parts, own)
     first = dict.fromkeys(plan.mesh.axes, 0)
-    cut = [] if known is None else [name for name, each in known.compute.items() if each.local_shape(first) != each.shape]
+    before = known.compute if known is not None else {}
+    cut = [name for name, each in before.items() if each.local_shape(first) != each.shape]
     if share_cut(plan) < (LEAST_SHARE if any(cuts.readers.get(name, set()) - own[name] for name in cut) else least):
         return None
-    for path, module, own, whole in owners(job.model):
+    for path, module, name_here, whole in owners(job.model):
         if whole in parts or whole in stored:
             held = list(plan.compute[whole].local_shape(dict.fromkeys(plan.mesh.axes, 0)))
-            why = f"{own} {list(plan.compute[whole].shape)}: {held} on the first rank"
+            why = f"{name_here} {list(plan.compute[whole].shape)}: {held} on the first rank"
             plan = plan.role(path, mode.name, "parts", why)
         elif path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")

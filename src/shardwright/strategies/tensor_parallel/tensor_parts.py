@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from shardwright.analysis.operator_dims import Concat, Dim, Letters
+from shardwright.analysis.dim_letters import Concat, Dim, Letters
 from shardwright.analysis.run_axes import spread
 from shardwright.sharding.tensor_part import ALL
 

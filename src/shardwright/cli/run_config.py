@@ -1,0 +1,66 @@
+"""The config of a run from a command's options: the TOML file, the flags, and the run that is resumed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.cli.options import Shared, given, parse_pairs, warn
+from shardwright.errors import CheckpointError
+from shardwright.layout import Layout
+from shardwright.train.config import TrainConfig, options_of, read_options, read_run, read_toml
+from shardwright.train.refit import AUTO_FIT, refitted
+
+
+def config_of(
+    shared: Shared,
+    base: dict[str, Any] | None = None,
+    *,
+    resumed: Path | None = None,
+    fits: Path | None = None,
+    **flags: Any,
+) -> TrainConfig:
+    """Returns the config of a run from, in rising precedence: the defaults, ``base``, the TOML file, the flags.
+
+    The options of the run in the folder ``resumed`` take the place of ``base``. With ``fits``, the folder of a run, the
+    layout may be ``auto-fit``.
+    """
+    flags |= shared
+    config = flags.pop("config", None)
+    in_file = read_toml(config) if config is not None else {}
+    if resumed is not None:
+        base = read_run(resumed, model=flags.get("model", in_file.get("model")))
+    tables = {
+        "settings": parse_pairs("--set", "key", "value", flags.pop("set_", None)),
+        "roles": parse_pairs("--role", "PATTERN", "ROLE", flags.pop("role", None)),
+    }
+    values = {**(base or {}), **in_file}
+    values.update(read_options(given(**flags), given_in="the command"))
+    if fits is not None:
+        values.update(_fitted(values, fits))
+    return TrainConfig(**{**values, **{name: {**values.get(name, {}), **more} for name, more in tables.items()}})
+
+
+def _fitted(values: dict[str, Any], out: Path) -> dict[str, str]:
+    """Returns the layout for the ranks that are there, where ``auto-fit`` asks for it, and prints what it changed."""
+    line = values.get("layout", "")
+    if AUTO_FIT not in line.split():
+        return {}
+    earlier = None
+    with suppress(CheckpointError):  # the first start of the run
+        earlier = options_of(out)["layout"]
+    size = os.environ.get("WORLD_SIZE")
+    layout = refitted(line, earlier, int(size) if size is not None else torch.cuda.device_count() or None)
+    if is_first_rank() and layout != earlier:
+        before = f"{earlier} -> " if earlier is not None else ""
+        warn(f"{AUTO_FIT}: {before}{layout}, for the {Layout.parse(layout).num_ranks} ranks that there are")
+    return {"layout": layout}
+
+
+def is_first_rank() -> bool:
+    """Whether this process prints: under torchrun every rank runs the command."""
+    return os.environ.get("RANK", "0") == "0"

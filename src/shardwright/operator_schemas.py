@@ -1,0 +1,62 @@
+"""What the schema of one of torch's operators says of a call: what it writes to, and what it returns where it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+def written_arguments(function: Any, args: Sequence[Any], named: Mapping[str, Any], kind: type) -> list[Any]:
+    """Returns the arguments of a kind that an operator writes to, those in lists included.
+
+    >>> x = torch.zeros(2)
+    >>> [each is x for each in written_arguments(torch.ops.aten.add_.Tensor, (x, torch.ones(2)), {}, Tensor)]
+    [True]
+    """
+    schema = getattr(function, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found: list[Any] = []
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else named.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
+    return found
+
+
+def makes_meta(named: Mapping[str, Any]) -> bool:
+    """Whether the arguments of an operator say that its results are made on the meta device."""
+    device = named.get("device")
+    return device is not None and torch.device(device).type == "meta"
+
+
+def undrawn(function: Any, args: Sequence[Any], named: Mapping[str, Any], device: torch.device | str) -> Any:
+    """Returns what an operator that draws random numbers returns, without drawing: new tensors have no values.
+
+    On the meta device the first draw would make torch import its compiler, which takes longer than importing torch.
+
+    >>> undrawn(torch.ops.aten.multinomial.default, (torch.ones(3, 4), 2), {}, "meta")
+    tensor(..., device='meta', size=(3, 2), dtype=torch.int64)
+    """
+    schema = function._schema
+    if schema.returns[0].alias_info is not None:  # numbers written in place, or into ``out``
+        return written_arguments(function, args, named, Tensor)[0]
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(named)
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    indices = torch.int64 if schema.name in ("aten::randint", "aten::randperm", "aten::multinomial") else None
+    dtype = given.get("dtype") or indices
+    if not tensors:
+        return torch.empty(given["size"] if "size" in given else (given["n"],), dtype=dtype, device=device)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    if "num_samples" in given:
+        shape = torch.Size((*shape[:-1], given["num_samples"]))
+    like = tensors[0]
+    if like.shape == shape:
+        found = torch.empty_like(like, dtype=dtype, device=device)
+    else:
+        found = torch.empty(shape, dtype=dtype or like.dtype, device=device)
+    return found if len(schema.returns) == 1 else (found, torch.empty_like(found, dtype=torch.bool))  # and its mask
