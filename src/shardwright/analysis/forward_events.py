@@ -366,7 +366,9 @@ class _Events(TorchFunctionMode):
         learning = {name for name, node in self._made.items() if node is not None and node in seen}
         for event in reversed(self.record.events):  # a write to a view leaves out the node that the view had before
             before = (event.takes[place] for place, spec in event.written if spec.name in learning)
-            learning.update(name for name in before if isinstance(name, tuple) and self.record.specs[name].needs_gradient)
+            learning.update(
+                name for name in before if isinstance(name, tuple) and self.record.specs[name].needs_gradient
+            )
         self.record.learning = frozenset(learning)
         return self.record
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -411,3 +412,76 @@ def test_a_parameter_of_two_names_has_the_first_on_every_stage():
     )
     assert verdict.equal, str(verdict)
     assert all(held <= known for held, known in names)
+
+
+class PassesOn(Layers):
+    """A module without weights returns the tensor that it gets, which another stage has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.same = nn.ModuleList(nn.Identity() for _ in range(4))
+
+    def forward(self, x):
+        assert x.shape[1] == WIDTH
+        first = self.layers[0](x)
+        y = self.layers[2](self.layers[1](first))
+        return self.layers[3](y + self.same[3](first))
+
+
+class DropsInPlace(Layers):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5, inplace=True)
+
+    def step(self, layer, x):
+        return super().step(layer, self.drop(x * 1.5))
+
+
+class DividesView(Layers):
+    """Writes in place to a value of another stage, which is a view there where there is one sample."""
+
+    def forward(self, x):
+        assert x.shape[1] == WIDTH
+        x = torch.tanh(self.layers[0](x)).reshape(-1, 2, WIDTH // 2).transpose(0, 1)
+        query = self.layers[1](torch.cat([x, x], -1))
+        key = self.layers[2](torch.cat([x, x], -1))
+        query /= 3.0
+        return self.layers[3](torch.tanh(query) * key).sum(0)
+
+
+COLLECTED = threading.local()
+
+
+def collect(module, given, output):
+    COLLECTED.outputs.append(output)
+
+
+class Collects(Layers):
+    """Hooks collect what layers return, and the model reads it at the end."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers[:3]:
+            layer.register_forward_hook(collect)
+
+    def forward(self, x):
+        COLLECTED.outputs = []
+        x = super().forward(x)
+        return x + COLLECTED.outputs[0] * COLLECTED.outputs[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "num"),
+    [
+        (PassesOn, "pp2/cut:layers.0,layers.2 mb2", 8),
+        (DropsInPlace, "pp2 mb2", 8),
+        (DropsInPlace, "pp2/zb-v mb4", 8),
+        (DividesView, "pp2/cut:layers.0,layers.2", 1),
+        (DividesView, "pp2/cut:layers.0,layers.2 mb8", 8),
+        (Collects, "pp2 mb2", 8),
+        (Collects, "pp4/gpipe mb4", 8),
+    ],
+)
+def test_values_that_are_passed_on_overwritten_or_collected_are_those_of_one_device(kind, line, num):
+    result = verify(model_of(kind), line, batches(num))
+    assert result.equal, str(result)

@@ -159,7 +159,8 @@ def _opened(
         is_called = scope.caller < 0 or record.scopes[scope.caller].path in found
         if is_called and (scope.caller < 0 or scope.cost.work > share * FINEST):
             found.add(scope.path)
-    return found | {scope.path for scope in record.scopes if scope.is_free}
+    free = {scope.path for scope in record.scopes if scope.is_free}
+    return found | (free - {scope.path for scope in record.scopes if not scope.is_free})
 
 
 def _units(record: ForwardRecord, opened: Collection[str]) -> set[str]:
