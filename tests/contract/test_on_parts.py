@@ -8,6 +8,7 @@ from tests.contract.cases import CHECKS, Case, job_of, planned
 from torch import nn
 from torch.nn import functional
 
+from shardwright import verify
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.planning import StepTraffic, structural_copy
 from shardwright.strategies.tensor_parallel import on_parts
@@ -134,6 +135,43 @@ def test_a_model_of_operators_keeps_every_promise(name, line):
     assert isinstance(plan.notes.get(""), PartsNote), "the model runs on parts"
     for check in CHECKS:
         check(line, CASES[name])
+
+
+class KnownBlock(nn.Module):
+    """An MLP that the grid modes know."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class ReadsTables(Language):
+    """Asks for the size of one table, and computes the head with another."""
+
+    def __init__(self):
+        super().__init__(KnownBlock)
+        del self.places
+        self.places = nn.Embedding(TOKENS, WIDTH)
+        self.head = nn.Identity()
+
+    def forward(self, tokens):
+        if tokens.size(1) > self.places.weight.shape[0]:
+            raise ValueError("too many tokens")
+        x = self.words(tokens) + self.places(torch.arange(tokens.size(1), device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.words.weight.T
+
+
+@pytest.mark.parametrize("line", ["tp2", "tp2x2/2d", "tp2x2x2/3d", "pp2 mb2 dp2/zero1 tp2"])
+def test_code_may_read_the_weights_and_shapes_of_other_layers(line):
+    torch.manual_seed(0)
+    case = OwnCase("", ReadsTables(), CrossEntropy(), num_tokens=TOKENS)
+    verdict = verify(case.model, line, case.batches, loss=CrossEntropy())
+    assert verdict.equal, str(verdict)
 
 
 @pytest.mark.parametrize("line", ["tp4", "dp2/zero3 tp2"])

@@ -111,7 +111,9 @@ class TensorParallel:
         keeps = share >= ENOUGH and any(
             isinstance(m, nn.MultiheadAttention) or has_hooks(m) for m in job.model.modules()
         )
-        if keeps or least > 1:
+        # of other code a record tells whether it reads the weights of the layers that would be cut
+        ours = all(type(m).__module__.startswith(("torch.nn.", "shardwright.models.")) for m in job.model.modules())
+        if keeps or (ours and least > 1):
             return known
         return place_on_parts(job, plan, mode, least, known) or known
 
