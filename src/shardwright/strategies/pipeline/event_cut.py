@@ -26,12 +26,15 @@ from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError
 from shardwright.plan.event_stages import UNEVEN, EventStages
 
-FINEST = 0.25
-"""A module is opened if a call of it costs more than this part of a chunk's share of the work.
+FINEST = (0.25, 0.06, 0.0)
+"""A module is opened if a call costs more than this part of a chunk's share of the work; the next if that is uneven.
 
 Chunks begin at units, so the largest may exceed its share by about one unit: by a quarter, and less where smaller units
 stand at the boundary. Finer units balance better, and each is one more event that every stage compares with the record.
 """
+
+GAIN = 0.9
+"""Finer units must make the largest chunk smaller by at least a tenth."""
 
 SLACK = 1.1
 """A cut may have a largest chunk this much larger than the least possible, for fewer bytes between chunks.
@@ -63,10 +66,38 @@ def cut_events(
     """
     closed = {*closed, *(path for path, module in model.named_modules() if path and has_hooks(module))}
     record, inputs = _recorded(model, example, ())
+    best: EventStages | None = None
+    failures: list[LayoutError] = []
+    for finest in FINEST[:1] if names or seconds else FINEST:
+        try:
+            stages = _cut(model, num_chunks, record, inputs, names, seconds, closed, finest)
+        except LayoutError as failure:
+            failures.append(failure)
+            continue
+        if best is None or _largest(stages) < GAIN * _largest(best):
+            best = stages
+        if _largest(best) * num_chunks <= UNEVEN:
+            break
+    if best is None:
+        raise failures[0]
+    return best
+
+
+def _largest(stages: EventStages) -> float:
+    """Returns the largest share that a chunk has of the work or of the parameters."""
+    works = [cost.work for cost in stages.costs]
+    sizes = [cost.parameter_bytes for cost in stages.costs]
+    return max(max(each) / (sum(each) or 1) for each in (works, sizes))
+
+
+def _cut(
+    model: nn.Module, num_chunks: int, record: ForwardRecord, inputs: Any, names: Sequence[str],
+    seconds: Mapping[str, float] | None, closed: Collection[str], finest: float,
+) -> EventStages:  # fmt: skip
     before = _settings(model)
     escaped: set[str] = set()
     while True:
-        opened = _opened(model, record, num_chunks, names, closed) | escaped
+        opened = _opened(model, record, num_chunks, names, closed, finest) | escaped
         units = _units(record, opened)
         found, _ = _recorded(model, inputs, units)
         out_of = {found.events[number].name for number in found.escaping}
@@ -144,8 +175,9 @@ def _escapes(path: str) -> LayoutError:
 
 
 def _opened(
-    model: nn.Module, record: ForwardRecord, num_chunks: int, names: Sequence[str], closed: Collection[str]
-) -> set[str]:
+    model: nn.Module, record: ForwardRecord, num_chunks: int, names: Sequence[str], closed: Collection[str],
+    finest: float,
+) -> set[str]:  # fmt: skip
     """Returns the modules whose inner calls are events."""
     share = record.scopes[0].cost.work / num_chunks
     found = {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(len(parts))}
@@ -157,7 +189,7 @@ def _opened(
         if scope.path in closed or number not in children or (from_torch and not plain):
             continue
         is_called = scope.caller < 0 or record.scopes[scope.caller].path in found
-        if is_called and (scope.caller < 0 or scope.cost.work > share * FINEST):
+        if is_called and (scope.caller < 0 or scope.cost.work > share * finest):
             found.add(scope.path)
     free = {scope.path for scope in record.scopes if scope.is_free}
     return found | (free - {scope.path for scope in record.scopes if not scope.is_free})
@@ -238,9 +270,16 @@ def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int]
 
     (_, least), _ = _best(len(places) - 1, num_chunks, load)
 
+    def memory_of(first: int, stop: int) -> Price:
+        work, held = (each[stop] - each[first] for each in sums)
+        return (0.0 if work <= least * SLACK else float("inf")), held
+
+    (_, least_held), _ = _best(len(places) - 1, num_chunks, memory_of)
+    most_held = max(least_held * (1 + 1e-9), 1 / num_chunks)
+
     def sent_bytes(first: int, stop: int) -> Price:
         work, held = (each[stop] - each[first] for each in sums)
-        fits = work <= least * SLACK and held <= least * (1 + 1e-9)
+        fits = work <= least * SLACK and held <= most_held
         return (float(sent[first]) if fits else float("inf")), max(work, held)
 
     return [places[at] for at in _best(len(places) - 1, num_chunks, sent_bytes)[1]]
