@@ -164,7 +164,7 @@ def _run_again(call: WriteCall, storages: dict[int, torch.UntypedStorage], seed:
     else:
         key = hashlib.blake2b(f"{seed}/{call.draw}".encode(), digest_size=8).digest()
         with GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(key, "little") >> 1)
+            torch.default_generator.manual_seed(int.from_bytes(key, "little") >> 1)
             results = function(*args, **named)
     for view, result in zip(call.results, tree_leaves(results), strict=True):
         if view is not None:

@@ -272,3 +272,13 @@ def test_a_buffer_that_two_modules_share_stays_one(line, device):
 
     num_ranks = Layout.parse(line).num_ranks
     assert launch(work, num_ranks, ranks="threads") == [pytest.approx([0.1] * 3)] * num_ranks
+
+
+def test_drawing_initial_values_leaves_the_generators_of_gpus_alone(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    found = launch(lambda world: parallelize(model, "dp2", world).parameters, 2, ranks="threads")
+    assert all(not p.is_meta for named in found for p in named.values())
+    assert not seeded

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardwright.analysis.reached import (
+    ATOMS,
     DICTS,
     attributes,
     globals_read,
@@ -49,7 +50,15 @@ def copied(model: M, memo: dict[int, Any]) -> M:
     for module in plain:
         memo[id(module)] = object.__new__(type(module))
     for module in plain:
-        memo[id(module)].__dict__.update((name, _copied(name, value, memo)) for name, value in vars(module).items())
+        own = memo[id(module)].__dict__
+        for name, value in vars(module).items():
+            kind = type(value)
+            if kind in ATOMS:
+                own[name] = value
+            elif kind in DICTS and not value and name in _HOOKS:
+                own[name] = kind()
+            else:
+                own[name] = copy.deepcopy(value, memo)
     other = copy.deepcopy(model, memo)
     _CopiedFunctions(memo).rebind(other)
     return other
@@ -61,12 +70,6 @@ def _is_plain(module: nn.Module) -> bool:
     kind = type(module)
     customised = any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in protocol)
     return not customised and not hasattr(kind, "__slots__")
-
-
-def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
-    if type(value) in DICTS and not value and name in _HOOKS:
-        return type(value)()
-    return copy.deepcopy(value, memo)
 
 
 class _CopiedFunctions:

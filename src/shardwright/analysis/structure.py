@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from shardwright.analysis.copying import copied
 from shardwright.analysis.draw_calls import RefusesRandomNumbers
+from shardwright.analysis.kept_traces import kept
 from shardwright.analysis.torch_loops import KNOWN_LOOPS, loop_of
 from shardwright.analysis.traced_names import NO_TENSOR, ResultClass, class_of_result, traceable_forward
 from shardwright.analysis.tracer import ATTRIBUTES, AttributeReads, ShowsReads, Tracer
@@ -223,6 +224,11 @@ def _replace_forwards(
                 layer._parameters = {}  # code outside that reads a weight fails here: it would not see it sharded
 
 
+def trace_once(module: nn.Module) -> fx.Graph | None:
+    """Returns what :func:`trace` does, found once for each plan; the caller changes nothing of it."""
+    return kept(module, trace)
+
+
 def _argument_names(forward: Callable[..., Any], given: Collection[str]) -> Iterator[str]:
     """The names of the required arguments and of those in ``given``."""
     for name, parameter in inspect.signature(forward).parameters.items():
@@ -279,7 +285,7 @@ def find_chains(model: nn.Module) -> tuple[LayerChain, ...]:
         calls = (child for _, child, is_entered in _submodules(module) if not is_entered)
         if not any(is_exactly(child, nn.Linear) for child in calls) or has_choices(module):
             continue
-        graph = trace(module)
+        graph = trace_once(module)
         for node in graph.nodes if graph is not None else ():
             chain = _chain_to(node, module, path)
             layers = (*chain.columns, *chain.between, chain.row) if chain is not None else ()
@@ -360,7 +366,7 @@ def find_head(model: nn.Module) -> str | None:
     >>> find_head(nn.Sequential(nn.ReLU(), nn.Linear(2, 8)))
     '1'
     """
-    graph = trace(model) if not has_hooks(model) else None
+    graph = trace_once(model) if not has_hooks(model) else None
     if graph is None:
         return None
     (output,) = (node for node in graph.nodes if node.op == "output")

@@ -139,7 +139,7 @@ def _draw(model: nn.Module, path: str, module: nn.Module, seed: int, records: Ma
     module.to_empty(device="cpu", recurse=False)
     key = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
     with GENERATOR_LOCK, torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(int.from_bytes(key, "little") >> 1)
+        torch.default_generator.manual_seed(int.from_bytes(key, "little") >> 1)
         before = {key: buffer._version for key, buffer in module._buffers.items() if buffer is not None}
         if draw is not None:
             draw(module)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.batch_norms import ignore_batch_statistics
 from shardwright.analysis.copying import copied
+from shardwright.analysis.kept_traces import traces_kept
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
 from shardwright.analysis.reached import unregistered
 from shardwright.axes import mesh_axes
@@ -64,6 +65,7 @@ def structural_copy(model: nn.Module, seen_as: Callable[[Tensor], Tensor] = Tens
     return copied(model, memo)
 
 
+@traces_kept()
 def make_plan(
     job: Job, layout: Layout, strategies: Sequence[Strategy] | None = None
 ) -> tuple[Plan, tuple[Strategy, ...]]:

@@ -23,7 +23,7 @@ from shardwright.analysis.structure import (
     has_hooks,
     is_elementwise_module,
     is_exactly,
-    trace,
+    trace_once,
 )
 from shardwright.models.attention import Attention
 
@@ -112,7 +112,7 @@ class _FeatureFlow:
         leaf = self._leaf(path, module, x, args, may_cut)
         if leaf is not None:
             return leaf
-        graph = None if has_choices(module) or not _has_children(module) else trace(module)
+        graph = None if has_choices(module) or not _has_children(module) else trace_once(module)
         if graph is not None and not (path and has_hooks(module)):
             before = dict(self.uses)  # restored if the code inside cannot take cut features
             try:

@@ -27,7 +27,7 @@ from shardwright.analysis.structure import (
     has_choices,
     is_elementwise_module,
     is_exactly,
-    trace,
+    trace_once,
 )
 from shardwright.errors import LayoutError
 from shardwright.models import CrossEntropy, MeanSquaredError
@@ -165,7 +165,7 @@ class _TokenFlow:
             return leaf
         if next(module.children(), None) is None and type(module).__module__.startswith("torch.nn."):
             raise _MixesError(path, kind)
-        graph = None if has_choices(module) else trace(module)
+        graph = None if has_choices(module) else trace_once(module)
         if graph is None:
             raise _MixesError(path, f"{kind}, whose code cannot be followed")
         return self._run(path, module, graph, args)
