@@ -10,8 +10,11 @@ property tests with all their examples. Without ``--tier`` everything runs.
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
+
+from one_plan import one_plan_in_verify
 
 torch.set_num_threads(1)
 settings.register_profile("shardwright", deadline=None)
@@ -21,6 +24,12 @@ settings.load_profile("shardwright")
 CONTRACT = Path(__file__).parent / "contract"
 MANY, MANY_EVERY = 6, 3
 """Of a test with more cases than this, `make test` runs every so many-th."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_plan():
+    with one_plan_in_verify():
+        yield
 
 
 def pytest_addoption(parser):

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from one_plan import for_one_rank
 from shardwright.comm.launch import launch
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout, Option
@@ -57,6 +58,16 @@ def of_one_model() -> list[str]:
 
 def spellings(strategy, size: int) -> list[str]:
     """The factors that ask for ``strategy`` on so many ranks, with each of its options in turn."""
+    key = id(strategy), size  # some have no hash
+    if key not in _SPELLED:
+        _SPELLED[key] = strategy, _spelled(strategy, size)  # with the strategy, so that the id stays taken
+    return list(_SPELLED[key][1])
+
+
+_SPELLED: dict[tuple[int, int], tuple[object, list[str]]] = {}
+
+
+def _spelled(strategy, size: int) -> list[str]:
     # a default strategy takes its options alone; another one is asked for by its first, which the others join, or by
     # one of these
     first, *rest = ("", *strategy.options) if strategy.default else strategy.options
@@ -335,8 +346,28 @@ def two_steps(
 
 @cache
 def _known_steps(line: str, case: Case) -> tuple[Verdict, list[Found]]:
-    with planned_once({str(Layout.parse(line)): planned(line, case)}):
+    with planned_once({str(Layout.parse(line)): planned(line, case)}), one_device_once(case):
         return two_steps(line, case)
+
+
+@contextmanager
+def one_device_once(case: Case) -> Iterator[None]:
+    """One device trains a case alike under every layout, but those whose microbatches have their own statistics."""
+    verify = import_module("shardwright.verify")
+    train = verify.reference
+
+    def known(plain: nn.Module, loss: nn.Module, batches: list, seed: int, plan: Plan) -> object:
+        if plan.layout.own_statistics:
+            return train(plain, loss, batches, seed, plan)
+        if case not in _ONE_DEVICE:
+            _ONE_DEVICE[case] = train(plain, loss, batches, seed, plan)
+        return _ONE_DEVICE[case]
+
+    with mock.patch.object(verify, "reference", known):
+        yield
+
+
+_ONE_DEVICE: dict[Case, object] = {}
 
 
 @contextmanager
@@ -354,9 +385,7 @@ def planned_once(known: dict[str, tuple[Plan, tuple]] | None = None) -> Iterator
             if str(layout) not in found:
                 found[str(layout)] = make_plan(job, layout)
             plan, chosen = found[str(layout)]
-            if plan.stages is not None:  # a stage sets values in the model that it reads its code from
-                plan = replace(plan, stages=replace(plan.stages, model=without_storage(plan.stages.model)))
-            return plan, chosen
+            return for_one_rank(plan), chosen
 
     modules = [import_module(f"shardwright.{name}") for name in ("parallelize", "verify")]
     with mock.patch.object(modules[0], "make_plan", once), mock.patch.object(modules[1], "make_plan", once):

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import contextmanager
 
 import pytest
 from typer.testing import CliRunner
@@ -31,11 +32,12 @@ def saved_in(out):
     return [int(step.name.removeprefix("step-")) for step in steps_in(out / "checkpoints")]
 
 
-@pytest.fixture
-def small_files():
-    """``small_files(num_bytes)``: no file may grow beyond that, as on a full disk."""
+@contextmanager
+def small_files(num_bytes):
+    """No file may grow beyond that, as on a full disk; not even the one that pytest may write its own lines to."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    yield
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
@@ -67,21 +69,20 @@ def test_a_log_on_a_full_device_only_warns(tmp_path, capsys):
     assert capsys.readouterr().err.count("No space left on device") == 1
 
 
-def test_half_a_row_is_taken_back(tmp_path, small_files):
+def test_half_a_row_is_taken_back(tmp_path):
     with Log(tmp_path, 3, 0, writes=True, tensorboard=False) as log:
         log.add(ROW)
         size = (tmp_path / "metrics.jsonl").stat().st_size
-        small_files(size + 10)
-        log.add({**ROW, "step": 2})
-        small_files(10 * size)
+        with small_files(size + 10):
+            log.add({**ROW, "step": 2})
         log.add({**ROW, "step": 3})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
 
 
-def test_rows_are_cut_off_where_there_is_no_room_for_a_copy(tmp_path, small_files):
+def test_rows_are_cut_off_where_there_is_no_room_for_a_copy(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    small_files(1)
-    cut_metrics(tmp_path, 2)
+    with small_files(1):
+        cut_metrics(tmp_path, 2)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
