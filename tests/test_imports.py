@@ -9,6 +9,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import shardwright
 
 SOURCE = Path(shardwright.__file__).parent
@@ -80,8 +82,20 @@ def test_an_import_inside_a_function_has_a_reason_and_goes_downward():
         assert height[target] <= height[re.split(r"[/.]", file)[0]], f"{file} imports {target}, a higher layer"
 
 
-def test_importing_the_package_loads_neither_dtensor_nor_matplotlib_nor_rich():
-    program = "import sys, shardwright; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+@pytest.fixture(scope="module")
+def imported():
+    """The modules that are loaded with the package, and with its reports."""
+    program = "import sys, shardwright; print(*sys.modules); import shardwright.report.timelines; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_matplotlib_is_imported_only_when_something_is_drawn(imported):
+    assert {"shardwright.report", "shardwright.report.timelines"} <= set(imported[1])
+    assert "matplotlib" not in imported[1]
+
+
+def test_importing_the_package_loads_neither_dtensor_nor_matplotlib_nor_rich(imported):
+    loaded = imported[0]
     assert "shardwright.verify" in loaded
     assert not {"torch.distributed.tensor", "shardwright.global_tensor", "matplotlib", "rich"} & set(loaded)

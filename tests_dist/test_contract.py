@@ -4,7 +4,19 @@ from collections import Counter
 
 import pytest
 
-from contract.cases import CASES, CONVNET, GPT2, LLAMA_ONE_KV, MLP, STRATEGIES, lays_out, line_of, pairs, spelling
+from contract.cases import (
+    CASES,
+    CONVNET,
+    GPT2,
+    LLAMA_ONE_KV,
+    MLP,
+    STRATEGIES,
+    lays_out,
+    line_of,
+    one_device_once,
+    pairs,
+    spelling,
+)
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import StepTraffic, make_plan
@@ -17,7 +29,8 @@ def on_pool(pool):
 
 
 def check(pool, line, case):
-    verdict = verify(case.model, line, case.batches, loss=case.loss, launcher=on_pool(pool))
+    with one_device_once(case):
+        verdict = verify(case.model, line, case.batches, loss=case.loss, launcher=on_pool(pool))
     assert verdict.equal, str(verdict)
 
 

@@ -40,10 +40,10 @@ def listening_paths(process):
             yield Path(fields[7])
 
 
-@pytest.fixture
-def family(tmp_path):
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
     """The processes of a run that trains."""
-    out = tmp_path / "run"
+    out = tmp_path_factory.mktemp("family") / "run"
     with temporary_folder() as folder:
         process = start(out, "--steps", "100000", folder=folder)
         found = []

@@ -263,17 +263,19 @@ def test_a_checkpoint_put_aside_never_wins_over_the_one_that_took_its_name(tmp_p
 
 def test_saves_of_several_processes_into_one_folder_wait_for_each_other(tmp_path):
     code = (
-        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "import os, sys; sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
         "from checkpoint.test_trust import bare\n"
+        "first = os.getpid()\n"
+        "for _ in range(2):\n"
+        "    if os.getpid() == first: os.fork()\n"  # after the imports, which take longest
         "for n in range(8): assert bare(Path(sys.argv[3]), n % 3, keep=3).is_dir() or n % 3 == 0\n"
+        "if os.getpid() == first: sys.exit(any([os.wait()[1] for _ in range(2)]))\n"
     )
     tests = Path(__file__).parents[1]
     command = [sys.executable, "-c", code, str(tests.parent / "src"), str(tests), str(tmp_path / "run")]
-    writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    for writer in writers:
-        assert writer.wait(timeout=100) == 0, writer.stderr.read()
-        writer.stderr.close()
+    writers = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    assert writers.returncode == 0, writers.stderr
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"step-0000000{n}" for n in range(3)]
 
 
