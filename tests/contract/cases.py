@@ -356,11 +356,11 @@ def one_device_once(case: Case) -> Iterator[None]:
     verify = import_module("shardwright.verify")
     train = verify.reference
 
-    def known(plain: nn.Module, loss: nn.Module, batches: list, seed: int, plan: Plan) -> object:
+    def known(plain: nn.Module, loss: nn.Module, batches: list, seed: int, plan: Plan, *more: object) -> object:
         if plan.layout.own_statistics:
-            return train(plain, loss, batches, seed, plan)
+            return train(plain, loss, batches, seed, plan, *more)
         if case not in _ONE_DEVICE:
-            _ONE_DEVICE[case] = train(plain, loss, batches, seed, plan)
+            _ONE_DEVICE[case] = train(plain, loss, batches, seed, plan, *more)
         return _ONE_DEVICE[case]
 
     with mock.patch.object(verify, "reference", known):
