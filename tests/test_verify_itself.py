@@ -195,7 +195,7 @@ def test_all_runs_on_one_device_share_one_search_for_random_numbers(monkeypatch)
     searches, find = [], draws._found
     monkeypatch.setattr(draws, "_found", lambda *given: searches.append(given) or find(*given))
     assert rounded("dp2").own_error
-    assert len(searches) == 3, "one here and one on each rank"
+    assert len(searches) == 2, "one here and one for the ranks, which share it in tests"
 
 
 def test_a_model_without_float32_inside_keeps_its_tolerance():
