@@ -132,7 +132,7 @@ def variants(world, lines, peers):
 
 
 def ghost_share(step, steps):
-    """The share of a stage's step that its forwards spend outside of its own calls, and outside of sends and the loss.
+    """The share of a stage's CPU seconds that its forwards spend outside of its own calls, sends and the loss.
 
     That is the user's code between the stage's calls, the ghosts of other stages' values, and the mode's own checks.
     """
@@ -140,11 +140,11 @@ def ghost_share(step, steps):
 
     def timed(key, function):
         def call(*args):
-            start = time.perf_counter()
+            start = time.thread_time()
             try:
                 return function(*args)
             finally:
-                spent[key] += time.perf_counter() - start
+                spent[key] += time.thread_time() - start
 
         return call
 
@@ -153,19 +153,19 @@ def ghost_share(step, steps):
     @contextmanager
     def own(mode):
         with natively(mode):
-            start = time.perf_counter()
+            start = time.thread_time()
             try:
                 yield
             finally:
-                spent["own"] += time.perf_counter() - start
+                spent["own"] += time.thread_time() - start
 
     before = GhostStage._run, GhostStage._finish
     GhostMode._natively = own
     GhostStage._run, GhostStage._finish = timed("run", before[0]), timed("finish", before[1])
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(steps):
         step()
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     GhostMode._natively, (GhostStage._run, GhostStage._finish) = natively, before
     return (spent["run"] - spent["finish"] - spent["own"]) / took
 
