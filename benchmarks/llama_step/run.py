@@ -191,6 +191,7 @@ def main():
         return write(options, __file__, {"table": [], "skipped": "transformers is not installed"})
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     facts = {**machine(), "transformers": metadata.version("transformers")}
+    facts["omp_wait_policy"] = os.environ.get("OMP_WAIT_POLICY", "")
     given = (options.layouts, options.rounds, options.steps, not options.ours)
     rows, cpu_rows, left_out, ghosts = sw.launch(measure, 2, *given)[0]
     table = table_of(rows, cpu_rows)
