@@ -257,3 +257,17 @@ def test_a_whole_operand_is_copied_where_it_learns_and_only_there():
     (first, _), (second, gradient) = run_on_threads(Mesh(tp=2), work)[0]
     assert (first, second) == (True, False)
     assert gradient.tolist() == [8.0] * 4  # of all rows, also those of the other rank
+
+
+def test_a_gradient_that_another_operator_has_too_is_not_summed_in_place():
+    def work(axes):
+        x, w, other = (torch.ones(1, 3, requires_grad=True) for _ in range(3))
+        for each in (w, other):
+            tag(each, part_of((2, 3), (bytes([0, 1]), None)))
+        y = x * 1
+        with PartsMode(axes["tp"]):
+            functional.linear(y, w)  # its gradient of y would be a new tensor, and the loss has none of it
+            (y + other).sum().backward()
+        return x.grad.tolist(), other.grad.tolist()
+
+    assert run_on_threads(Mesh(tp=2), work) == [([[2.0] * 3], [[1.0] * 3])] * 2

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -218,7 +219,9 @@ class PartsMode(TorchFunctionMode):
         if step.changes:
             own = [*values]
             for change in step.changes:
-                own[change.slot] = self._changed(own[change.slot], change)
+                # the gradient that a linear layer gives its input is a new tensor, which no other operator reads
+                is_new = step.function is functional.linear and step.args[0] == Slot(change.slot)
+                own[change.slot] = self._changed(own[change.slot], change, is_new)
         results = step.function(*_filled(step.args, own), **_filled(step.named, own))
         found = [results] if isinstance(results, Tensor) else [x for x in tree_leaves(results) if isinstance(x, Tensor)]
         if step.summed:
@@ -231,7 +234,7 @@ class PartsMode(TorchFunctionMode):
         for slot, x in zip(step.results, found, strict=True):
             values[slot] = x
 
-    def _changed(self, x: Tensor, change: OperandChange) -> Tensor:
+    def _changed(self, x: Tensor, change: OperandChange, gradient_is_new: bool) -> Tensor:
         if change.kind == "gather":
             whole = self._gather(x, change.dim, change.cut)
             self._gathered.append(whole.untyped_storage())  # the result may be a view of it
@@ -242,8 +245,10 @@ class PartsMode(TorchFunctionMode):
             return x
         for before, version, made in self._copies:
             if before is x and x._version == version:
+                if not gradient_is_new and made.grad_fn is not None:
+                    made.grad_fn.overwrite = False  # type: ignore[attr-defined]
                 return made
-        made = sum_gradient(x, self.axis)
+        made = sum_gradient(x, self.axis, overwrite=gradient_is_new)
         self._copies.append((x, x._version, made))
         return made
 
