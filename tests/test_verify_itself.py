@@ -210,11 +210,15 @@ def test_a_model_without_float32_inside_keeps_its_tolerance():
 # ---- what was cut
 
 
-def test_an_equal_verdict_says_what_share_of_the_parameters_each_factor_cuts():
+def test_an_equal_verdict_says_what_share_of_the_parameters_and_flops_each_factor_cuts():
     verdict = verify(pair(), "dp2/zero1 tp2", [batch()], loss=LOSS)
     assert verdict.equal
     assert verdict.shares == {"dp2/zero1": 1.0, "tp2": pytest.approx(104 / 110)}
-    assert str(verdict).endswith("; dp2/zero1 cuts 100 %, tp2 cuts 94.5 % of the parameters")
+    assert verdict.flops == {"dp2/zero1": 1.0, "tp2": 1.0}
+    cuts = (
+        "; dp2/zero1 cuts 100 % of the parameters and 100 % of the FLOPs; tp2 cuts 94.5 % of the parameters and 100 %"
+    )
+    assert str(verdict).endswith(f"{cuts} of the FLOPs")
     assert not verify(pair(), "dp2", [batch()], loss=LOSS).shares
 
 
@@ -223,7 +227,8 @@ def test_a_verdict_names_the_layers_that_a_factor_leaves_whole_where_it_cuts_lit
     verdict = verify(model, "tp2", [batch()], loss=LOSS)
     assert verdict.equal
     assert verdict.shares["tp2"] < 0.5
-    assert "; tp2 cuts 13.6 % of the parameters; whole are 2 (45.7 %: Linear: every rank computes it" in str(verdict)
+    text = "; warning: tp2 cuts 13.6 % of the parameters and 13.8 % of the FLOPs; whole are 2 (45.7 %: Linear: every"
+    assert f"{text} rank computes it" in str(verdict)
 
 
 class SumInFloat32(nn.Module):

@@ -211,6 +211,17 @@ def pipeline_step() -> str:
     return "\n".join(lines)
 
 
+def llama_step() -> str:
+    """A Llama of transformers beside its limit and peers, and the ghost part of its stages."""
+    result = newest("llama_step")
+    lines = ["| variant | ms | limits (median) | range | CPU seconds, in limits | range |", "|---|---|---|---|---|---|"]
+    for row in result["table"]:
+        lines.append(f"| {code(row['name'])} | {in_limits(row)} |")
+    lines += [f"| {name} | left out: {why} | | | | |" for name, why in result.get("left_out", {}).items()]
+    ghosts = ", ".join(f"{share:.1%}" for share in result.get("ghosts", ()))
+    return "\n".join([*lines, "", f"Ghost part of the stages' steps: {ghosts}."]) if ghosts else "\n".join(lines)
+
+
 def pipeline_bubble() -> str:
     """Ideal, predicted and measured bubbles, by stages and microbatches."""
     rows = newest("pipeline_bubble")["table"]
@@ -433,6 +444,7 @@ TABLES = {
     "tensor_modes gpt": partial(tensor_modes, "gpt"),
     "tensor_memory": tensor_memory,
     "tensor_overlap": tensor_overlap,
+    "llama_step": llama_step,
     "pipeline_step": pipeline_step,
     "pipeline_bubble": pipeline_bubble,
     "pipeline_convnet": pipeline_convnet,

@@ -12,6 +12,7 @@ from shardwright import verify
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.planning import StepTraffic, structural_copy
 from shardwright.strategies.tensor_parallel import on_parts
+from shardwright.strategies.tensor_parallel.graph_cuts import graph_cuts
 from shardwright.strategies.tensor_parallel.on_parts import PartsNote
 
 WIDTH, HEADS, TOKENS, WORDS = 16, 4, 6, 23
@@ -184,3 +185,28 @@ def test_ranks_that_hold_the_same_are_priced_by_one_rehearsal(line, monkeypatch)
     for coord in plan.mesh.coords():
         traffic.at(coord)
     assert len(count) == 2, "only the last ranks of tp hold fewer of the 23 words"
+
+
+class Doubled(torch.autograd.Function):
+    """An activation with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+class OwnActivation(nn.Sequential):
+    def forward(self, x):
+        up, down = self
+        return down(Doubled.apply(up(x)))
+
+
+def test_layers_around_an_activation_with_a_backward_of_its_own_are_cut():
+    model = OwnActivation(nn.Linear(6, 8), nn.Linear(8, 6)).to("meta")
+    cuts = graph_cuts(model, torch.empty(2, 6, device="meta"), 2)
+    assert set(cuts.parts) == {"0.weight", "0.bias", "1.weight"}
+    assert not cuts.functions, "its backward is elementwise"

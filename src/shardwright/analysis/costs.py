@@ -10,12 +10,14 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from shardwright.analysis.arguments import bind
@@ -26,6 +28,7 @@ from shardwright.analysis.meta_device import on_meta
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.recording import RecordedCall, TensorUse
 from shardwright.models.eval_mode import eval_mode
 
 WORK_PER_ELEMENT = 16
@@ -75,6 +78,30 @@ class CostCounting(TorchDispatchMode):
     def since(self, before: Cost) -> Cost:
         """Returns the cost of all operators since an earlier :meth:`now`."""
         return Cost(self.work - before.work, 0, self.result_bytes - before.activation_bytes)
+
+
+def flops_of(call: RecordedCall) -> int:
+    """Returns the floating-point operations of a product, a convolution or an attention; 0 for any other operator.
+
+    >>> from shardwright.analysis.recording import record_forward
+    >>> recording = record_forward(nn.Linear(4, 8).to("meta"), torch.empty(2, 4, device="meta"))
+    >>> [flops_of(call) for call in recording.calls]
+    [128]
+    """
+    shapes = [operand.shape for operand in call.operands]
+    if call.function is functional.linear:
+        return 2 * prod(shapes[0]) * prod(shapes[1][:-1])
+    if call.function is functional.scaled_dot_product_attention:
+        query, key, value = shapes[:3]
+        return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    if call.name == "_grouped_mm":  # the groups of rows together are the rows
+        each = shapes[0][0] if len(shapes[0]) == len(shapes[1]) == 3 else 1
+        return 2 * each * prod(shapes[0][-2:]) * shapes[1][-1]
+    flops = flop_registry.get(getattr(call.function, "overloadpacket", None))
+    if flops is None:
+        return 0
+    args, named = tree_map_only(TensorUse, lambda use: torch.Size(use.shape), (call.args, call.named))
+    return int(flops(*args, **named, out_val=torch.Size(call.results[0].shape)))
 
 
 def by_example(model: nn.Module, graph: fx.Graph, inputs: Any) -> dict[CallSite, Cost]:

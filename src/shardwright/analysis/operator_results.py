@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 MOST_SIGNATURES = 8192
 """How many signatures are kept."""
@@ -71,6 +71,22 @@ def _add_tensors(tree: Any, found: list[Tensor]) -> None:
             _add_tensors(each, found)
     elif kind not in _ATOMS:
         found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Returns nested values with each tensor as a function gives it; what torch's ``tree_map`` does, in less time.
+
+    >>> map_tensors((torch.ones(1), {"x": [torch.ones(2)]}, 3), len)
+    (1, {'x': [2]}, 3)
+    """
+    kind = type(tree)
+    if kind is Tensor or kind is nn.Parameter:
+        return function(tree)
+    if kind is tuple or kind is list:
+        return kind([map_tensors(each, function) for each in tree])
+    if kind is dict:
+        return {key: map_tensors(each, function) for key, each in tree.items()}
+    return tree if kind in _ATOMS else tree_map_only(Tensor, function, tree)
 
 
 def with_tensors(arguments: Any, replaced: Callable[[Tensor], Any]) -> Any:

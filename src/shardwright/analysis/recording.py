@@ -217,7 +217,7 @@ def _own_functions(outputs: Sequence[Tensor]) -> dict[str, list[RecordedCall]]:
                 node.register_hook(partial(_end, recorded, calls))
     if found:
         learning = [output for output in outputs if output.requires_grad]
-        with recorded:
+        with recorded, torch._C.DisableTorchFunction():  # it is ours, and not a call of the forward
             torch.autograd.backward(learning, [torch.empty_like(output) for output in learning])
     return found
 

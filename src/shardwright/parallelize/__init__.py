@@ -6,6 +6,7 @@ strategy change the modules, then build what every run has: gradient sync, activ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from shardwright.operators.batch_norm import share_statistics
 from shardwright.operators.split_backward import DeferredGradients
 from shardwright.parallelize.checks import check_loss, check_model, check_same_start, check_world
 from shardwright.parallelize.initialization import place_parameters
-from shardwright.parallelize.planning import job_for, make_plan, structural_copy
+from shardwright.parallelize.planning import job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
@@ -44,6 +45,9 @@ from shardwright.strategies.pipeline.same_code import check_same_code, lines_of
 from shardwright.strategy import Strategy, apply_in_turn
 
 __all__ = ["parallelize"]
+
+LOG = logging.getLogger("shardwright")
+"""Tells on the first rank what share of the model each factor cuts: a warning if it is small."""
 
 
 def parallelize(
@@ -88,6 +92,9 @@ def parallelize(
         check_every: after how many steps, the first included, ranks compare their copies of parameters, batches,
             updates and rates, in 8 bytes from each rank; a difference is a PlanError that names the rank. 0: never.
 
+    The first rank logs what share of the parameters and FLOPs each factor of the layout cuts; under half, as a warning
+    with the largest layers that are whole, and why.
+
     Raises: LayoutError: the layout does not fit the model or the ranks; PlanError: the model does not define its
         initial values, ranks were given different models, or state cannot be offloaded. All ranks raise, before the
         first step.
@@ -113,6 +120,8 @@ def parallelize(
     )
     plan, chosen = make_plan(job, layout, strategies)
     check_world(plan, world)
+    for share in shares_of(job, plan) if world.rank == 0 else ():
+        LOG.log(logging.WARNING if share.is_low else logging.INFO, "%s", share)
     draws = find_draws(job.model, job.example)
     if draws is not None and world.size * layout.num_microbatches > 1:
         draws.check()

@@ -22,6 +22,8 @@ from shardwright.analysis.copying import copied
 from shardwright.analysis.kept_traces import traces_kept
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
 from shardwright.analysis.reached import unregistered
+from shardwright.analysis.recording import record_forward
+from shardwright.analysis.run_axes import axes_of
 from shardwright.axes import mesh_axes
 from shardwright.errors import GridError, LayoutError, UnknownCodeError
 from shardwright.forward_stack import Rung
@@ -34,8 +36,10 @@ from shardwright.parallelize.rank_check import check_traffic
 from shardwright.parallelize.rehearsal import MicrobatchRehearsal, crossings, values_crossing
 from shardwright.plan.batch_shard import BatchShard, microbatch_samples, num_tokens_of
 from shardwright.plan.layer_overrides import overrides_of
+from shardwright.plan.operator_work import operator_work
 from shardwright.plan.plan import NUM_TOKENS, Job, Plan
 from shardwright.plan.recompute import activation_offload_target, called_modules, count_recomputation, recomputed_blocks
+from shardwright.plan.shares import Share, shares
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.empty_batches import support_empty_batches
 from shardwright.runtime.mixed_precision import cast_buffers, cast_to_compute
@@ -95,6 +99,21 @@ def make_plan(
     if offloads:
         return replace(plan, offloaded_activations=blocks), strategies
     return replace(plan, recomputed=blocks), strategies
+
+
+def shares_of(job: Job, plan: Plan) -> tuple[Share, ...]:
+    """Returns the share of parameters and FLOPs that each factor of the layout cuts, as :func:`shares`.
+
+    A model with an example whose operators the plan does not know is recorded; one that does not run on the meta device
+    has no FLOPs.
+    """
+    if not plan.work and job.example is not None and plan.layout.factor("tp") is not None:
+        try:
+            recording = record_forward(without_storage(job.model), job.example)
+        except Exception:  # a forward of anybody's, without values
+            return shares(plan)
+        plan = replace(plan, work=operator_work(plan, recording, axes_of(recording)))
+    return shares(plan)
 
 
 def _placed(job: Job, layout: Layout, strategies: Sequence[Strategy]) -> Plan:

@@ -165,6 +165,16 @@ class Job(NamedTuple):
     frame: ForwardFrame | None = None
 
 
+class OperatorWork(NamedTuple):
+    """A product, convolution or attention of the forward: the module that calls it, its floating-point operations, and
+    the axes that divide them because they cut its weights, or what these make.
+    """
+
+    module: str
+    flops: int
+    axes: frozenset[str]
+
+
 INPUT = "(input)"
 """The key in ``Plan.roles`` for the treatment of the model's input."""
 
@@ -242,6 +252,8 @@ class Plan:
     """The modules under activation offload."""
     allowed_callers: Mapping[str, AllowedCallers] = field(default_factory=dict)
     """For modules with sharded inputs or outputs, the callers that were analysed; a call by other code is an error."""
+    work: tuple[OperatorWork, ...] = ()
+    """The operations of the forward, where its operators were recorded; see :func:`operator_work`."""
     wrapped: Mapping[str, Mapping[Rung, tuple[str, ...]]] = field(default_factory=dict)
     """By module and rung of its forward stack, the strategies (or "core") that will put a wrapper there."""
 

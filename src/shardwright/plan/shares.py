@@ -1,11 +1,13 @@
-"""What share of a model's parameter bytes each axis of a layout cuts, and why the largest other layers are left whole.
+"""What share of a model's parameter bytes and of its FLOPs each factor of a layout cuts, and why the rest is whole.
 
-A layout may be equal to one device because it cut nothing: ``show`` and ``verify`` state the shares beside the result.
+A layout may be equal to one device because it cut nothing: ``show`` and ``verify`` state the shares beside the result,
+and ``parallelize`` warns of small ones. FLOPs are those of the forward's matrix products, convolutions and attentions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -21,22 +23,34 @@ _PICTURE_ROWS = 2
 
 @dataclass(frozen=True)
 class Share:
-    """The share of parameter bytes that one factor of a layout cuts, in compute or between steps.
+    """The share of parameter bytes that one factor of a layout cuts, in compute or between steps, and that of FLOPs.
 
-    ``is_low``: the factor is there to cut parameters, and cuts less than :data:`LEAST`. ``whole`` are the largest
-    modules with parameters that it leaves whole: name, share of all bytes, and why.
+    ``flops`` is None where the model's operators are not known; of a factor with several axes it is the mean over them.
+    ``is_low``: the factor is there to cut parameters, and cuts less than :data:`LEAST` of these or of the FLOPs.
+    ``whole`` are the largest modules with parameters that it leaves whole: name, share of all bytes, and why;
+    ``whole_work`` those whose operations every rank does, by their share of all FLOPs.
     """
 
     factor: str
     share: float
     is_low: bool
     whole: tuple[tuple[str, float, str], ...]
+    flops: float | None = None
+    whole_work: tuple[tuple[str, float, str], ...] = ()
 
     def __str__(self) -> str:
-        text = f"{self.factor} cuts {_percent(self.share)} of the parameters"
-        if not self.is_low or not self.whole:
+        work = "" if self.flops is None else f" and {_percent(self.flops)} of the FLOPs"
+        text = f"{self.factor} cuts {_percent(self.share)} of the parameters{work}"
+        if not self.is_low:
             return text
-        return f"{text}; whole are {'; '.join(f'{path} ({_percent(size)}: {why})' for path, size, why in self.whole)}"
+        left = self.whole if self.share < LEAST else ()
+        named = [f"{path} ({_percent(size)}: {why})" for path, size, why in left]
+        named += [
+            f"{path} ({_percent(size)} of the FLOPs: {why})"
+            for path, size, why in self.whole_work
+            if all(path != other for other, _, _ in left)
+        ]
+        return f"{text}; whole are {'; '.join(named)}" if named else text
 
 
 def shares(plan: Plan) -> tuple[Share, ...]:
@@ -61,10 +75,34 @@ def _shares(plan: Plan) -> Iterator[Share]:
         whole = [name for name in plan.compute if not axes.intersection(_axes_of(plan, name))]
         share = 1 - sum(sizes[name] for name in whole) / total
         spatial = any(plan.inputs.get(axis) == _PICTURE_ROWS for axis in axes)
-        cuts = layout_axes()[factor.axis].kind != "copies" and not spatial and bool(axes)
+        kind = layout_axes()[factor.axis].kind
+        cuts = kind != "copies" and not spatial and bool(axes)
         if share or cuts:
             left = tuple((path, size / total, why) for path, size, why in _largest(plan, set(whole), sizes))
-            yield Share(str(factor), share, cuts and share < LEAST, left)
+            everywhere = axes if kind == "stages" else axes.intersection(plan.inputs)
+            flops, work = (None, ()) if spatial else _flops(plan, axes, everywhere)
+            is_low = cuts and min(share, 1.0 if flops is None else flops) < LEAST
+            yield Share(str(factor), share, is_low, left, flops, work if flops is not None and flops < LEAST else ())
+
+
+def _flops(
+    plan: Plan, axes: Collection[str], everywhere: Collection[str]
+) -> tuple[float | None, tuple[tuple[str, float, str], ...]]:
+    """Returns the share of the FLOPs that axes divide, ``everywhere`` all; and the largest that none divides."""
+    if set(axes) == set(everywhere):
+        return 1.0, ()
+    total = sum(each.flops for each in plan.work)
+    if not total:
+        return None, ()
+    left: Counter[str] = Counter()
+    cut = 0.0
+    for each in plan.work:
+        dividing = each.axes.intersection(axes) | set(everywhere)
+        cut += each.flops * len(dividing) / len(axes)
+        if not dividing:
+            left[each.module] += each.flops
+    largest = tuple((path or "the model", n / total, _why(plan, path)) for path, n in left.most_common(_NAMED))
+    return cut / total, largest
 
 
 def _axes_of(plan: Plan, name: str) -> set[str]:

@@ -19,12 +19,12 @@ from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.mesh import Coord
 from shardwright.parallelize.explain import DEFAULT_ROLE, why_with_stages
-from shardwright.parallelize.planning import StepTraffic, make_plan, microbatch_shards, num_rows
+from shardwright.parallelize.planning import StepTraffic, make_plan, microbatch_shards, num_rows, shares_of
 from shardwright.plan.batch_shard import microbatch_samples, num_tokens_of
 from shardwright.plan.event_stages import UNEVEN, EventStages
 from shardwright.plan.plan import INPUT, Job, Plan
 from shardwright.plan.schedule import Action
-from shardwright.plan.shares import Share, shares
+from shardwright.plan.shares import Share
 from shardwright.plan.traffic import partial_axes
 from shardwright.runtime.timeline import Span, Timeline
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -88,15 +88,16 @@ def describe(job: Job, layout: Layout, *, inputs: Any = None) -> dict[str, Any]:
         "ranks": _ranks(job, plan, strategies, inputs),
         "parameters": [_parameter(plan, name) for name in plan.compute],
         "layers": _layers(job, plan),
-        "shares": [_share(each) for each in shares(plan)],
+        "shares": [_share(each) for each in shares_of(job, plan)],
         **_pipeline(plan, timed=bool(job.seconds)),
     }
 
 
 def _share(share: Share) -> dict[str, Any]:
-    """Returns the entry of a factor of the layout: what share of the parameter bytes it cuts, and what it leaves."""
+    """Returns the entry of a factor of the layout: what share of parameters and FLOPs it cuts, and what it leaves."""
     whole = [{"module": path, "share": size, "why": why} for path, size, why in share.whole]
-    return {"factor": share.factor, "share": share.share, "is_low": share.is_low, "whole": whole, "text": str(share)}
+    entry = {"factor": share.factor, "share": share.share, "flops": share.flops, "is_low": share.is_low}
+    return {**entry, "whole": whole, "text": str(share)}
 
 
 def _pipeline(plan: Plan, *, timed: bool) -> dict[str, Any]:

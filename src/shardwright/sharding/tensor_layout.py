@@ -165,6 +165,11 @@ class TensorLayout:
         return tuple(axis for axis in mesh_axes() if axis in named)
 
     @property
+    def cut_dims(self) -> Mapping[str, int]:
+        """The dim that each axis cuts, of those that cut one."""
+        return {step.axis: step.dim for step in self.steps if isinstance(step, _Cut)}
+
+    @property
     def is_flat(self) -> bool:
         """Whether the local tensors are flat 1-D buffers."""
         return any(isinstance(step, _FlatSlices) for step in self.steps)

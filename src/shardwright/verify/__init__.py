@@ -49,10 +49,10 @@ from shardwright.models.given_loss import Loss, as_loss
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.auto import tokens_of
 from shardwright.parallelize.checks import check_loss, check_model, check_trains
-from shardwright.parallelize.planning import job_for, make_plan, structural_copy
+from shardwright.parallelize.planning import job_for, make_plan, shares_of, structural_copy
 from shardwright.parallelize.run import Run
 from shardwright.plan.plan import Plan, compute_dtype
-from shardwright.plan.shares import shares
+from shardwright.plan.shares import Share
 from shardwright.runtime.executor import Microbatch
 from shardwright.sharding.box import cut
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -148,7 +148,7 @@ def verify(
         found = launch(_rank, layout, *work, strategies, alter, ranks="threads")
     check_untouched(model, before)
     measure = partial(own_errors, plain, loss, batches, seed, plan, draws, dtype, expected)
-    return _compare(plan, expected, found, dtype, measure)
+    return _compare(plan, expected, found, dtype, measure, shares_of(job, plan))
 
 
 def _rank(
@@ -287,6 +287,7 @@ def _compare(
     found: Sequence[Outcome],
     dtype: torch.dtype,
     measure: Callable[[], DeviceDifference | None],
+    cuts: Sequence[Share],
 ) -> Verdict:
     """The verdict; ``measure`` returns by how much one device differs from itself, and is called if that may matter."""
     narrow = compute_dtype(dtype, plan.layout)
@@ -317,7 +318,6 @@ def _compare(
     worst = max(errors, key=lambda name: errors[name])
     beyond = [name for name, error in gradients.items() if not error <= allowed("gradients", name)]
     beyond += [name for name, error in later.items() if not error <= allowed("later", name) and name not in beyond]
-    cuts = shares(plan)
     return Verdict(
         equal=not beyond and loss_error <= allowed("loss", ""),
         max_relative_error=errors[worst],
@@ -336,6 +336,7 @@ def _compare(
         own_error=own_error,
         presence=next(filter(None, (_presence(name, expected, by_rank) for name in beyond)), ""),
         shares={each.factor: each.share for each in cuts},
+        flops={each.factor: each.flops for each in cuts if each.flops is not None},
         left_whole="; ".join(str(each) for each in cuts if each.is_low),
     )
 

@@ -15,8 +15,8 @@ class Verdict:
     ``max_relative_error`` is the largest error of any gradient, parameter or buffer; ``worst_parameter`` names it.
     ``own_error`` is the most by which one device differs from itself, where that is beyond ``tolerance``; else 0. Then
     ``allowed`` is what the tensor named in the text was allowed. ``presence`` says where one side has no gradient.
-    ``shares`` is the share of parameter bytes that each factor of the layout cuts; ``left_whole`` names the largest
-    layers left whole by a factor that cuts little.
+    ``shares`` is the share of parameter bytes that each factor of the layout cuts, and ``flops`` that of the forward's
+    FLOPs, where they are known; ``left_whole`` names the largest layers left whole by a factor that cuts little.
     """
 
     equal: bool
@@ -36,6 +36,7 @@ class Verdict:
     own_error: float = 0.0
     presence: str = ""
     shares: Mapping[str, float] = field(default_factory=dict)
+    flops: Mapping[str, float] = field(default_factory=dict)
     left_whole: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,13 +48,12 @@ class Verdict:
         own = f"; one device itself differs by {self.own_error:.0e}" if self.own_error else ""
         if self.equal:
             low = self.left_whole  # names its factors itself
-            cuts = [f"{factor} cuts {100 * share:.3g} %" for factor, share in self.shares.items() if factor not in low]
-            of = f"; {', '.join(cuts)} of the parameters" if cuts else ""
+            cuts = "".join(f"; {self._cut(factor)}" for factor in self.shares if factor not in low)
             return (
                 f"equal to one device: loss, {self.parameters} gradients and {self.steps} steps on "
                 f"{self.world_size} ranks, largest error {self.max_relative_error:.1e} "
                 f"({self.worst_parameter}), allowed {allowed:.0e}{own}"
-                f"{of}{low and f'; {low}'}"
+                f"{cuts}{low and f'; warning: {low}'}"
             )
         return (
             f"NOT equal to one device: first at {self.first_difference or 'the loss'} by {self.first_error:.1e}, worst "
@@ -62,3 +62,7 @@ class Verdict:
             f"parameters after {self.steps} steps by {self.parameters_error:.1e}, buffers by {self.buffers_error:.1e}"
             f"{f'; {self.presence}' if self.presence else ''}{own}"
         )
+
+    def _cut(self, factor: str) -> str:
+        work = f" and {100 * self.flops[factor]:.3g} % of the FLOPs" if factor in self.flops else ""
+        return f"{factor} cuts {100 * self.shares[factor]:.3g} % of the parameters{work}"

@@ -210,3 +210,64 @@ def test_the_gradient_of_what_every_rank_holds_is_not_added_up():
         return x.grad.tolist()[0]
 
     assert run_on_threads(Mesh(tp=2), work) == [[1.0, 1.0, 1.0, 2.0, 2.0]] * 2
+
+
+def test_a_call_that_sends_nothing_and_names_no_size_runs_as_it_is():
+    def work(axes):
+        part = part_of((4, 8), (None, HALVES))
+        x, table, w = torch.ones(4, 4, requires_grad=True), torch.ones(8), torch.ones(8, 4)
+        tag(x, part)
+        tag(w, part_of((8, 8), (None, HALVES)))
+        found = {}
+        with (mode := PartsMode(axes["tp"])):
+            for name, call in calls.items():
+                before = set(mode._plans)
+                call(x, table, w)
+                found[name] = [mode._plans[key].runs_as_is for key in mode._plans.keys() - before]
+        return found
+
+    calls = {
+        "elementwise": lambda x, table, w: functional.silu(x) * 2,
+        "columns": lambda x, table, w: x.transpose(0, 1)[:, 1:3],
+        "sizes": lambda x, table, w: x.view(2, 2, 8),
+        "a slice of a whole tensor": lambda x, table, w: x * table,
+        "a sum": lambda x, table, w: functional.linear(x, w),
+    }
+    assert run_on_threads(Mesh(tp=2), work)[1] == {
+        "elementwise": [True, True],
+        "columns": [True, True],
+        "sizes": [False],
+        "a slice of a whole tensor": [False],
+        "a sum": [False],
+    }
+
+
+def test_a_whole_operand_is_copied_where_it_learns_and_only_there():
+    def work(axes):
+        x = torch.ones(4, 4, requires_grad=True)
+        tag(x, part_of((8, 4), (HALVES, None)))
+        counts = []
+        for learns in (False, True):
+            scale = torch.ones(4, requires_grad=learns)
+            with PartsMode(axes["tp"]) as mode:
+                (x * scale).sum().backward()
+            counts.append((next(plan.runs_as_is for plan in mode._plans.values()), scale.grad))
+        return counts
+
+    (first, _), (second, gradient) = run_on_threads(Mesh(tp=2), work)[0]
+    assert (first, second) == (True, False)
+    assert gradient.tolist() == [8.0] * 4  # of all rows, also those of the other rank
+
+
+def test_a_gradient_that_another_operator_has_too_is_not_summed_in_place():
+    def work(axes):
+        x, w, other = (torch.ones(1, 3, requires_grad=True) for _ in range(3))
+        for each in (w, other):
+            tag(each, part_of((2, 3), (bytes([0, 1]), None)))
+        y = x * 1
+        with PartsMode(axes["tp"]):
+            functional.linear(y, w)  # its gradient of y would be a new tensor, and the loss has none of it
+            (y + other).sum().backward()
+        return x.grad.tolist(), other.grad.tolist()
+
+    assert run_on_threads(Mesh(tp=2), work) == [([[2.0] * 3], [[1.0] * 3])] * 2

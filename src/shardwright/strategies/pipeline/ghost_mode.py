@@ -9,7 +9,7 @@ another path raises before anything wrong is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from shardwright.analysis.forward_events import (
     value_name,
 )
 from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import tensors_of
+from shardwright.analysis.operator_results import map_tensors, tensors_of
 from shardwright.errors import PlanError
 
 _DEVICE = Tensor.device.__get__
@@ -160,14 +160,17 @@ class GhostMode(TorchFunctionMode):
         if not self._first <= number < self._stop:
             if number >= self._stop:
                 raise ChunkStoppedError  # the user's code has caught the first one
-            return self._ghosts(event, given)
+            with self._popped():
+                return self._ghosts(event, given)
         self._before(number)
         if any(name is not None for name in takes):
-            args, named = tree_map_only(Tensor, self._value, (args, named))
-            given = [self._value(tensor) for tensor in given]
+            with self._popped():  # or what is asked of each tensor here would be a call of this mode
+                args, named = map_tensors((args, named), self._value)
+                given = [self._value(tensor) for tensor in given]
         with self._natively():
             results = call(*args, **named)
-        results = self._marked(event, given, results)
+        with self._popped():
+            results = self._marked(event, given, results)
         if self._at == self._stop and not self._is_last:
             raise ChunkStoppedError
         return results
@@ -176,12 +179,14 @@ class GhostMode(TorchFunctionMode):
     def _natively(self) -> Iterator[None]:
         """A context in which functions run without this mode, so that a recomputation runs without it too."""
         self._inside = True
-        is_on = _get_current_function_mode() is self
         try:
-            with _pop_mode_temporarily() if is_on else nullcontext():
+            with self._popped():
                 yield
         finally:
             self._inside = False
+
+    def _popped(self) -> AbstractContextManager[Any]:
+        return _pop_mode_temporarily() if _get_current_function_mode() is self else nullcontext()
 
     def _value(self, tensor: Tensor) -> Tensor:
         """Returns the tensor with a value's numbers in place of its ghost."""
@@ -193,7 +198,7 @@ class GhostMode(TorchFunctionMode):
 
     def _marked(self, event: ForwardEvent, given: Sequence[Tensor], results: Any) -> Any:
         """Marks an event's results with their names, and keeps those that other chunks take."""
-        leaves, tree = tree_flatten(results)
+        leaves, tree = ([results], None) if type(results) is Tensor else tree_flatten(results)
         written = dict(enumerate(given))
         if len(leaves) != len(event.results):
             raise self._differs(f"{event} with {len(leaves)} results")
@@ -209,7 +214,7 @@ class GhostMode(TorchFunctionMode):
         for place, spec in event.written:
             self._keep(written[place], spec)
             self._real[spec.name] = written[place]
-        return tree_unflatten(leaves, tree)
+        return leaves[0] if tree is None else tree_unflatten(leaves, tree)
 
     def _keep(self, tensor: Tensor, spec: GhostSpec) -> None:
         if tuple(tensor.shape) != spec.shape:

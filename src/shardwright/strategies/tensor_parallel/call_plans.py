@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.analysis.dim_letters import Dims, Letters, Role
 from shardwright.analysis.operator_dims import Relation, relation_of
@@ -83,27 +84,41 @@ class OperatorStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """What runs in place of one call: operators on this rank's parts. ``given`` are the slots of the arguments."""
+    """What runs in place of one call: operators on this rank's parts.
+
+    ``given`` are the slots of the arguments, ``made`` those of the results. ``runs_as_is``: the function itself does
+    the same on parts, without a message.
+    """
 
     steps: tuple[OperatorStep, ...]
     results: Any
     parts: Mapping[int, TensorPart | None]
     num_slots: int
     given: tuple[int, ...]
+    made: tuple[int, ...]
+    runs_as_is: bool
 
 
-def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[tuple[Tensor, TensorPart | None]], rank: int,
+class PartUse(NamedTuple):
+    """One tensor of a call: on meta, in the shape of the whole; which part is held; whether it takes a gradient."""
+
+    whole: Tensor
+    part: TensorPart | None
+    learns: bool
+
+
+def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[PartUse], rank: int,
               device: torch.device) -> CallPlan:  # fmt: skip
     """Plans one call for one rank; ``args`` and ``named`` hold meta tensors of whole shapes, which ``tensors`` lists.
 
     Raises: NotOnPartsError, ValueReadError: it cannot run on parts.
     """
     recorded = Recorded()
-    uses = [(recorded.use(tensor, "input"), part) for tensor, part in tensors]
+    uses = [recorded.use(each.whole, "input") for each in tensors]
     with torch.no_grad(), recorded:
         result = function(*args, **named)
     planning = _Planning(rank, device)
-    given = [planning.slot(use, part) for use, part in uses]
+    given = [planning.slot(use, each.part, each.learns) for use, each in zip(uses, tensors, strict=True)]
     for call in recorded.recording.calls:
         planning.call(call)
 
@@ -111,7 +126,18 @@ def plan_call(function: Any, args: Any, named: Any, tensors: Sequence[tuple[Tens
         return Slot(planning.slot(recorded.use(leaf))) if isinstance(leaf, Tensor) else leaf
 
     results = tree_map(place, result)
-    return CallPlan(tuple(planning.steps), results, planning.parts, len(planning.parts), tuple(given))
+    made = tuple(leaf.number for leaf in tree_leaves(results, is_leaf=_is_slot) if _is_slot(leaf))
+    flat = results if isinstance(results, tuple | list) and not _is_slot(results) else [results]
+    # a function in Python may do more with sizes than its operators show
+    as_is = planning.as_is and (len(planning.steps) == 1 or not isinstance(function, FunctionType))
+    return CallPlan(
+        tuple(planning.steps), results, planning.parts, len(planning.parts), tuple(given), made,
+        as_is and all(map(_is_slot, flat)),
+    )  # fmt: skip
+
+
+def _is_slot(leaf: Any) -> bool:
+    return isinstance(leaf, Slot)
 
 
 class _GatherFirstError(Exception):
@@ -130,11 +156,15 @@ class _Planning:
         self.slots: dict[TensorUse, int] = {}
         self.parts: dict[int, TensorPart | None] = {}
         self.steps: list[OperatorStep] = []
+        self.learning: set[int] = set()
+        self.as_is = True
 
-    def slot(self, use: TensorUse, part: TensorPart | None = None) -> int:
+    def slot(self, use: TensorUse, part: TensorPart | None = None, learns: bool = False) -> int:
         if use not in self.slots:
             self.slots[use] = len(self.slots)
             self.parts[self.slots[use]] = part
+        if learns:
+            self.learning.add(self.slots[use])
         return self.slots[use]
 
     def call(self, call: RecordedCall) -> None:
@@ -183,15 +213,19 @@ class _Planning:
         ]
         if labels:
             changes += _changes(relation, slots, parts, labels, written, summed)
+            changes = [each for each in changes if each.kind != "copy" or each.slot in self.learning]
         made = [part_of(use.shape, cut) for use, cut in zip(call.results, cuts, strict=True)]
         function = _group_norm if call.name == "native_group_norm" else call.function
         step = OperatorStep(function, call.args, call.named, tuple(changes), (), summed)
-        self._add(call, _localized(call, step, relation, labels, made, self.rank) if labels else step, made)
+        step = _localized(call, step, relation, labels, made, self.rank) if labels else step
+        same = step.function is call.function and step.args == call.args and step.named == call.named
+        self.as_is = self.as_is and same and not (changes or summed or written)
+        self._add(call, step, made)
 
     def _add(self, call: RecordedCall, step: OperatorStep, parts: Iterable[TensorPart | None]) -> None:
-        results = []
+        results, learns = [], any(self.slot(use) in self.learning for use in call.operands)
         for use, part in zip(call.results, parts, strict=True):
-            results.append(self.slot(use))
+            results.append(self.slot(use, learns=learns))
             self.parts[results[-1]] = part
 
         def place(leaf: Any) -> Any:
@@ -372,6 +406,8 @@ def like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Returns a meta tensor of a shape whose dims lie in memory in the order of another tensor's."""
     if tuple(shape) == tuple(tensor.shape):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if tensor.is_contiguous():  # a dim of one element has any stride
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
     made = torch.empty([shape[dim] for dim in order], dtype=tensor.dtype, device="meta")

@@ -32,11 +32,14 @@ class GraphCuts:
     """The parts of parameters and buffers that ranks hold, by name, and the modules that read each parameter.
 
     ``functions`` are the names of autograd functions of the user's own whose backward does not run on parts.
+    ``recording`` and ``axes`` are the run that was read.
     """
 
     parts: Mapping[str, TensorPart]
     readers: Mapping[str, set[str]]
     functions: frozenset[str]
+    recording: Recording
+    axes: RunAxes
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ def graph_cuts(model: nn.Module, inputs: Any, size: int) -> GraphCuts:
             if use.kind == "parameter":
                 readers[use.name].add(call.module)
     mixing = (name for name, calls in recording.functions.items() if any(map(_mixes, calls)))
-    return GraphCuts(found, readers, frozenset(mixing))
+    return GraphCuts(found, readers, frozenset(mixing), recording, axes)
 
 
 def _mixes(call: RecordedCall) -> bool:

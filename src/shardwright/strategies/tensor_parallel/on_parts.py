@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, wraps
 from itertools import groupby, pairwise
 from math import prod
@@ -39,6 +39,7 @@ from shardwright.forward_stack import Forward, Rung, wrap
 from shardwright.mesh import Coord, balanced
 from shardwright.operators.batch_norm import share_statistics
 from shardwright.plan.event_stages import EventStages
+from shardwright.plan.operator_work import operator_work
 from shardwright.plan.plan import ActivationCut, Job, Plan
 from shardwright.plan.shares import shares
 from shardwright.plan.traffic import Sent, StepCalls, Traffic, statistics_traffic, sync_traffic
@@ -149,6 +150,7 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         elif path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
     rows = tuple(axis.name for axis in mode.row_axes)
+    plan = replace(plan, work=operator_work(plan, cuts.recording, cuts.axes))
     return plan.note("", PartsNote(name, rows, parts, stored, job.model), by=mode.name, rung=Rung.ON_PARTS)
 
 

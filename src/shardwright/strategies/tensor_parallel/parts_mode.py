@@ -11,13 +11,14 @@ A call is planned once for each signature: the function, the parts and shapes of
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -32,6 +33,7 @@ from shardwright.strategies.tensor_parallel.call_plans import (
     NotOnPartsError,
     OperandChange,
     OperatorStep,
+    PartUse,
     Slot,
     WriteToPartError,
     like,
@@ -43,6 +45,9 @@ NUM_COPIES = 4
 
 MOST_PLANS = 20_000
 """How many plans of calls are kept."""
+
+_NEW = CallPlan((), None, {}, 0, (), (), runs_as_is=False)
+"""Stands for the plan of a call that has none yet; None is that of a call which runs on the whole."""
 
 _SIZES: Mapping[Any, Callable[[TensorPart], Any]] = {
     Tensor.shape.__get__: lambda part: part.shape,  # type: ignore[attr-defined]
@@ -138,26 +143,36 @@ class PartsMode(TorchFunctionMode):
         return self._call(func, args, named)
 
     def _call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        flat, spec = tree_flatten((args, named))
-        key = _signature(func, flat, spec)
-        if key is None or key not in self._plans:
-            plan = self._planned(func, flat, spec)
-            if key is not None:
-                if len(self._plans) >= MOST_PLANS:  # arguments that change with every step
-                    self._plans.clear()
+        key, tensors = signature_of(func, args, named)
+        try:
+            plan = self._plans.get(key, _NEW)
+        except TypeError:  # an argument that cannot be compared
+            key, plan = (), _NEW
+        if plan is _NEW:
+            plan = self._planned(func, args, named)
+            if len(self._plans) >= MOST_PLANS:  # arguments that change with every step
+                self._plans.clear()
+            if key:
                 self._plans[key] = plan
-        else:
-            plan = self._plans[key]
         if plan is None:
-            name = getattr(func, "__name__", str(func))
-            if _writes(func):
-                raise _no_write(name)
-            self.gathered[name] += 1
-            whole = [self.whole(x) if isinstance(x, Tensor) else x for x in flat]
-            self._gathered += [a.untyped_storage() for a, b in zip(whole, flat, strict=True) if a is not b]
-            args, named = tree_unflatten(whole, spec)
-            return func(*args, **named)
-        return self._run(plan, [x for x in flat if isinstance(x, Tensor)])
+            return self._on_whole(func, args, named)
+        if not plan.runs_as_is:
+            return self._run(plan, tensors)
+        results = func(*args, **named)
+        for result, slot in zip((results,) if isinstance(results, Tensor) else results, plan.made, strict=True):
+            tag(result, plan.parts[slot])
+        return results
+
+    def _on_whole(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if _writes(func):
+            raise _no_write(name)
+        self.gathered[name] += 1
+        flat, spec = tree_flatten((args, named))
+        whole = [self.whole(x) if isinstance(x, Tensor) else x for x in flat]
+        self._gathered += [a.untyped_storage() for a, b in zip(whole, flat, strict=True) if a is not b]
+        args, named = tree_unflatten(whole, spec)
+        return func(*args, **named)
 
     def _check_write(self, func: Any, tensor: Any) -> None:
         """Raises PlanError where code writes to a gathered copy, or to a view of one."""
@@ -166,16 +181,17 @@ class PartsMode(TorchFunctionMode):
             if any(storage._cdata == place for storage in self._gathered):
                 raise _no_write(getattr(func, "__name__", str(func)))
 
-    def _planned(self, func: Any, flat: Sequence[Any], spec: Any) -> CallPlan | None:
+    def _planned(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> CallPlan | None:
         """Plans a call; None where it cannot run on parts and so runs on the whole."""
         self.num_planned += 1
+        flat, spec = tree_flatten((args, named))
         on_meta: dict[int, Tensor] = {}
         tensors = []
         for x in flat:
             if isinstance(x, Tensor):
                 part = tagged(x)
                 made = on_meta.setdefault(id(x), like(x, x.shape if part is None else part.shape))
-                tensors.append((made, part))
+                tensors.append(PartUse(made, part, x.requires_grad))
         device = next(x.device for x in flat if isinstance(x, Tensor))
         args, named = tree_unflatten([on_meta[id(x)] if isinstance(x, Tensor) else x for x in flat], spec)
         try:
@@ -191,38 +207,34 @@ class PartsMode(TorchFunctionMode):
             values[slot] = tensor
         for step in plan.steps:
             self._step(step, values)
-
-        def result(leaf: Any) -> Any:
-            if isinstance(leaf, Slot):
-                tag(values[leaf.number], plan.parts[leaf.number])
-                return values[leaf.number]
-            return leaf
-
-        return _filled(plan.results, result)
+        for slot in plan.made:
+            tag(values[slot], plan.parts[slot])
+        return _filled(plan.results, values)
 
     def _step(self, step: OperatorStep, values: list[Any]) -> None:
-        changed: dict[int, Tensor] = {}
-        if any(COPIED in values[slot].__dict__ for slot in step.written):
-            raise _no_write(getattr(step.function, "__name__", str(step.function)))
-        for change in step.changes:
-            changed[change.slot] = self._changed(changed.get(change.slot, values[change.slot]), change)
-
-        def value(leaf: Any) -> Any:
-            return changed.get(leaf.number, values[leaf.number]) if isinstance(leaf, Slot) else leaf
-
-        results = step.function(*_filled(step.args, value), **_filled(step.named, value))
+        for slot in step.written:
+            if COPIED in values[slot].__dict__:
+                raise _no_write(getattr(step.function, "__name__", str(step.function)))
+        own = values
+        if step.changes:
+            own = [*values]
+            for change in step.changes:
+                # the gradient that a linear layer gives its input is a new tensor, which no other operator reads
+                is_new = step.function is functional.linear and step.args[0] == Slot(change.slot)
+                own[change.slot] = self._changed(own[change.slot], change, is_new)
+        results = step.function(*_filled(step.args, own), **_filled(step.named, own))
         found = [results] if isinstance(results, Tensor) else [x for x in tree_leaves(results) if isinstance(x, Tensor)]
         if step.summed:
             found = [partial_to_whole(x, self.axis) for x in found]
             if step.addend is not None:
-                addend = value(step.addend)
+                addend = own[step.addend.number]
                 if step.addend_dim >= 0:
                     addend = addend.view(-1, *(1,) * (found[0].dim() - 1 - step.addend_dim))
                 found[0] = found[0] + addend
         for slot, x in zip(step.results, found, strict=True):
             values[slot] = x
 
-    def _changed(self, x: Tensor, change: OperandChange) -> Tensor:
+    def _changed(self, x: Tensor, change: OperandChange, gradient_is_new: bool) -> Tensor:
         if change.kind == "gather":
             whole = self._gather(x, change.dim, change.cut)
             self._gathered.append(whole.untyped_storage())  # the result may be a view of it
@@ -233,8 +245,10 @@ class PartsMode(TorchFunctionMode):
             return x
         for before, version, made in self._copies:
             if before is x and x._version == version:
+                if not gradient_is_new and made.grad_fn is not None:
+                    made.grad_fn.overwrite = False  # type: ignore[attr-defined]
                 return made
-        made = sum_gradient(x, self.axis)
+        made = sum_gradient(x, self.axis, overwrite=gradient_is_new)
         self._copies.append((x, x._version, made))
         return made
 
@@ -334,30 +348,54 @@ def _has_part(args: tuple[Any, ...]) -> bool:
     return False
 
 
-def _signature(func: Any, flat: Sequence[Any], spec: Any) -> Any:
-    """What a call's plan depends on; None where that cannot be compared."""
-    numbers: dict[int, int] = {}
-    key: list[Any] = [func, spec, torch.is_grad_enabled()]
-    for x in flat:
+def signature_of(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """Returns what a call's plan depends on, and the call's tensors.
+
+    >>> signature_of(torch.add, (torch.ones(2), 1), {})[0][2:]
+    (torch.Size([2]), (1,), torch.float32, False, 0, <class 'int'>, 1, ())
+    """
+    key: list[Any] = [func, torch.is_grad_enabled()]
+    tensors: list[Tensor] = []
+    _read(args, key, tensors)
+    key.append((*named,))
+    if named:
+        _read(named.values(), key, tensors)
+    return tuple(key), tensors
+
+
+def _read(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
+    for x in values:
+        kind = type(x)
         if isinstance(x, Tensor):
             part = tagged(x)
-            key += [x.shape if part is None else part, x.stride(), x.dtype, numbers.setdefault(id(x), len(numbers))]
-        elif isinstance(x, slice):
-            key.append(("slice", x.start, x.stop, x.step))
+            same = next((number for number, other in enumerate(tensors) if other is x), len(tensors))
+            key += (x.shape if part is None else part, x.stride(), x.dtype, x.requires_grad, same)
+            tensors.append(x)
+        elif kind in _ATOMS:
+            key += (kind, x)
+        elif kind is tuple or kind is list:
+            key += (kind, len(x))
+            _read(x, key, tensors)
+        elif kind is slice:
+            key += (kind, x.start, x.stop, x.step)
         else:
-            key += [type(x), x]
-    try:
-        hash(signature := tuple(key))
-    except TypeError:
-        return None
-    return signature
+            leaves, spec = tree_flatten(x)
+            if len(leaves) == 1 and leaves[0] is x:
+                key += (kind, x)
+            else:
+                key.append(spec)
+                _read(leaves, key, tensors)
 
 
-def _filled(tree: Any, value: Callable[[Any], Any]) -> Any:
+_ATOMS = frozenset((type(None), bool, int, float, str, type(...), torch.dtype, torch.device, torch.Size))
+
+
+def _filled(tree: Any, values: Sequence[Any]) -> Any:
     """Returns arguments or results with values in place of slots."""
-    if isinstance(tree, Slot):
-        return value(tree)
+    kind = type(tree)
+    if kind is Slot:
+        return values[tree.number]
     if isinstance(tree, tuple | list):
-        made = [_filled(each, value) for each in tree]
-        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
-    return {key: _filled(each, value) for key, each in tree.items()} if isinstance(tree, dict) else tree
+        made = [_filled(each, values) for each in tree]
+        return kind(*made) if hasattr(tree, "_fields") else kind(made)
+    return {key: _filled(each, values) for key, each in tree.items()} if kind is dict else tree

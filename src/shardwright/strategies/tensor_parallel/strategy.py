@@ -19,6 +19,7 @@ from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
 from shardwright.strategies.tensor_parallel.apply import apply
+from shardwright.strategies.tensor_parallel.hints import with_hints
 from shardwright.strategies.tensor_parallel.mode import OPTIONS, Mode
 from shardwright.strategies.tensor_parallel.on_parts import (
     ENOUGH,
@@ -93,6 +94,9 @@ class TensorParallel:
         Raises: LayoutError: neither cuts anything.
         """
         mode = self.mode(plan)
+        return with_hints(job.model, self._placed(job, plan, mode), [a.name for a in mode.axes if a.stream != "T"])
+
+    def _placed(self, job: Job, plan: Plan, mode: Mode) -> Plan:
         if job.recorded:
             on_parts = place_on_parts(job, plan, mode, LEAST_SHARE)
             if on_parts is not None:

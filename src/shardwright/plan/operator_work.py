@@ -1,0 +1,50 @@
+"""Which of a forward's floating-point operations are divided because a plan cuts weights.
+
+A product with a weight is divided over the axes that cut the weight. What has no weight among its operands, as the
+scores of attention, is divided over the axes that cut one of its dims: a dim that goes together with a cut dim of some
+weight (``analysis/run_axes.py``), as the heads of queries and keys do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from shardwright.analysis.costs import flops_of
+from shardwright.analysis.recording import Recording
+from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves
+from shardwright.plan.plan import OperatorWork, Plan
+
+
+def operator_work(plan: Plan, recording: Recording, axes: RunAxes) -> tuple[OperatorWork, ...]:
+    """Returns the operations of each product, convolution and attention, with the axes whose cut weights divide them.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from shardwright.analysis.recording import record_forward
+    >>> from shardwright.analysis.run_axes import axes_of
+    >>> from shardwright.layout import Layout
+    >>> from shardwright.plan.plan import Job
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to("meta")
+    >>> recording = record_forward(model, torch.empty(2, 4, device="meta"))
+    >>> plan = Plan.of(Job(model, nn.Identity()), Layout.parse("tp2")).cut("1.weight", "tp", 1, (((0, 4),), ((4, 8),)))
+    >>> [(each.module, each.flops, sorted(each.axes)) for each in operator_work(plan, recording, axes_of(recording))]
+    [('0', 128, []), ('1', 128, ['tp'])]
+    """
+    cut: defaultdict[DimAxis, set[str]] = defaultdict(set)
+    for name, use in recording.parameters.items():
+        for axis, dim in plan.compute[name].cut_dims.items():
+            for leaf in leaves(axes.of(use)[dim]):
+                cut[leaf].add(axis)
+    found = []
+    for call in recording.calls:
+        flops = flops_of(call)
+        if not flops:
+            continue
+        weights = [use.name for use in call.operands if use.kind == "parameter"]
+        if weights:
+            dividing = {axis for name in weights for axis in plan.compute[name].cut_dims}
+        else:
+            dims = (axis for use in (*call.operands, *call.results) for axis in axes.of(use))
+            dividing = {axis for dim in dims for leaf in leaves(dim) for axis in cut.get(leaf, ())}
+        found.append(OperatorWork(call.module, flops, frozenset(dividing)))
+    return tuple(found)

@@ -1,0 +1,52 @@
+"""The plan for tensor parallelism that a model brings along, held against what its operators allow.
+
+Models of transformers have a mapping ``tp_plan``, from names (with ``*`` for numbers) to styles. Their operators decide
+how they are cut here; where the mapping says another thing, ``show`` tells both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from shardwright.plan.plan import Plan
+
+STYLES = {
+    "colwise": -2, "colwise_gather_output": -2, "colwise_rep": -2, "packed_colwise": -2, "embedding_rowwise": -2,
+    "rowwise": -1, "rowwise_rep": -1, "rowwise_split_input": -1, "packed_rowwise": -1, "embedding_colwise": -1,
+}  # fmt: skip
+"""The dim of a weight that each style cuts, from the last; other styles say nothing of one dim."""
+
+
+def hints_of(model: nn.Module) -> dict[str, str]:
+    """Returns the style that a model's own plan has for each parameter of two dims or more.
+
+    >>> model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+    >>> model.tp_plan = {"0": "colwise", "1.weight": "rowwise"}
+    >>> hints_of(model)
+    {'0.weight': 'colwise', '1.weight': 'rowwise'}
+    """
+    styles: list[tuple[re.Pattern[str], str]] = []
+    for path, module in model.named_modules():
+        plan = getattr(module, "tp_plan", None)
+        for name, style in plan.items() if isinstance(plan, Mapping) else ():
+            pattern = re.escape(f"{path}.{name}".lstrip(".")).replace(r"\*", r"\d+")
+            styles.append((re.compile(rf"{pattern}(\.[^.]+)?"), style))
+    names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1] if styles else []
+    found = ((name, next((style for each, style in styles if each.fullmatch(name)), None)) for name in names)
+    return {name: style for name, style in found if style is not None}
+
+
+def with_hints(model: nn.Module, plan: Plan, axes: Collection[str]) -> Plan:
+    """Returns the plan with a word in the role of each layer that its model's own plan cuts otherwise over axes."""
+    roles = dict(plan.roles)
+    for name, style in hints_of(model).items() if axes else ():
+        layout, path, wanted = plan.compute[name], name.rpartition(".")[0], STYLES.get(style)
+        cut = {dim for axis, dim in layout.cut_dims.items() if axis in axes}
+        if wanted is not None and len(layout.shape) + wanted not in cut and path in roles:
+            why = f"{roles[path].why}; its tp_plan says {style}, and its operators decide"
+            roles[path] = roles[path]._replace(why=why)
+    return replace(plan, roles=roles)
