@@ -282,12 +282,11 @@ class _Events(TorchFunctionMode):
         here = len(self.record.events)
         leaves, tree = tree_flatten(results)
         found: list[Any] = []
+        known: dict[int, Any] = {id(tensor): SharedOperand(number) for number, tensor in reversed([*enumerate(given)])}
         for place, leaf in enumerate(leaves):
-            same = next((number for number, tensor in enumerate(given) if tensor is leaf), None)
-            if same is not None:
-                found.append(SharedOperand(same))
-            else:
-                found.append(self._spec(leaf, (here, place)) if isinstance(leaf, Tensor) else leaf)
+            if isinstance(leaf, Tensor) and id(leaf) not in known:  # a tensor that is returned twice is one value
+                known[id(leaf)] = self._spec(leaf, (here, place))
+            found.append(known[id(leaf)] if isinstance(leaf, Tensor) else leaf)
         changed = tuple((place, self._spec(given[place], (here, len(leaves) + place))) for place in written)
         event = ForwardEvent(name, number, takes, tree, tuple(found), changed, reads, cost)
         self.record.events.append(event)

@@ -449,6 +449,28 @@ class DividesView(Layers):
         return self.layers[3](torch.tanh(query) * key).sum(0)
 
 
+class Twice(nn.Module):
+    """Returns one tensor in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.own(x)
+        return y, y
+
+
+class ReturnsTwice(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Twice() for _ in range(4))
+
+    def step(self, layer, x):
+        first, second = layer(x)
+        return torch.tanh(first) * second
+
+
 COLLECTED = threading.local()
 
 
@@ -478,6 +500,7 @@ class Collects(Layers):
         (DropsInPlace, "pp2/zb-v mb4", 8),
         (DividesView, "pp2/cut:layers.0,layers.2", 1),
         (DividesView, "pp2/cut:layers.0,layers.2 mb8", 8),
+        (ReturnsTwice, "pp2/cut:layers.0,layers.2 mb2", 8),
         (Collects, "pp2 mb2", 8),
         (Collects, "pp4/gpipe mb4", 8),
     ],

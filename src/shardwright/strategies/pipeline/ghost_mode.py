@@ -227,8 +227,9 @@ class GhostMode(TorchFunctionMode):
         def result(leaf: Any) -> Any:
             if isinstance(leaf, SharedOperand):
                 return given[leaf.operand]
-            return leaf.ghost() if isinstance(leaf, GhostSpec) else leaf
+            return ghosts[leaf.name] if isinstance(leaf, GhostSpec) else leaf
 
+        ghosts = {leaf.name: leaf.ghost() for leaf in event.results if isinstance(leaf, GhostSpec)}
         for place, spec in event.written:
             tag_value(given[place], spec.name)
         return tree_unflatten([result(leaf) for leaf in event.results], event.tree)
