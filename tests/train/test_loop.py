@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from shardwright.train import loop
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Order
 from shardwright.train.loop import Stop, train
+from shardwright.train.out_folder import locked_folder
 from shardwright.train.progress import read_metrics
 
 SMALL = {"num_layers": 1, "width": 8, "num_heads": 2, "dropout": 0.1}
@@ -102,6 +104,14 @@ def test_a_batch_smaller_than_dp_leaves_ranks_without_samples_and_changes_nothin
     assert losses(tmp_path / "dp5") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
 
 
+@pytest.mark.parametrize(("every", "compared"), [(0, []), (2, [0, 2, 4]), (100, [0])])
+def test_ranks_are_compared_as_often_as_the_run_is_told_to(tmp_path, monkeypatch, every, compared):
+    found = []
+    monkeypatch.setattr(sys.modules[Run.__module__], "check_ranks", lambda *given: found.append(given[4]))
+    train(config(layout="dp2", steps=5, check_every=every), tmp_path / "run", ranks="threads")
+    assert sorted(found) == sorted(2 * compared)
+
+
 # ---- folders
 
 
@@ -131,7 +141,7 @@ def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(tmp_path):
 
         def enter(world):
             try:
-                with loop._locked_folder(world, out):
+                with locked_folder(world, out):
                     return "entered"
             except PlanError as refusal:
                 return str(refusal)

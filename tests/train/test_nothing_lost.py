@@ -12,9 +12,10 @@ from contextlib import contextmanager
 import pytest
 from typer.testing import CliRunner
 
+from shardwright.checkpoint import saving
 from shardwright.checkpoint.manifest import steps_in
 from shardwright.cli.main import app
-from shardwright.errors import RankFailedError
+from shardwright.errors import CheckpointError, RankFailedError
 from shardwright.train import loop, progress
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
@@ -117,6 +118,36 @@ def test_data_that_can_no_longer_be_read_end_the_run_after_a_checkpoint(tmp_path
     assert saved_in(tmp_path / "run") == [3]
     monkeypatch.undo()
     assert train(config(), tmp_path / "run", resume=True, ranks="threads")["steps"] == 5
+
+
+# ---- checkpoints beside training
+
+
+@pytest.mark.parametrize("line", ["single", "dp2/zero1 tp2"])
+def test_a_run_that_saves_beside_training_is_the_same_run(tmp_path, line):
+    for name, beside in (("waits", False), ("beside", True)):
+        summary = train(config(layout=line, save_every=1, save_async=beside, keep=2), tmp_path / name, ranks="threads")
+        assert saved_in(tmp_path / name) == [4, 5]
+        assert summary["checkpoint"].endswith("step-00000005")
+    first, second = (read_metrics(tmp_path / name) for name in ("waits", "beside"))
+    assert [row["loss"] for row in first] == [row["loss"] for row in second]
+    assert train(config(steps=6), tmp_path / "beside", resume=True, ranks="threads")["steps"] == 6
+
+
+def test_a_checkpoint_that_cannot_be_written_beside_training_ends_the_run_with_its_error(tmp_path, monkeypatch):
+    plain = saving.save_file
+
+    def full(tensors, path):
+        if "step-00000002" in path and "part-00001" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(tensors, path)
+
+    monkeypatch.setattr(saving, "save_file", full)
+    options = config(layout="dp2/zero1", save_every=1, save_async=True)
+    with pytest.raises(CheckpointError, match=r"rank 1: \[Errno 28\] No space left") as told:
+        train(options, tmp_path / "run", ranks="threads")
+    assert "step-00000002 could not be written" in str(told.value)
+    assert saved_in(tmp_path / "run") == [1]
 
 
 # ---- an early warning

@@ -9,7 +9,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -22,15 +22,15 @@ from torch import Tensor
 
 import shardwright
 from shardwright.checkpoint.loading import load
-from shardwright.checkpoint.locking import lock
 from shardwright.checkpoint.manifest import find, steps_in
 from shardwright.checkpoint.saving import save
-from shardwright.comm.agreement import first_problem, gather_json
+from shardwright.comm.agreement import gather_json
 from shardwright.comm.failures import StopRequested
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.world import World
 from shardwright.errors import CheckpointError, PlanError
+from shardwright.file_locks import lock
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import job_for, make_plan
@@ -40,12 +40,10 @@ from shardwright.train.config import RUN_FILE, TrainConfig, noted_data, options_
 from shardwright.train.data import Dataset, Indices, Order, fingerprint, global_batch, open_data
 from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.measuring import agreed_seconds
+from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_folder, writing
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run
 from shardwright.train.stop import Stop, started_again
-
-CHECKPOINTS = "checkpoints"
-LOCK = ".lock"
 
 
 def train(
@@ -63,13 +61,13 @@ def train(
     """
     layout = Layout.parse(config.layout)
     check_can_start(layout.num_ranks)
-    with _writing(out):
+    with writing(out):
         out.exists()  # raises for a name that is too long
     check_regular(out)
     _check_before(config, out, resume=resume)
     if resume and not changed_data:
         check_same_data(config, noted_data(out))
-    with _writing(out):
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     if ranks == "threads":
         stop = stop or Stop()
@@ -78,20 +76,6 @@ def train(
     options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores,
                "grace_s": config.grace_s}  # fmt: skip
     return launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
-
-
-@contextlib.contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """Makes an error of the system, in the block, a PlanError about the folder ``out``."""
-    try:
-        yield
-    except OSError as failure:
-        raise PlanError(
-            f"cannot write to '{out}'",
-            given=failure.strerror or str(failure),
-            allowed="a folder that can be written, or can be created",
-            fix="give another --out",
-        ) from failure
 
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
@@ -111,7 +95,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     if resume and not saved and (out / METRICS_FILE).exists():
         with contextlib.suppress(OSError), (out / LOCK).open() as file:
             if not lock(file):
-                raise _in_use(out)
+                raise in_use(out)
         raise CheckpointError(
             f"the run in '{out}' ended before its first checkpoint",
             given=f"{METRICS_FILE} in it, and no checkpoint",
@@ -145,7 +129,7 @@ def inputs_of(data: Dataset, batch: int) -> Tensor:
 
 def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:
     stop = stop or Stop()
-    with stop.on_signals(), _locked_folder(world, out, new=not resume and not started_again(out)):
+    with stop.on_signals(), locked_folder(world, out, new=not resume and not started_again(out)):
         if started_again(out):
             resume = gather_json(world.everyone(), bool(steps_in(out / CHECKPOINTS)))[0]
         summary = _Training(world, config, out, resume, stop).run_all()
@@ -160,36 +144,6 @@ def _signalled_ranks(world: World, stop: Stop) -> str:
     signals = gather_json(world.everyone(), stop.signal)
     stopped = [f"rank {rank} was told to stop by {signal.Signals(sig).name}" for rank, sig in enumerate(signals) if sig]
     return f"{', '.join(stopped)}; all ranks have saved and ended" if len(stopped) < world.size else ""
-
-
-@contextlib.contextmanager
-def _locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[None]:
-    """Locks ``out`` on rank 0; raises on every rank if another run has it. The system releases a dead run's lock.
-
-    A ``new`` run is refused too if another has begun and ended there since the folder was found to be free.
-    """
-    everyone = world.everyone()
-    with contextlib.ExitStack() as stack:
-        problem = ""
-        if world.rank == 0:
-            out.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((out / LOCK).open("a"))
-            if not lock(file):
-                problem = "another run writes to it"
-            elif new and (out / METRICS_FILE).exists():
-                problem = "another run has begun in it meanwhile"
-        if found := first_problem(everyone, problem):
-            raise _in_use(out, found[1])
-        yield
-
-
-def _in_use(out: Path, why: str = "another run writes to it") -> PlanError:
-    return PlanError(
-        f"'{out}' is in use",
-        given=why,
-        allowed="one run for each folder",
-        fix="give another --out, or wait until the other run has ended",
-    )
 
 
 def _peak_bytes() -> int:
@@ -218,7 +172,7 @@ class _Training:
         self.run = parallelize(
             plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
             example=inputs_of(self.data, config.batch), seconds=self.seconds,
-            offload_folder=config.offload_folder or None,
+            offload_folder=config.offload_folder or None, check_every=config.check_every,
         )  # fmt: skip
         self.optimizer = self.run.optimizer(
             torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
@@ -275,9 +229,10 @@ class _Training:
                     self._end_saved()
                 due = warned or (config.save_every and done % config.save_every == 0)
                 if due and done < config.last_step and not stopped:
-                    self._save()
+                    self._save(wait=not config.save_async)
             if (rows or self.saved is None) and not diverged:
                 self._save()
+            self.run.wait_saves()
         return {**self._summary(rows, stopped), "diverged": self.run.num_steps if diverged else None}
 
     @property
@@ -354,10 +309,10 @@ class _Training:
         flags = torch.tensor(here, dtype=torch.uint8, device=self.world.device)
         return [bool(flag) for flag in self.everyone.for_strategy("progress").all_reduce(flags, "max")]
 
-    def _save(self) -> None:
+    def _save(self, *, wait: bool = True) -> None:
         if self.world.rank == 0 and not (self.out / RUN_FILE).exists():
             self._write_anew()
-        self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep)
+        self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep, wait=wait)
 
     def _write_anew(self) -> None:
         """Makes the run's folder again, which was removed while the run went on: what is left of the run goes there."""
