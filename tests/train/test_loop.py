@@ -9,8 +9,10 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -203,10 +205,46 @@ def test_a_folder_that_is_removed_while_a_run_goes_on_is_written_anew_at_the_nex
     train(config(layout=line, steps=6, save_every=2), out, ranks="threads")
     monkeypatch.undo()
     said = "".join(capsys.readouterr().err.split())
-    assert f"warning: '{out}' was removed; it is written anew, with the metrics from step 1 on".replace(" ", "") in said
+    assert f"warning: '{out}' was removed; it is written anew, with its metrics".replace(" ", "") in said
     assert [step.name for step in steps_in(out / "checkpoints")] == ["step-00000004", "step-00000006"]
     assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
     assert train(config(steps=7), out, resume=True, ranks="threads")["steps"] == 7
+
+
+def test_a_file_of_metrics_that_is_removed_is_written_anew_with_all_its_rows(tmp_path, monkeypatch):
+    out, plain = tmp_path / "run", loop._Training._step
+    train(config(), out, ranks="threads")
+
+    def step(self):
+        row = plain(self)
+        if row["step"] == 4:
+            (out / "metrics.jsonl").unlink()
+        return row
+
+    monkeypatch.setattr(loop._Training, "_step", step)
+    train(config(steps=6), out, resume=True, ranks="threads")
+    assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
+
+
+class Row(dict):
+    """A row of metrics that can be watched."""
+
+
+def test_a_run_holds_its_first_and_last_row_of_metrics_and_no_others(tmp_path, monkeypatch):
+    rows, num_held, plain = [], [], loop._Training._step
+
+    def step(self):
+        num_held.append(sum(row() is not None for row in rows))
+        row = Row(plain(self))
+        rows.append(weakref.ref(row))
+        return row
+
+    monkeypatch.setattr(loop._Training, "_step", step)
+    summary = train(config(steps=9), tmp_path / "run", ranks="threads")
+    written = read_metrics(tmp_path / "run")
+    assert num_held == [0, 1, *[2] * 7]
+    assert (summary["first_loss"], summary["last_loss"]) == (written[0]["loss"], written[-1]["loss"])
+    assert summary["step_ms_median"] == statistics.median(row["step_ms"] for row in written[2:])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from math import isfinite
@@ -179,6 +180,7 @@ class _Training:
         )
         self.everyone = world.everyone()
         self.saved: Path | None = None
+        self.series = {"step_ms": array("d"), "tokens_per_s": array("d")}
         self.locks = contextlib.ExitStack()
         self.start_s = time.time()
         if resume:
@@ -202,7 +204,8 @@ class _Training:
 
     def run_all(self) -> dict[str, Any]:
         """Runs all steps, saves the last checkpoint, and returns the summary."""
-        config, rows = self.config, []
+        config = self.config
+        rows: list[dict[str, Any]] = []  # the first and the last: a long run would hold gigabytes of them
         stopped = diverged = False
         first = self.world.rank == 0
         self.log = Log(self.out, config.last_step, self.first_step, writes=first, tensorboard=config.tensorboard)
@@ -213,7 +216,9 @@ class _Training:
                 row = self._step()
                 log.add(row)
                 self._read_ahead()
-                rows.append(row)
+                rows[1:] = [row]
+                for key, values in self.series.items():
+                    values.append(row[key])
                 broken = [f"its {key} is {row[key]}" for key in ("loss", "grad_norm") if not isfinite(row[key] or 0.0)]
                 # agreed on by all ranks: one that left the loop alone would leave the others in a collective
                 warned = self.stop.num_saves_requested > self._num_saves_requested
@@ -316,8 +321,7 @@ class _Training:
 
     def _write_anew(self) -> None:
         """Makes the run's folder again, which was removed while the run went on: what is left of the run goes there."""
-        first = self.log.rows[0]["step"] if self.log.rows else self.run.num_steps
-        self.log.warn(f"warning: '{self.out}' was removed; it is written anew, with the metrics from step {first} on")
+        self.log.warn(f"warning: '{self.out}' was removed; it is written anew, with its metrics")
         with contextlib.suppress(OSError):  # the save that follows says what is wrong, on every rank
             self.out.mkdir(parents=True, exist_ok=True)
             lock(self.locks.enter_context((self.out / LOCK).open("a")))  # the file locked first is gone
@@ -342,7 +346,8 @@ class _Training:
         )
 
     def _summary(self, rows: list[dict[str, Any]], stopped: bool) -> dict[str, Any]:
-        steady = rows[2:] if len(rows) > 4 else rows  # the first steps warm up
+        # the first steps warm up
+        medians = {key: statistics.median(a[2:] if len(a) > 4 else a) for key, a in self.series.items() if a}
         return {
             "layout": self.config.layout,
             "world_size": self.world.size,
@@ -350,8 +355,8 @@ class _Training:
             "steps": self.run.num_steps,
             "first_loss": rows[0]["loss"] if rows else None,
             "last_loss": rows[-1]["loss"] if rows else None,
-            "step_ms_median": statistics.median(r["step_ms"] for r in steady) if steady else None,
-            "tokens_per_s_median": statistics.median(r["tokens_per_s"] for r in steady) if steady else None,
+            "step_ms_median": medians.get("step_ms"),
+            "tokens_per_s_median": medians.get("tokens_per_s"),
             "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else self._memory(),
             "checkpoint": str(self.saved) if self.saved is not None else None,
             "stopped": stopped,
