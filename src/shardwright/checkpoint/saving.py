@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import Manifest, StoredBox, checksum
-from shardwright.checkpoint.writing import flush, new_token, write_checkpoint
+from shardwright.checkpoint.writing import flush, new_token, write_alone, write_checkpoint
 from shardwright.comm.agreement import gather_json
 from shardwright.errors import CheckpointError
 from shardwright.formatting import format_bytes
@@ -76,16 +76,34 @@ def save(
     """
     extra = check_extra(extra)
     run.wait_saves()
-    everyone = run.axes["world"].for_strategy("checkpoint")
-    gathered = gather_json(everyone, [new_token(), list(kept_buffers(run.model))])
-    # stages have different buffers; each is written by the first rank that has it
-    owners = {name: rank for rank, (_, names) in reversed(list(enumerate(gathered))) for name in names}
+    token, owners = agree_on_save(run)
     final = Path(folder) / f"step-{run.num_steps:08d}"
     write, merge, snapshot = _contents(run, optimizer, owners, extra)
-    write_checkpoint(
-        run.world, everyone, final, gathered[0][0], write, merge, keep=keep, snapshot=None if wait else snapshot
-    )
+    everyone = run.axes["world"].for_strategy("checkpoint")
+    write_checkpoint(run.world, everyone, final, token, write, merge, keep=keep, snapshot=None if wait else snapshot)
     return final
+
+
+def agree_on_save(run: Run) -> tuple[str, Mapping[str, int]]:
+    """Returns what all ranks must know of a save: its token, and the rank that writes each buffer."""
+    gathered = gather_json(run.axes["world"].for_strategy("checkpoint"), [new_token(), list(kept_buffers(run.model))])
+    # stages have different buffers; each is written by the first rank that has it
+    owners = {name: rank for rank, (_, names) in reversed(list(enumerate(gathered))) for name in names}
+    return gathered[0][0], owners
+
+
+def save_alone(
+    folder: Path, run: Run, optimizer: torch.optim.Optimizer, step: int, agreed: tuple[str, Mapping[str, int]], *,
+    keep: int, failure: BaseException, most_s: float,
+) -> bool:  # fmt: skip
+    """Saves the state of ``step``, which all ranks hold, after one has failed; see ``write_alone``.
+
+    ``agreed`` is what :func:`agree_on_save` returned, at any time before.
+    """
+    run.num_steps = step
+    write, merge, _ = _contents(run, optimizer, agreed[1], {})
+    final = folder / f"step-{step:08d}"
+    return write_alone(run.world, final, agreed[0], write, merge, keep=keep, failure=failure, most_s=most_s)
 
 
 def _contents(

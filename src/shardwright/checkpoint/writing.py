@@ -31,10 +31,13 @@ from shardwright.checkpoint.manifest import MANIFEST, Manifest, steps_in
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis, Pending
 from shardwright.comm.world import World
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, CommunicationError
 
 NOTES = "notes"
 """The folder of the ranks' notes, inside the temporary folder of a checkpoint that is written beside training."""
+
+JOIN_S = 2.0
+"""How long the ranks wait for each other when one has failed; less than the launcher waits for the cause."""
 
 _GONE = "its temporary folder was removed"
 _LOOK_S = 0.01
@@ -68,14 +71,11 @@ def write_checkpoint(
             snapshot()
 
     def finish(wrote: list[Any]) -> None:
-        publish(partial, final, merge(wrote), token)
-        others = [step for step in steps_in(final.parent) if step.name != final.name]
-        for each in others[: max(len(others) - keep + 1, 0)] if keep else ():
-            _discard(each, token)
+        _complete(partial, final, merge(wrote), token, keep)
 
-    def write_alone() -> None:
+    def write_beside() -> None:
         with locked:
-            leave_note(partial, everyone.index, write)
+            _leave_note(partial, everyone.index, write)
             if first:
                 finish(_notes(partial, everyone.size))
 
@@ -84,14 +84,14 @@ def write_checkpoint(
         run_on_all(everyone, prepare, final, partial)
         if snapshot is not None:
             stack.pop_all()
-            writing = _in_thread(write_alone)
+            writing = _in_thread(write_beside)
             world.pending.append(Pending(lambda: run_on_all(everyone, writing.result, final, partial)))
             return
         wrote = run_on_all(everyone, lambda: write(partial), final, partial)
         run_on_all(everyone, (lambda: finish(wrote)) if first else None, final, partial)
 
 
-def leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
+def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
     """Writes a rank's files into a temporary folder, and a note of them; on an error it removes all notes."""
     notes = partial / NOTES
     try:
@@ -107,13 +107,67 @@ def leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
 
 def _notes(partial: Path, num_ranks: int) -> list[Any]:
     """Waits for the notes of all ranks; takes them away and returns them."""
-    paths = [partial / NOTES / f"{rank}.json" for rank in range(num_ranks)]
-    while not all(path.exists() for path in paths):
+    while not (names := _noted(partial, num_ranks)):
         if not (partial / NOTES).is_dir():
             raise OSError(errno.ENOENT, _GONE)
         time.sleep(_LOOK_S)
-    found = [json.loads(path.read_text()) for path in paths]
+    found = [json.loads((partial / NOTES / name).read_text()) for name in names]
     shutil.rmtree(partial / NOTES)
+    return found
+
+
+def _noted(partial: Path, num_ranks: int) -> list[str]:
+    """Returns the names of the notes of all ranks; none as long as one is missing."""
+    names = [f"{rank}.json" for rank in range(num_ranks)]
+    return names if all((partial / NOTES / name).exists() for name in names) else []
+
+
+def write_alone(
+    world: World, final: Path, token: str, write: Callable[[Path], Any], merge: Callable[[list[Any]], Manifest], *,
+    keep: int, failure: BaseException, most_s: float,
+) -> bool:  # fmt: skip
+    """Writes a checkpoint when a rank has failed and messages no longer arrive; returns whether it is complete.
+
+    Each rank that holds the state calls it, with its own failure: first one whose failure is not that of another, which
+    ends the others' calls. Unless all ranks come within ``JOIN_S`` nothing is written. The last rank to write completes
+    the checkpoint, within ``most_s``.
+    """
+    partial = final.with_name(f".tmp-{final.name}-{token}")
+    notes = partial / NOTES
+    if not isinstance(failure, CommunicationError):
+        notes.mkdir(parents=True, exist_ok=True)
+    elif not notes.is_dir():
+        return False
+    (notes / f"{world.rank}.here").touch()
+    world.transport.abandon(failure)
+    if not _within(JOIN_S, lambda: len([*notes.glob("*.here")]) == world.size or not notes.is_dir()):
+        shutil.rmtree(partial, ignore_errors=True)
+        return False
+    try:
+        _leave_note(partial, world.rank, write)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if _noted(partial, world.size) and _is_chosen(notes):
+        with one_save(final.parent):
+            _complete(partial, final, merge(_notes(partial, world.size)), token, keep)
+    return _within(most_s, lambda: final.exists() or not partial.exists()) and final.exists()
+
+
+def _is_chosen(notes: Path) -> bool:
+    """Returns True on one rank alone, however many ask at once."""
+    try:
+        (notes / "0.here").rename(notes / "chosen")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _within(seconds: float, holds: Callable[[], bool]) -> bool:
+    """Waits until ``holds()``, for so many seconds; returns whether it does."""
+    end_s = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
     return found
 
 
@@ -153,6 +207,14 @@ def publish(partial: Path, final: Path, manifest: Manifest, token: str) -> None:
     partial.rename(final)
     flush(final.parent)
     _discard(old, token)
+
+
+def _complete(partial: Path, final: Path, manifest: Manifest, token: str, keep: int) -> None:
+    """Makes a checkpoint of a temporary folder with the files of all ranks, and removes what need not be kept."""
+    publish(partial, final, manifest, token)
+    others = [step for step in steps_in(final.parent) if step.name != final.name]
+    for each in others[: max(len(others) - keep + 1, 0)] if keep else ():
+        _discard(each, token)
 
 
 def _discard(step: Path, token: str) -> None:

@@ -91,7 +91,7 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
             pass  # another rank's failure is the one to report
         except BaseException as failure:
             texts[rank] = traceback.format_exc()
-            hub.fail(None if isinstance(failure, CommunicationError) else rank, failure)
+            transport.abandon(failure)
         finally:
             transport.close()
 

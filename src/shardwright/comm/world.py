@@ -27,6 +27,9 @@ class Transport(Protocol):
     def close(self) -> None:
         """Marks that this rank makes no more collective calls."""
 
+    def abandon(self, failure: BaseException) -> None:
+        """Makes calls of the other ranks fail, where it can, as when this rank has ended with ``failure``."""
+
 
 @dataclass(frozen=True)
 class World:

@@ -24,13 +24,13 @@ from torch import Tensor
 import shardwright
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.manifest import find, steps_in
-from shardwright.checkpoint.saving import save
+from shardwright.checkpoint.saving import agree_on_save, kept_buffers, save, save_alone
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.failures import StopRequested
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.world import World
-from shardwright.errors import CheckpointError, PlanError
+from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError
 from shardwright.file_locks import lock
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
@@ -133,7 +133,12 @@ def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop
     with stop.on_signals(), locked_folder(world, out, new=not resume and not started_again(out)):
         if started_again(out):
             resume = gather_json(world.everyone(), bool(steps_in(out / CHECKPOINTS)))[0]
-        summary = _Training(world, config, out, resume, stop).run_all()
+        training = _Training(world, config, out, resume, stop)
+        try:
+            summary = training.run_all()
+        except Exception as failure:
+            training.rescue(failure)
+            raise
         if summary["stopped"] and not world.local:
             # everything is saved, and a launcher that is itself stopping accepts no results
             raise StopRequested(_signalled_ranks(world, stop))
@@ -189,6 +194,8 @@ class _Training:
             for group in self.optimizer.param_groups:
                 group["weight_decay"] = config.weight_decay  # a resumed run may change it; load restored the old one
         self.first_step = self.run.num_steps
+        self._agreed = agree_on_save(self.run)
+        self._whole: tuple[int, list[tuple[int, int]]] | None = None  # the step whose state is untouched, its buffers
         self._ahead: Microbatch
         self._failure: Exception | None = None
         self._num_saves_requested = stop.num_saves_requested
@@ -268,13 +275,18 @@ class _Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = None
+        if not config.clip or run.loss_scale is not None:  # the backward may change parameters or the loss scale
+            self._whole = None
         if config.clip:  # clipping needs the norm of all gradients, so no update can overlap the backward
             loss = run.step(part)
             norm = run.clip_grad_norm_(config.clip)
+            self._whole = None
             self.optimizer.step()
         else:
             loss = run.step(part, update=self.optimizer)
         step_s = time.perf_counter() - start_s
+        if isfinite(loss) and isfinite(norm or 0.0):
+            self._whole = run.num_steps, self._buffers()
         tokens = num_samples * self.tokens_per_sample
         row: dict[str, Any] = {
             "step": run.num_steps,
@@ -313,6 +325,27 @@ class _Training:
         """Returns, for each flag, whether it is set on any rank."""
         flags = torch.tensor(here, dtype=torch.uint8, device=self.world.device)
         return [bool(flag) for flag in self.everyone.for_strategy("progress").all_reduce(flags, "max")]
+
+    def _buffers(self) -> list[tuple[int, int]]:
+        """Returns what tells whether buffers that are saved have changed: each one's identity and number of writes."""
+        return [(id(buffer), buffer._version) for buffer in kept_buffers(self.run.model).values()]
+
+    def rescue(self, failure: Exception) -> None:
+        """Saves the last step that all ranks have completed, if its state is untouched on all, when one has failed.
+
+        Not for errors that every rank raises, such as ranks that differ: they say that the state or a save is wrong.
+        """
+        refused = isinstance(failure, LayoutError | PlanError | CheckpointError)
+        if refused or self._whole is None or self._whole[1] != self._buffers():
+            return
+        step, folder, config = self._whole[0], self.out / CHECKPOINTS, self.config
+        if (folder / f"step-{step:08d}").exists():
+            return
+        with contextlib.suppress(Exception):  # the failure itself is told, and not this one
+            done = save_alone(folder, self.run, self.optimizer, step, self._agreed, keep=config.keep, failure=failure,
+                              most_s=config.grace_s)  # fmt: skip
+            if done and not isinstance(failure, CommunicationError):
+                print(f"step {step}, the last that was complete, is saved", file=sys.stderr, flush=True)  # noqa: T201
 
     def _save(self, *, wait: bool = True) -> None:
         if self.world.rank == 0 and not (self.out / RUN_FILE).exists():
