@@ -76,10 +76,14 @@ def main():
             cpu[f"ratio_{each}"] for each in ("median", "min", "max")
         )
         row["call_ms_median"] = 1000 * statistics.median(each["call_s"][row["name"]] for each in rounds)
+        row["call_share_median"] = statistics.median(
+            each["call_s"][row["name"]] / options.steps / each["step_s"][NONE] for each in rounds
+        )
         print(
             f"{row['name']:16} {row['ms_median']:7.1f} ms a step, {row['limit_ms_median']:7.1f} without: "
             f"{row['ratio_median'] - 1:+.1%} ({row['ratio_min'] - 1:+.1%} to {row['ratio_max'] - 1:+.1%}), "
-            f"CPU {row['cpu_ratio_median'] - 1:+.1%}, a call takes {row['call_ms_median']:.1f} ms"
+            f"CPU {row['cpu_ratio_median'] - 1:+.1%}, "
+            f"a call takes {row['call_ms_median']:.1f} ms, {row['call_share_median']:.1%} of the steps"
         )
     results = Path(__file__).with_suffix("")
     if options.write:
