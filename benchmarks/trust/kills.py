@@ -114,7 +114,7 @@ def kill_once(out, folder, layout, victim, *, saving, beside):
             stderr=said, env=os.environ | {"TMPDIR": str(folder)},
         )  # fmt: skip
     before = len(read_metrics(out))
-    wait_until(process, lambda: len(read_metrics(out)) >= before + 3)
+    wait_until(process, lambda: len(read_metrics(out)) >= before + 3 and steps_in(out / "checkpoints"))
     launcher = psutil.Process(process.pid)
     family = [launcher, *launcher.children(recursive=True)]
     if saving:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, options_of, orders, ratio_rows, sized, write
+from benchmarks.common import machine, options_of, orders, ratio_rows, sized, write_beside
 
 import shardwright as sw
 from shardwright.models import GPT, GPTConfig
@@ -85,10 +85,7 @@ def main():
             f"CPU {row['cpu_ratio_median'] - 1:+.1%}, "
             f"a call takes {row['call_ms_median']:.1f} ms, {row['call_share_median']:.1%} of the steps"
         )
-    results = Path(__file__).with_suffix("")
-    if options.write:
-        results.mkdir(exist_ok=True)
-    write(options, str(results / "results"), {"machine": facts, "table": table, "rounds": rounds})
+    write_beside(options, __file__, {"machine": facts, "table": table, "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import machine, options_of, sized, write
+from benchmarks.common import machine, options_of, sized, write_beside
 
 LAYOUTS = sized(["dp2 tp2", "pp2/1f1b mb4 dp2/zero3"], ["dp2"])
 FLAGS = ["--set", "num_layers=2", "--set", "width=16", "--set", "num_heads=4", "--set", "dropout=0.1", "--seq", "16"]
@@ -110,10 +110,7 @@ def main():
         rows += found
         table.append(summary_of(layout, found))
         print("  ".join(f"{key} {value}" for key, value in table[-1].items()), flush=True)
-    results = Path(__file__).with_suffix("")
-    if options.write:
-        results.mkdir(exist_ok=True)
-    write(options, str(results / "results"), {"machine": facts, "table": table, "rows": rows})
+    write_beside(options, __file__, {"machine": facts, "table": table, "rows": rows})
 
 
 if __name__ == "__main__":

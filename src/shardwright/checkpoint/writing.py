@@ -96,10 +96,11 @@ def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
     notes = partial / NOTES
     try:
         text = json.dumps(write(partial))
-        if not notes.is_dir():
-            raise OSError(errno.ENOENT, _GONE)
-        (notes / f".{rank}").write_text(text)
-        (notes / f".{rank}").rename(notes / f"{rank}.json")
+        try:
+            (notes / f".{rank}").write_text(text)
+            (notes / f".{rank}").rename(notes / f"{rank}.json")
+        except FileNotFoundError as failure:
+            raise OSError(errno.ENOENT, _GONE) from failure
     except BaseException:
         shutil.rmtree(notes, ignore_errors=True)
         raise
