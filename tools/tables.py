@@ -401,7 +401,7 @@ def kills() -> str:
     for victim in dict.fromkeys(row["victim"] for row in rows):
         of_one = [row for row in rows if row["victim"] == victim]
         counts = " | ".join(str(sum(row.get(key) or 0 for row in of_one)) for key in found)
-        diverged = sum(row["divergence"] > MOST_DIVERGENCE for row in of_one)
+        diverged = sum((row["divergence"] or 0.0) > MOST_DIVERGENCE for row in of_one)
         ends = [row["end_s"] for row in of_one]
         times = f"{statistics.median(ends):.1f} s | {max(ends):.1f} s"
         lines.append(f"| {victim} | {len(of_one)} | {counts} | {diverged} | {times} |")
