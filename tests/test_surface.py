@@ -22,7 +22,8 @@ RUN = {"--layout", "--model", "--set", "--role", "--measured-costs", "--batch", 
 FLAGS = {
     "train": RUN
     | {"--data", "--steps", "--stop-at", "--seed", "--lr", "--schedule", "--warmup", "--weight-decay", "--clip"}
-    | {"--save-every", "--keep", "--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
+    | {"--save-every", "--save-async", "--keep", "--check-every"}
+    | {"--eval-every", "--tensorboard", "--deterministic", "--debug", "--timeout-s"}
     | {"--bind-cores", "--grace-s"}
     | {"--offload-folder", "--out", "--resume", "--changed-data", "--ranks"},
     "verify": RUN | {"--data", "--steps", "--seed", "--dtype", "--ranks"},
@@ -35,7 +36,8 @@ FLAGS = {
 
 OPTIONS = [
     *("layout", "model", "settings", "roles", "data", "batch", "seq", "steps", "stop_at", "seed", "lr", "schedule"),
-    *("warmup", "weight_decay", "clip", "save_every", "keep", "eval_every", "eval_batches"),
+    *("warmup", "weight_decay", "clip", "save_every", "save_async", "keep", "eval_every", "eval_batches"),
+    "check_every",
     *("measured_costs", "tensorboard", "deterministic", "debug", "bind_cores", "timeout_s", "grace_s"),
     "offload_folder",
 ]

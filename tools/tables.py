@@ -4,6 +4,7 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``--check`
 """
 
 import json
+import statistics
 import sys
 from collections import Counter
 from functools import partial
@@ -21,6 +22,8 @@ from shardwright.strategies import STRATEGIES
 from shardwright.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST_DIVERGENCE = 1e-4
+"""The largest relative difference of losses that rounding explains, as in ``benchmarks/trust/kills.py``."""
 
 
 def file_of(strategy: Strategy) -> str:
@@ -387,15 +390,44 @@ def code(name: str) -> str:
 
 def kills() -> str:
     """What killing runs came to, by what was killed."""
-    found = ["orphans", "left", "unloadable", "lost", "unsaved", "diverged"]
+    found = ["saving", "beside", "orphans", "left", "unloadable", "lost", "unsaved"]
     lines = [
-        "| killed | times | during a save | processes left | files left | unloadable | lost | not saved | diverged "
-        "| ended in (median) | worst |",
-        "|" + "---|" * 11,
+        "| killed | times | during a save | saves beside training | processes left | files left | unloadable | lost "
+        "| not saved | diverged | ended in (median) | worst |",
+        "|" + "---|" * 12,
     ]
-    for row in newest("trust/kills")["table"]:
-        counts = " | ".join(str(row[key]) for key in ("kills", "saving", *found))
-        lines.append(f"| {row['victim']} | {counts} | {row['end_s_median']:.1f} s | {row['end_s_max']:.1f} s |")
+    every = sorted((ROOT / "benchmarks" / "trust" / "kills" / "results").glob("*.json"))
+    rows = [row for path in every for row in json.loads(path.read_text())["rows"]]
+    for victim in dict.fromkeys(row["victim"] for row in rows):
+        of_one = [row for row in rows if row["victim"] == victim]
+        counts = " | ".join(str(sum(row.get(key) or 0 for row in of_one)) for key in found)
+        diverged = sum((row["divergence"] or 0.0) > MOST_DIVERGENCE for row in of_one)
+        ends = [row["end_s"] for row in of_one]
+        times = f"{statistics.median(ends):.1f} s | {max(ends):.1f} s"
+        lines.append(f"| {victim} | {len(of_one)} | {counts} | {diverged} | {times} |")
+    return "\n".join(lines)
+
+
+def saves() -> str:
+    """What a checkpoint each 20 steps costs a step."""
+    lines = ["| saves | ms a step | without | lost, median | range | CPU seconds lost | held up by the call |"]
+    lines.append("|" + "---|" * 7)
+    for row in newest("trust/saves")["table"]:
+        span = f"{row['ratio_min'] - 1:+.1%} to {row['ratio_max'] - 1:+.1%}"
+        cells = f"{row['ms_median']:.0f} | {row['limit_ms_median']:.0f} | {row['ratio_median'] - 1:+.1%} | {span}"
+        call = f"{row['call_ms_median']:.0f} ms, {row['call_share_median']:.1%}"
+        lines.append(f"| {row['name']} | {cells} | {row['cpu_ratio_median'] - 1:+.1%} | {call} |")
+    return "\n".join(lines)
+
+
+def soak() -> str:
+    """What ranks hold in long runs."""
+    lines = ["| layout | steps | grows in 1,000 steps | its own | holds | descriptors | threads |", "|---" * 7 + "|"]
+    for row in newest("trust/soak")["table"]:
+        cells = [f"{row[f'{key}_bytes_per_1000'] / 2**10:+.1f} KiB" for key in ("resident", "own")]
+        cells.append(f"{row['own_bytes_end'] / 2**20:.1f} MiB")
+        cells += [f"{row[f'{key}_warm']}, then {row[f'{key}_end']}" for key in ("descriptors", "threads")]
+        lines.append(f"| `{row['layout']}` | {row['steps']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -453,6 +485,8 @@ TABLES = {
     "zero_step": zero_step,
     "ledger": ledger,
     "kills": kills,
+    "saves": saves,
+    "soak": soak,
     "restarts": restarts,
     "zero_copies": zero_copies,
     "zero_overlap": zero_overlap,

@@ -38,7 +38,7 @@ SETTINGS = {"num_layers": 2, "width": 16, "num_heads": 4, "dropout": 0.1}
 TINY = {"settings": SETTINGS, "seq": 16, "batch": 8, "schedule": "constant", "steps": STEPS}
 FLAGS = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
 FLAGS += ["--seq", "16", "--batch", "8", "--schedule", "constant", "--steps", str(STEPS), "--save-every", "2"]
-MOST_S = 120
+MOST_S = 300
 FAULTS = ("orphans", "unloadable", "lost", "unsaved", "left", "diverged")
 
 
@@ -57,7 +57,7 @@ def wait_until(process, holds):
     end = time.monotonic() + MOST_S
     while not holds():
         if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError("the run ended or hung before it could be killed")
+            raise RuntimeError(f"the run ended with {process.poll()}, or hung, before it could be killed")
         time.sleep(0.0005)
 
 
@@ -101,24 +101,27 @@ def is_whole(checkpoint):
     return True
 
 
-def kill_once(out, folder, layout, victim, *, saving):
-    """One start, kill and end; returns the row."""
+def kill_once(out, folder, layout, victim, *, saving, beside):
+    """One start, kill and end; returns the row. ``beside``: checkpoints are written beside training."""
     resumes = bool(steps_in(out / "checkpoints"))
+    options = out.parent / "options.toml"  # a flag could not turn it off again: a resumed run keeps its options
+    options.write_text(f"save_async = {str(beside).lower()}\n")
     command = [sys.executable, "-m", "shardwright.cli", "train", "--layout", layout, *FLAGS, "--out", str(out)]
+    command += ["--config", str(options)]
     with (out.parent / "said").open("w") as said:
         process = subprocess.Popen(
             [*command, *(["--resume"] if resumes else [])], start_new_session=True, stdout=subprocess.DEVNULL,
             stderr=said, env=os.environ | {"TMPDIR": str(folder)},
         )  # fmt: skip
     before = len(read_metrics(out))
-    wait_until(process, lambda: len(read_metrics(out)) >= before + 3)
+    wait_until(process, lambda: len(read_metrics(out)) >= before + 3 and steps_in(out / "checkpoints"))
     launcher = psutil.Process(process.pid)
     family = [launcher, *launcher.children(recursive=True)]
     if saving:
         wait_until(process, lambda: is_saving(out))
     newest = steps_in(out / "checkpoints")[-1]
     ends, start = end_it(process, victim, folder), time.monotonic()
-    row = {"layout": layout, "victim": victim, "saving": saving}
+    row = {"layout": layout, "victim": victim, "saving": saving, "beside": beside}
     if not ends:  # a run needs no fork server once it has started
         done = len(read_metrics(out))
         wait_until(process, lambda: len(read_metrics(out)) > done + 1)
@@ -158,7 +161,8 @@ def undisturbed(num_steps):
 def chains(seconds, kills):
     """Kills until the time or the number is reached; yields each chain's rows, and its divergence in each of them."""
     end, done = time.monotonic() + seconds, 0
-    turns = itertools.cycle([(victim, saving) for saving in (False, True) for victim in VICTIMS])
+    kinds = ((False, True), (True, True), (True, False))
+    turns = itertools.cycle([(victim, *kind) for kind in kinds for victim in VICTIMS])
     while time.monotonic() < end and done < kills:
         rows = []
         with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as base:
@@ -166,8 +170,8 @@ def chains(seconds, kills):
             folder.mkdir()
             for layout in random.sample(LAYOUTS, len(LAYOUTS)):
                 if time.monotonic() < end and done < kills:
-                    victim, saving = next(turns)
-                    rows.append(kill_once(out, folder, layout, victim, saving=saving))
+                    victim, saving, beside = next(turns)
+                    rows.append(kill_once(out, folder, layout, victim, saving=saving, beside=beside))
                     done += 1
                     shown = {key: round(value, 2) if key == "end_s" else value for key, value in rows[-1].items()}
                     print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
@@ -181,7 +185,8 @@ def summary_of(victim, rows):
     ends = [row["end_s"] for row in rows] or [0.0]
     faults = {fault: sum(row[fault] or 0 for row in rows) for fault in FAULTS[:-1]}
     return {
-        "victim": victim, "kills": len(rows), "saving": sum(row["saving"] for row in rows), **faults,
+        "victim": victim, "kills": len(rows), "saving": sum(row["saving"] for row in rows),
+        "beside": sum(row.get("beside", False) for row in rows), **faults,
         "diverged": sum(row["divergence"] > TOLERANCE for row in rows),
         "end_s_median": statistics.median(ends), "end_s_max": max(ends),
     }  # fmt: skip

@@ -48,9 +48,9 @@ def state(world, value: float, num_steps: int):
     return run, optimizer
 
 
-def write(folder: Path, value: float, num_steps: int, *, keep: int = 0, ranks: int = 1) -> None:
+def write(folder: Path, value: float, num_steps: int, *, keep: int = 0, ranks: int = 1, wait: bool = True) -> None:
     def work(world):
-        save(folder, *state(world, value, num_steps), keep=keep)
+        save(folder, *state(world, value, num_steps), keep=keep, wait=wait)
 
     launch(work, ranks, ranks="threads")
 
@@ -116,16 +116,17 @@ def die_at(moment: int) -> None:
 
 
 SCENES = {
-    # what is there before, what is saved, how many are kept
-    "a new step": ([(1.0, 1)], (2.0, 2), 0),
-    "the same step again": ([(0.0, 1), (1.0, 2)], (2.0, 2), 0),
-    "the one that is kept": ([(0.0, 1), (1.0, 2)], (2.0, 3), 1),
+    # what is there before, what is saved, how many are kept, whether the save is waited for
+    "a new step": ([(1.0, 1)], (2.0, 2), 0, True),
+    "the same step again": ([(0.0, 1), (1.0, 2)], (2.0, 2), 0, True),
+    "the one that is kept": ([(0.0, 1), (1.0, 2)], (2.0, 3), 1, True),
+    "the one that is kept, beside training": ([(0.0, 1), (1.0, 2)], (2.0, 3), 1, False),
 }
 
 
 def moments(name: str, folder: Path) -> list[tuple[int, float, int]]:
     """Kills a save at every moment; the exit code, the value found after it, what the next save left over."""
-    before, (value, step), keep = SCENES[name]
+    before, (value, step), keep, wait = SCENES[name]
     template = folder / "template"
     for old_value, old_step in before:
         write(template, old_value, old_step)
@@ -136,7 +137,7 @@ def moments(name: str, folder: Path) -> list[tuple[int, float, int]]:
 
         def attempt(here: Path = here, moment: int = moment) -> None:
             die_at(moment)
-            write(here, value, step, keep=keep)
+            write(here, value, step, keep=keep, wait=wait)
 
         code = in_a_child(attempt)
         left = value_in(here)[0]

@@ -186,6 +186,11 @@ def test_extreme_values_of_sampling_work(trained, flags):
     assert found.exit_code == 0, (found.output, found.exception)
 
 
+@pytest.mark.parametrize("num", [-1, 2**20 + 1, 10**18])
+def test_the_number_of_samples_has_limits(trained, num):
+    assert "allowed: 0 to 1048576" in refused("sample", "--from", trained, "--num", num)
+
+
 def test_the_seed_of_a_sample_is_checked(trained):
     assert "the seed is out of range" in refused("sample", "--from", trained, "--seed", "9" * 20)
 

@@ -9,7 +9,10 @@ import math
 import os
 import shutil
 import signal
+import statistics
+import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,7 @@ from shardwright.train import loop
 from shardwright.train.config import TrainConfig
 from shardwright.train.data import Order
 from shardwright.train.loop import Stop, train
+from shardwright.train.out_folder import locked_folder
 from shardwright.train.progress import read_metrics
 
 SMALL = {"num_layers": 1, "width": 8, "num_heads": 2, "dropout": 0.1}
@@ -102,6 +106,14 @@ def test_a_batch_smaller_than_dp_leaves_ranks_without_samples_and_changes_nothin
     assert losses(tmp_path / "dp5") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
 
 
+@pytest.mark.parametrize(("every", "compared"), [(0, []), (2, [0, 2, 4]), (100, [0])])
+def test_ranks_are_compared_as_often_as_the_run_is_told_to(tmp_path, monkeypatch, every, compared):
+    found = []
+    monkeypatch.setattr(sys.modules[Run.__module__], "check_ranks", lambda *given: found.append(given[4]))
+    train(config(layout="dp2", steps=5, check_every=every), tmp_path / "run", ranks="threads")
+    assert sorted(found) == sorted(2 * compared)
+
+
 # ---- folders
 
 
@@ -131,7 +143,7 @@ def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(tmp_path):
 
         def enter(world):
             try:
-                with loop._locked_folder(world, out):
+                with locked_folder(world, out):
                     return "entered"
             except PlanError as refusal:
                 return str(refusal)
@@ -193,10 +205,46 @@ def test_a_folder_that_is_removed_while_a_run_goes_on_is_written_anew_at_the_nex
     train(config(layout=line, steps=6, save_every=2), out, ranks="threads")
     monkeypatch.undo()
     said = "".join(capsys.readouterr().err.split())
-    assert f"warning: '{out}' was removed; it is written anew, with the metrics from step 1 on".replace(" ", "") in said
+    assert f"warning: '{out}' was removed; it is written anew, with its metrics".replace(" ", "") in said
     assert [step.name for step in steps_in(out / "checkpoints")] == ["step-00000004", "step-00000006"]
     assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
     assert train(config(steps=7), out, resume=True, ranks="threads")["steps"] == 7
+
+
+def test_a_file_of_metrics_that_is_removed_is_written_anew_with_all_its_rows(tmp_path, monkeypatch):
+    out, plain = tmp_path / "run", loop._Training._step
+    train(config(), out, ranks="threads")
+
+    def step(self):
+        row = plain(self)
+        if row["step"] == 4:
+            (out / "metrics.jsonl").unlink()
+        return row
+
+    monkeypatch.setattr(loop._Training, "_step", step)
+    train(config(steps=6), out, resume=True, ranks="threads")
+    assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
+
+
+class Row(dict):
+    """A row of metrics that can be watched."""
+
+
+def test_a_run_holds_its_first_and_last_row_of_metrics_and_no_others(tmp_path, monkeypatch):
+    rows, num_held, plain = [], [], loop._Training._step
+
+    def step(self):
+        num_held.append(sum(row() is not None for row in rows))
+        row = Row(plain(self))
+        rows.append(weakref.ref(row))
+        return row
+
+    monkeypatch.setattr(loop._Training, "_step", step)
+    summary = train(config(steps=9), tmp_path / "run", ranks="threads")
+    written = read_metrics(tmp_path / "run")
+    assert num_held == [0, 1, *[2] * 7]
+    assert (summary["first_loss"], summary["last_loss"]) == (written[0]["loss"], written[-1]["loss"])
+    assert summary["step_ms_median"] == statistics.median(row["step_ms"] for row in written[2:])
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,28 @@ import os
 import resource
 import signal
 import sys
+import threading
 from contextlib import contextmanager
+from itertools import count as counter
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from shardwright.checkpoint import saving
 from shardwright.checkpoint.manifest import steps_in
 from shardwright.cli.main import app
-from shardwright.errors import RankFailedError
+from shardwright.errors import CheckpointError, PlanError, RankFailedError
+from shardwright.layout import Layout
+from shardwright.parallelize.run import Run
+from shardwright.runtime.executor import Executor
 from shardwright.train import loop, progress
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
 from shardwright.train.progress import Log, cut_metrics, read_metrics
 
 SMALL = {"num_layers": 1, "width": 8, "num_heads": 2}
+count = counter()
 ROW = {"step": 1, "loss": 1.0, "tokens_per_s": 1.0, "memory_bytes": [1], "step_ms": 1.0}
 
 
@@ -117,6 +125,104 @@ def test_data_that_can_no_longer_be_read_end_the_run_after_a_checkpoint(tmp_path
     assert saved_in(tmp_path / "run") == [3]
     monkeypatch.undo()
     assert train(config(), tmp_path / "run", resume=True, ranks="threads")["steps"] == 5
+
+
+LINES = ["single", "dp2", "dp2/zero3", "pp2/1f1b mb3 dp2/zero1", "tp2"]
+
+
+class BrokenError(Exception):
+    """What the model of one rank raises."""
+
+
+def breaks(monkeypatch, kind, name, rank, call):
+    """Makes one call of a method fail on one rank."""
+    plain, calls = getattr(kind, name), []
+
+    def broken(self, *given, **named):
+        if threading.current_thread().name == f"rank {rank}":
+            calls.append(name)
+            if len(calls) == call:
+                raise BrokenError(f"in {name}")
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(kind, name, broken)
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize(("name", "step"), [("step", 3), ("clip_grad_norm_", 3), ("evaluate", 4)])
+@pytest.mark.sampled(4)
+def test_an_error_within_a_step_or_an_evaluation_on_one_rank_ends_the_run_after_a_checkpoint(
+    tmp_path, monkeypatch, line, name, step
+):
+    options = {"layout": line, "eval_every": 1, "eval_batches": 1, "keep": 2}
+    train(config(**options), tmp_path / "whole", ranks="threads")
+    breaks(monkeypatch, Run, name, Layout.parse(line).num_ranks - 1, 4)
+    with pytest.raises(RankFailedError, match=f"BrokenError: in {name}"):
+        train(config(**options), tmp_path / "run", ranks="threads")
+    monkeypatch.undo()
+    assert saved_in(tmp_path / "run") == [step]
+    assert train(config(**options), tmp_path / "run", resume=True, ranks="threads")["steps"] == 5
+    found, expected = ({row["step"]: row["loss"] for row in read_metrics(tmp_path / run)} for run in ("run", "whole"))
+    assert found == {number: loss for number, loss in expected.items() if number != step or name != "evaluate"}
+
+
+@pytest.mark.parametrize("line", ["single", "dp2"])
+def test_a_step_that_one_rank_has_not_completed_is_not_saved(tmp_path, monkeypatch, line):
+    breaks(monkeypatch, torch.optim.AdamW, "step", Layout.parse(line).num_ranks - 1, 4)
+    with pytest.raises(RankFailedError, match="BrokenError: in step"):
+        train(config(layout=line, save_every=2), tmp_path / "run", ranks="threads")
+    assert saved_in(tmp_path / "run") == [2]
+
+
+@pytest.mark.parametrize(("why", "options"), [("buffers", {}), ("updates in the backward", {"clip": 0})])
+def test_a_state_that_the_step_may_have_changed_is_not_saved(tmp_path, monkeypatch, why, options):
+    if why == "buffers":
+        monkeypatch.setattr(loop._Training, "_buffers", lambda self: [(next(count), 0)])
+    breaks(monkeypatch, Executor, "run", 1, 4)
+    with pytest.raises(RankFailedError, match="BrokenError: in run"):
+        train(config(layout="dp2", save_every=2, **options), tmp_path / "run", ranks="threads")
+    assert saved_in(tmp_path / "run") == [2]
+
+
+def test_an_error_that_says_that_ranks_differ_saves_nothing(tmp_path, monkeypatch):
+    def differ(*given):
+        if given[4] == 3:
+            raise PlanError("they differ", given="", allowed="", fix="")
+
+    monkeypatch.setattr(sys.modules[Run.__module__], "check_ranks", differ)
+    with pytest.raises(PlanError, match="they differ"):
+        train(config(layout="dp2", save_every=2, check_every=1), tmp_path / "run", ranks="threads")
+    assert saved_in(tmp_path / "run") == [2]
+
+
+# ---- checkpoints beside training
+
+
+@pytest.mark.parametrize("line", ["single", "dp2/zero1 tp2"])
+def test_a_run_that_saves_beside_training_is_the_same_run(tmp_path, line):
+    for name, beside in (("waits", False), ("beside", True)):
+        summary = train(config(layout=line, save_every=1, save_async=beside, keep=2), tmp_path / name, ranks="threads")
+        assert saved_in(tmp_path / name) == [4, 5]
+        assert summary["checkpoint"].endswith("step-00000005")
+    first, second = (read_metrics(tmp_path / name) for name in ("waits", "beside"))
+    assert [row["loss"] for row in first] == [row["loss"] for row in second]
+    assert train(config(steps=6), tmp_path / "beside", resume=True, ranks="threads")["steps"] == 6
+
+
+def test_a_checkpoint_that_cannot_be_written_beside_training_ends_the_run_with_its_error(tmp_path, monkeypatch):
+    plain = saving.save_file
+
+    def full(tensors, path):
+        if "step-00000002" in path and "part-00001" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(tensors, path)
+
+    monkeypatch.setattr(saving, "save_file", full)
+    options = config(layout="dp2/zero1", save_every=1, save_async=True)
+    with pytest.raises(CheckpointError, match=r"rank 1: \[Errno 28\] No space left") as told:
+        train(options, tmp_path / "run", ranks="threads")
+    assert "step-00000002 could not be written" in str(told.value)
+    assert saved_in(tmp_path / "run") == [1]
 
 
 # ---- an early warning

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from shardwright.checkpoint.loading import read_whole
 from shardwright.checkpoint.manifest import Manifest, check_files, read, reading
-from shardwright.checkpoint.saving import flush
+from shardwright.checkpoint.writing import flush
 from shardwright.errors import PlanError
 
 

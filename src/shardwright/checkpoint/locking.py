@@ -1,15 +1,16 @@
-"""Locks of folders: one run writes to a folder at a time, and one save. The system releases a dead process's lock."""
+"""The lock of a folder of checkpoints: one save at a time writes to it."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from shardwright.file_locks import lock
 
 SAVING = ".saving"
 """The file that is locked while a checkpoint is written beside it. Unlike a lock of the folder, it works over NFS."""
@@ -18,25 +19,6 @@ MOST_WAIT_S = 300.0
 """How long a save waits for another into the same folder."""
 
 _WAIT_S = 0.02
-
-
-def lock(file: IO[str]) -> bool:
-    """Locks the file for this process; returns False if another process, or another open file here, holds the lock.
-
-    Where the file system has no locks it returns True: a run there is not stopped for what it cannot have.
-    """
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as failure:
-        return failure.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
-    return True
 
 
 @contextlib.contextmanager

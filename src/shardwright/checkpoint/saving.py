@@ -1,29 +1,25 @@
-"""Saves a checkpoint: every rank writes the pieces that it owns into a temporary folder, which is renamed last."""
+"""What a checkpoint of a run holds: the pieces that each rank owns, and how they are described in the manifest."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shardwright.checkpoint.locking import one_save
-from shardwright.checkpoint.manifest import MANIFEST, Manifest, StoredBox, checksum, steps_in
+from shardwright.checkpoint.manifest import Manifest, StoredBox, checksum
+from shardwright.checkpoint.writing import flush, new_token, write_alone, write_checkpoint
 from shardwright.comm.agreement import gather_json
-from shardwright.comm.axis import Axis
 from shardwright.errors import CheckpointError
 from shardwright.formatting import format_bytes
 from shardwright.parallelize.run import Run
+from shardwright.runtime.applied import Offload
 from shardwright.sharding.box import Box, Piece
 from shardwright.sharding.box import read as read_box
 from shardwright.sharding.tensor_layout import TensorLayout
@@ -45,6 +41,16 @@ class _Part:
     pieces: dict[str, tuple[Tensor, Piece]] = field(default_factory=dict)
     num_bytes: int = 0
 
+    def copied(self, offload: Offload | None) -> dict[str, Tensor]:
+        """Returns copies of the pieces in host memory: safetensors refuses tensors that share memory."""
+        found = {
+            key: read_box(local, piece, piece.whole).to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for key, (local, piece) in self.pieces.items()
+        }
+        if offload is not None:
+            offload.put_away()
+        return found
+
 
 def save(
     folder: str | Path,
@@ -53,6 +59,7 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     keep: int = 0,
+    wait: bool = True,
 ) -> Path:
     """Saves model and optimizer as the checkpoint ``folder/step-N`` and returns its path. Every rank calls it.
 
@@ -61,70 +68,88 @@ def save(
     checkpoint and the ``keep`` - 1 of the highest steps beside it. Buffers that are not persistent are left out, as in
     ``state_dict``. Saves of several runs into one folder wait for each other.
 
+    With ``wait=False`` it returns once each rank's part is copied to host memory, and is written beside training: the
+    path exists when the checkpoint is complete. The next save waits for it; so do ``run.wait_saves`` and ``launch``.
+
     Raises: CheckpointError, on every rank: ``extra`` is not JSON, before anything is sent; or the disk is full or not
-        writable. Earlier checkpoints are untouched.
+        writable, which with ``wait=False`` the call that waits raises. Earlier checkpoints are untouched.
     """
-    check_extra(extra)
+    extra = check_extra(extra)
+    run.wait_saves()
+    token, owners = agree_on_save(run)
+    final = Path(folder) / f"step-{run.num_steps:08d}"
+    write, merge, snapshot = _contents(run, optimizer, owners, extra)
     everyone = run.axes["world"].for_strategy("checkpoint")
-    root = Path(folder)
-    name = f"step-{run.num_steps:08d}"
-    gathered = gather_json(everyone, [uuid.uuid4().hex[:8], list(kept_buffers(run.model))])
-    token = gathered[0][0]  # rank 0's: names the temporary folder of this save
+    write_checkpoint(run.world, everyone, final, token, write, merge, keep=keep, snapshot=None if wait else snapshot)
+    return final
+
+
+def agree_on_save(run: Run) -> tuple[str, Mapping[str, int]]:
+    """Returns what all ranks must know of a save: its token, and the rank that writes each buffer."""
+    gathered = gather_json(run.axes["world"].for_strategy("checkpoint"), [new_token(), list(kept_buffers(run.model))])
     # stages have different buffers; each is written by the first rank that has it
     owners = {name: rank for rank, (_, names) in reversed(list(enumerate(gathered))) for name in names}
-    partial = root / f".tmp-{name}-{token}"
+    return gathered[0][0], owners
+
+
+def save_alone(
+    folder: Path, run: Run, optimizer: torch.optim.Optimizer, step: int, agreed: tuple[str, Mapping[str, int]], *,
+    keep: int, failure: BaseException, most_s: float,
+) -> bool:  # fmt: skip
+    """Saves the state of ``step``, which all ranks hold, after one has failed; see ``write_alone``.
+
+    ``agreed`` is what :func:`agree_on_save` returned, at any time before.
+    """
+    run.num_steps = step
+    write, merge, _ = _contents(run, optimizer, agreed[1], {})
+    final = folder / f"step-{step:08d}"
+    return write_alone(run.world, final, agreed[0], write, merge, keep=keep, failure=failure, most_s=most_s)
+
+
+def _contents(
+    run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int], extra: Mapping[str, Any]
+) -> tuple[Callable[[Path], Any], Callable[[list[Any]], Manifest], Callable[[], None]]:
+    """Returns what ``write_checkpoint`` takes: functions that write this rank's files, merge all, and copy the state.
+
+    ``owners`` gives the rank that writes a buffer. Once the state is copied, they hold nothing of the run.
+    """
     entries, parts = _owned(run, optimizer, owners)
-    num_bytes = sum(part.num_bytes for part in parts)
+    state = pack_entries(entries), _scalars(run, optimizer), _groups(run, optimizer)
+    kind = type(optimizer).__name__ if optimizer is not None else ""
+    step, layout, seed = run.num_steps, str(run.plan.layout), run.rng.seed
+    names, num_bytes = [part.file for part in parts], sum(part.num_bytes for part in parts)
+    copies = (part.copied(offload) for offload in (run.offload,) for part in parts)
 
-    locked = ExitStack()
+    def snapshot() -> None:
+        nonlocal copies
+        every = list(copies)
+        copies = (every.pop(0) for _ in names)  # each is freed once it is written
 
-    def prepare() -> None:
-        locked.enter_context(one_save(root))
-        clear(root, token)
-        partial.mkdir()
-
-    def write() -> tuple[Any, ...]:
+    def write(partial: Path) -> Any:
         free = shutil.disk_usage(partial).free
         if free < num_bytes:
             raise OSError(28, f"{format_bytes(free)} free, {format_bytes(num_bytes)} to write")
         files = {}
-        for part in parts:
-            file = partial / part.file
-            save_file({key: _copied(*held) for key, held in part.pieces.items()}, str(file))
-            flush(file)
-            files[file.name] = file.stat().st_size, checksum(file)
-            if run.offload is not None:
-                run.offload.put_away()
-        return pack_entries(entries), files, _scalars(run, optimizer), _groups(run, optimizer)
+        for name in names:
+            save_file(next(copies), str(partial / name))
+            flush(partial / name)
+            files[name] = (partial / name).stat().st_size, checksum(partial / name)
+        return files, *state
 
-    def finish() -> None:
-        manifest = _merged(run, optimizer, wrote, extra or {})
-        publish(partial, root / name, manifest, token)
-        others = [step for step in steps_in(root) if step.name != name]
-        for each in others[: max(len(others) - keep + 1, 0)] if keep else ():
-            _discard(each, token)
+    def merge(wrote: list[Any]) -> Manifest:
+        files = {name: (size, digest) for each, *_ in wrote for name, (size, digest) in each.items()}
+        scalars = {name: found for _, _, each, _ in wrote for name, found in each.items()}
+        tensors = merge_tensors(entries for _, entries, *_ in wrote)
+        groups = merge_groups([groups for *_, groups in wrote])
+        return Manifest(step, layout, seed, tensors, files, kind, scalars, groups, extra)
 
-    first = run.world.rank == 0
-    with locked:
-        run_on_all(everyone, prepare if first else None, partial)
-        wrote = run_on_all(everyone, write, partial)
-        run_on_all(everyone, finish if first else None, partial)
-    return root / name
+    return write, merge, snapshot
 
 
-def clear(root: Path, token: str) -> None:
-    """Removes what killed saves have left in a folder, under its lock: temporary folders, checkpoints put aside."""
-    for stale in root.glob(".tmp-*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    for old in root.glob("step-*.old"):
-        if (old.with_suffix("") / MANIFEST).is_file():
-            _discard(old, token)
-
-
-def check_extra(extra: Mapping[str, Any] | None) -> None:
-    """Raises CheckpointError unless ``extra``, the user's data, can be written as JSON."""
+def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns ``extra``, the user's data, as JSON has it. Raises CheckpointError unless it can be written as that."""
     try:
-        json.dumps(extra)
+        found: dict[str, Any] = json.loads(json.dumps(extra or {}))
     except (TypeError, ValueError, RecursionError) as failure:
         raise CheckpointError(
             "'extra' cannot be kept as JSON",
@@ -132,28 +157,7 @@ def check_extra(extra: Mapping[str, Any] | None) -> None:
             allowed="dicts with text as keys, lists, text, numbers, booleans and None",
             fix="save numbers and text: tensor.tolist(), str(path)",
         ) from failure
-
-
-def publish(partial: Path, final: Path, manifest: Manifest, token: str) -> None:
-    """Writes the manifest of a checkpoint whose files are complete, and renames its folder to the final name."""
-    (partial / MANIFEST).write_text(manifest.to_json())
-    flush(partial / MANIFEST)
-    flush(partial)
-    old = final.with_name(f"{final.name}.old")
-    if final.exists():  # the step is saved again: the old checkpoint stays readable until the new one has its name
-        _discard(old, token)
-        final.rename(old)
-    partial.rename(final)
-    flush(final.parent)
-    _discard(old, token)
-
-
-def _discard(step: Path, token: str) -> None:
-    """Removes a checkpoint if it exists; it is renamed first, so that a half removed one is never read."""
-    if step.exists():
-        aside = step.with_name(f".tmp-{step.name}-{token}-old")
-        step.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+    return found
 
 
 def _owned(run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[str, int]) -> tuple[Entries, list[_Part]]:
@@ -177,12 +181,6 @@ def _owned(run: Run, optimizer: torch.optim.Optimizer | None, owners: Mapping[st
         if stored:
             entries[name] = (str(local.dtype).removeprefix("torch."), layout.shape, stored)
     return entries, parts
-
-
-def _copied(local: Tensor, piece: Piece) -> Tensor:
-    """A copy of the piece in host memory: safetensors refuses tensors that share memory."""
-    part = read_box(local, piece, piece.whole)
-    return part.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _state(run: Run, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, TensorLayout, Tensor]]:
@@ -254,20 +252,6 @@ def merge_tensors(packed: Iterable[dict[str, Any]]) -> dict[str, tuple[str, tupl
     return {name: (dtype, shape, tuple(stored)) for name, (dtype, shape, stored) in sorted(tensors.items())}
 
 
-def _merged(run: Run, optimizer: torch.optim.Optimizer | None, wrote: list[Any], extra: Mapping[str, Any]) -> Manifest:
-    files: dict[str, tuple[int, str]] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    for _, files_there, scalars_there, _ in wrote:
-        files.update({name: (size, digest) for name, (size, digest) in files_there.items()})
-        scalars.update(scalars_there)
-    tensors = merge_tensors(entries for entries, *_ in wrote)
-    groups = merge_groups([groups_there for *_, groups_there in wrote])
-    return Manifest(
-        run.num_steps, str(run.plan.layout), run.rng.seed, tensors, files,
-        type(optimizer).__name__ if optimizer is not None else "", scalars, groups, extra,
-    )  # fmt: skip
-
-
 def merge_groups(by_rank: Iterable[Sequence[dict[str, Any]]]) -> tuple[dict[str, Any], ...]:
     """Returns the optimizer's param groups, merged over ranks: a pipeline stage has a part of each group.
 
@@ -310,40 +294,3 @@ def _groups(run: Run, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str
         }
         for group in optimizer.param_groups
     )
-
-
-def run_on_all(everyone: Axis, do: Callable[[], Any] | None, partial: Path) -> list[Any]:
-    """Runs ``do``, if given, on each rank; all-gathers and returns all ranks' results. Every rank calls it.
-
-    Raises: CheckpointError, on every rank, if ``do`` failed on any; ``partial`` is then removed.
-    """
-    result: Any = None
-    problem = ""
-    try:
-        result = do() if do is not None else None
-    except (OSError, SafetensorError) as failure:
-        problem = str(failure) or repr(failure)
-    results = gather_json(everyone, [problem, result])
-    failed = [(rank, text) for rank, (text, _) in enumerate(results) if text]
-    if failed:
-        if everyone.index == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        rank, text = failed[0]
-        raise CheckpointError(
-            "the checkpoint could not be written; the last complete one is untouched",
-            given=f"rank {rank}: {text}",
-            allowed="a folder that can be written, with room for the whole state",
-            fix=f"free space at '{partial.parent}', or save to another folder",
-        )
-    return [value for _, value in results]
-
-
-def flush(path: Path) -> None:
-    """Waits until a file, or the entries of a folder, are on the disk."""
-    if path.is_dir() and os.name != "posix":
-        return  # folders cannot be opened there
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.checkpoint.loading import read_pieces
-from shardwright.checkpoint.locking import one_save
 from shardwright.checkpoint.manifest import Manifest, StoredBox, check_files, checksum, find, on_all
 from shardwright.checkpoint.manifest import read as read_manifest
-from shardwright.checkpoint.saving import (
-    Entries,
-    check_extra,
-    clear,
-    flush,
-    merge_tensors,
-    pack_entries,
-    publish,
-    run_on_all,
-)
+from shardwright.checkpoint.saving import Entries, check_extra, merge_tensors, pack_entries
+from shardwright.checkpoint.writing import flush, new_token, write_checkpoint
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.current_world import everyone_here, here
 from shardwright.errors import CheckpointError
@@ -40,38 +29,27 @@ def save_tensors(
     tensors: Mapping[str, GlobalTensor], folder: str | Path, *, step: int = 0, extra: Mapping[str, Any] | None = None
 ) -> Path:
     """Implements :func:`shardwright.global_tensor.save`: writes the tensors as ``folder/step-N``; returns its path."""
-    check_extra(extra)
-    everyone, root, name = everyone_here(), Path(folder), f"step-{step:08d}"
-    token = gather_json(everyone, uuid.uuid4().hex[:8])[0]
-    partial = root / f".tmp-{name}-{token}"
-    file = partial / f"part-{here().rank:05d}.safetensors"
+    extra = check_extra(extra)
+    world, everyone, final = here(), everyone_here(), Path(folder) / f"step-{step:08d}"
+    world.wait_pending()
+    token = gather_json(everyone, new_token())[0]
+    file = f"part-{world.rank:05d}.safetensors"
     _check_tensors(tensors)
-    entries, parts = _owned(tensors, file.name)
+    entries, parts = _owned(tensors, file)
 
-    def write_part() -> tuple[Any, ...]:
+    def write(partial: Path) -> Any:
         if parts:
-            save_file(parts, str(file))
-            flush(file)
-        return pack_entries(entries), {file.name: (file.stat().st_size, checksum(file))} if parts else {}
+            save_file(parts, str(partial / file))
+            flush(partial / file)
+        size = {file: [(partial / file).stat().st_size, checksum(partial / file)]} if parts else {}
+        return pack_entries(entries), size
 
-    def finish() -> None:
+    def merge(wrote: list[Any]) -> Manifest:
         files = {name: tuple(each) for _, files_there in wrote for name, each in files_there.items()}
-        merged = merge_tensors(each for each, _ in wrote)
-        publish(partial, root / name, Manifest(step, "", 0, merged, files, "", {}, (), extra or {}), token)
+        return Manifest(step, "", 0, merge_tensors(each for each, _ in wrote), files, "", {}, (), extra)
 
-    locked = ExitStack()
-
-    def prepare() -> None:
-        locked.enter_context(one_save(root))
-        clear(root, token)
-        partial.mkdir()
-
-    first = here().rank == 0
-    with locked:
-        run_on_all(everyone, prepare if first else None, partial)
-        wrote = run_on_all(everyone, write_part, partial)
-        run_on_all(everyone, finish if first else None, partial)
-    return root / name
+    write_checkpoint(world, everyone, final, token, write, merge)
+    return final
 
 
 def _check_tensors(tensors: Mapping[str, GlobalTensor]) -> None:

@@ -59,12 +59,12 @@ def train(
     schedule: Annotated[str | None, typer.Option(help="cosine, linear or constant.", show_default="cosine")] = None,
     warmup: Annotated[int | None, typer.Option(help="Warm-up steps until the highest rate.", show_default="10")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="AdamW's weight decay.", show_default="0.1")] = None,
-    clip: Annotated[
-        float | None, typer.Option(help="Largest global gradient norm; 0 for none.", show_default="1")
-    ] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest gradient norm; 0 for none.", show_default="1")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: at the end.")] = None,
+    save_async: Annotated[bool | None, typer.Option("--save-async", help="Write checkpoints beside training.")] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints to keep; 0 for all.", show_default="3")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0 for none.")] = None,
+    check_every: Annotated[int | None, typer.Option(help="Steps between comparisons of ranks; 0: none.")] = None,
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = None,
     deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Repeatable kernels only.")] = None,
     debug: Annotated[bool | None, typer.Option("--debug", help="Check that ranks make the same calls.")] = None,
@@ -89,13 +89,14 @@ def train(
     A step whose loss or gradients are not finite ends the run with exit code 1, and is not saved.
     """
     from shardwright.cli.run_config import config_of, is_first_rank
-    from shardwright.train.loop import CHECKPOINTS
     from shardwright.train.loop import train as run_training
+    from shardwright.train.out_folder import CHECKPOINTS
 
     backend = opt.ranks_of(ranks)
     config = config_of(
         shared, resumed=out if resume else None, steps=steps, stop_at=stop_at, lr=lr, schedule=schedule,
-        warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, keep=keep, eval_every=eval_every,
+        warmup=warmup, weight_decay=weight_decay, clip=clip, save_every=save_every, save_async=save_async, keep=keep,
+        eval_every=eval_every, check_every=check_every,
         tensorboard=tensorboard, deterministic=deterministic, debug=debug, timeout_s=timeout_s,
         bind_cores=bind_cores, offload_folder=offload_folder, grace_s=grace_s, fits=out,
     )  # fmt: skip

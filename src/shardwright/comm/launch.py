@@ -83,12 +83,15 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
         recorder = Recorder()
         transport = ThreadTransport(hub, rank, recorder)
         try:
-            results[rank] = work(World(rank, num_ranks, torch.device("cpu"), transport, recorder), *args)
+            world = World(rank, num_ranks, torch.device("cpu"), transport, recorder)
+            result = work(world, *args)
+            world.wait_pending()
+            results[rank] = result
         except StoppedError:
             pass  # another rank's failure is the one to report
         except BaseException as failure:
             texts[rank] = traceback.format_exc()
-            hub.fail(None if isinstance(failure, CommunicationError) else rank, failure)
+            transport.abandon(failure)
         finally:
             transport.close()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from shardwright.comm.axis import Axis, Channel
+from shardwright.comm.axis import Axis, Channel, Pending
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.recorder import Recorder
 from shardwright.mesh import Mesh
@@ -27,6 +27,9 @@ class Transport(Protocol):
     def close(self) -> None:
         """Marks that this rank makes no more collective calls."""
 
+    def abandon(self, failure: BaseException) -> None:
+        """Makes calls of the other ranks fail, where it can, as when this rank has ended with ``failure``."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -42,6 +45,13 @@ class World:
     device: torch.device
     transport: Transport
     recorder: Recorder
+    pending: list[Pending[Any]] = field(default_factory=list, compare=False)
+    """What all ranks have begun and must wait for together, in this order: checkpoints written beside training."""
+
+    def wait_pending(self) -> None:
+        """Waits for all that is pending; every rank calls it, ``launch`` at the end of the work. Raises what fails."""
+        while self.pending:
+            self.pending.pop(0).wait()
 
     @property
     def local(self) -> bool:

@@ -59,18 +59,9 @@ class Run:
     """
 
     def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        world: World,
-        axes: Mapping[str, Axis],
-        executor: Executor,
-        sync: GradientSync,
-        applied: Sequence[Applied] = (),
-        stop_at_nan: bool = False,
-        others: Iterable[Tensor] = (),
-        check_every: int = 0,
-    ) -> None:
+        self, job: Job, plan: Plan, world: World, axes: Mapping[str, Axis], executor: Executor, sync: GradientSync,
+        applied: Sequence[Applied] = (), stop_at_nan: bool = False, others: Iterable[Tensor] = (), check_every: int = 0,
+    ) -> None:  # fmt: skip
         self.model, self.loss = job.model, job.loss
         self.plan, self.world, self.axes = plan, world, axes
         stored = {name: p for each in applied for name, p in each.parameters.items()}
@@ -374,6 +365,13 @@ class Run:
         [torch.Size([2, 4]), torch.Size([4])]
         """
         return whole_state(self) if full else part_of_state(self)
+
+    def wait_saves(self) -> None:
+        """Waits until what ``save(..., wait=False)`` began is complete. All ranks call it.
+
+        Traffic: as of ``save``. Raises: CheckpointError, on every rank: it could not be written.
+        """
+        self.world.wait_pending()
 
     # ---- the parameters as global tensors
 

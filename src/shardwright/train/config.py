@@ -18,6 +18,7 @@ from shardwright.layout import Layout
 from shardwright.models import MODELS, CrossEntropy, build, configure, describable
 from shardwright.models.settings import check_fraction, check_known, check_sizes, parse_value
 from shardwright.parallelize.auto import num_shares
+from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.text_files import read_text
 
 RUN_FILE = "run.json"
@@ -63,9 +64,11 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     save_every: int = 0
+    save_async: bool = False
     keep: int = 3
     eval_every: int = 0
     eval_batches: int = 4
+    check_every: int = CHECK_EVERY
     measured_costs: bool = False
     tensorboard: bool = False
     deterministic: bool = False
@@ -81,6 +84,7 @@ class TrainConfig:
         check_sizes(self, 1, "batch", "seq", "steps", "eval_batches")
         check_seed(self.seed)
         check_sizes(self, 0, "stop_at", "warmup", "clip", "save_every", "keep", "eval_every", "lr", "weight_decay")
+        check_sizes(self, 0, "check_every")
         check_fraction("weight_decay", self.weight_decay)
         if not LEAST_TIMEOUT_S <= self.timeout_s <= MOST_TIMEOUT_S:
             raise PlanError(

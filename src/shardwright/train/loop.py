@@ -9,7 +9,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -22,15 +23,15 @@ from torch import Tensor
 
 import shardwright
 from shardwright.checkpoint.loading import load
-from shardwright.checkpoint.locking import lock
 from shardwright.checkpoint.manifest import find, steps_in
-from shardwright.checkpoint.saving import save
-from shardwright.comm.agreement import first_problem, gather_json
+from shardwright.checkpoint.saving import agree_on_save, kept_buffers, save, save_alone
+from shardwright.comm.agreement import gather_json
 from shardwright.comm.failures import StopRequested
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.world import World
-from shardwright.errors import CheckpointError, PlanError
+from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError
+from shardwright.file_locks import lock
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import job_for, make_plan
@@ -40,12 +41,10 @@ from shardwright.train.config import RUN_FILE, TrainConfig, noted_data, options_
 from shardwright.train.data import Dataset, Indices, Order, fingerprint, global_batch, open_data
 from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.measuring import agreed_seconds
+from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_folder, writing
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run
 from shardwright.train.stop import Stop, started_again
-
-CHECKPOINTS = "checkpoints"
-LOCK = ".lock"
 
 
 def train(
@@ -63,13 +62,13 @@ def train(
     """
     layout = Layout.parse(config.layout)
     check_can_start(layout.num_ranks)
-    with _writing(out):
+    with writing(out):
         out.exists()  # raises for a name that is too long
     check_regular(out)
     _check_before(config, out, resume=resume)
     if resume and not changed_data:
         check_same_data(config, noted_data(out))
-    with _writing(out):
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     if ranks == "threads":
         stop = stop or Stop()
@@ -78,20 +77,6 @@ def train(
     options = {"debug": config.debug, "timeout_s": config.timeout_s, "bind_cores": config.bind_cores,
                "grace_s": config.grace_s}  # fmt: skip
     return launch(_rank, layout, config, out, resume, None, ranks=ranks, **options)[0]
-
-
-@contextlib.contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """Makes an error of the system, in the block, a PlanError about the folder ``out``."""
-    try:
-        yield
-    except OSError as failure:
-        raise PlanError(
-            f"cannot write to '{out}'",
-            given=failure.strerror or str(failure),
-            allowed="a folder that can be written, or can be created",
-            fix="give another --out",
-        ) from failure
 
 
 def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
@@ -111,7 +96,7 @@ def _check_before(config: TrainConfig, out: Path, *, resume: bool) -> None:
     if resume and not saved and (out / METRICS_FILE).exists():
         with contextlib.suppress(OSError), (out / LOCK).open() as file:
             if not lock(file):
-                raise _in_use(out)
+                raise in_use(out)
         raise CheckpointError(
             f"the run in '{out}' ended before its first checkpoint",
             given=f"{METRICS_FILE} in it, and no checkpoint",
@@ -145,10 +130,15 @@ def inputs_of(data: Dataset, batch: int) -> Tensor:
 
 def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:
     stop = stop or Stop()
-    with stop.on_signals(), _locked_folder(world, out, new=not resume and not started_again(out)):
+    with stop.on_signals(), locked_folder(world, out, new=not resume and not started_again(out)):
         if started_again(out):
             resume = gather_json(world.everyone(), bool(steps_in(out / CHECKPOINTS)))[0]
-        summary = _Training(world, config, out, resume, stop).run_all()
+        training = _Training(world, config, out, resume, stop)
+        try:
+            summary = training.run_all()
+        except Exception as failure:
+            training.rescue(failure)
+            raise
         if summary["stopped"] and not world.local:
             # everything is saved, and a launcher that is itself stopping accepts no results
             raise StopRequested(_signalled_ranks(world, stop))
@@ -160,36 +150,6 @@ def _signalled_ranks(world: World, stop: Stop) -> str:
     signals = gather_json(world.everyone(), stop.signal)
     stopped = [f"rank {rank} was told to stop by {signal.Signals(sig).name}" for rank, sig in enumerate(signals) if sig]
     return f"{', '.join(stopped)}; all ranks have saved and ended" if len(stopped) < world.size else ""
-
-
-@contextlib.contextmanager
-def _locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[None]:
-    """Locks ``out`` on rank 0; raises on every rank if another run has it. The system releases a dead run's lock.
-
-    A ``new`` run is refused too if another has begun and ended there since the folder was found to be free.
-    """
-    everyone = world.everyone()
-    with contextlib.ExitStack() as stack:
-        problem = ""
-        if world.rank == 0:
-            out.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((out / LOCK).open("a"))
-            if not lock(file):
-                problem = "another run writes to it"
-            elif new and (out / METRICS_FILE).exists():
-                problem = "another run has begun in it meanwhile"
-        if found := first_problem(everyone, problem):
-            raise _in_use(out, found[1])
-        yield
-
-
-def _in_use(out: Path, why: str = "another run writes to it") -> PlanError:
-    return PlanError(
-        f"'{out}' is in use",
-        given=why,
-        allowed="one run for each folder",
-        fix="give another --out, or wait until the other run has ended",
-    )
 
 
 def _peak_bytes() -> int:
@@ -218,13 +178,14 @@ class _Training:
         self.run = parallelize(
             plain, config.layout, world, loss=loss, seed=config.seed, num_tokens=config.num_tokens, roles=config.roles,
             example=inputs_of(self.data, config.batch), seconds=self.seconds,
-            offload_folder=config.offload_folder or None,
+            offload_folder=config.offload_folder or None, check_every=config.check_every,
         )  # fmt: skip
         self.optimizer = self.run.optimizer(
             torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
         )
         self.everyone = world.everyone()
         self.saved: Path | None = None
+        self.series = {"step_ms": array("d"), "tokens_per_s": array("d")}
         self.locks = contextlib.ExitStack()
         self.start_s = time.time()
         if resume:
@@ -233,6 +194,8 @@ class _Training:
             for group in self.optimizer.param_groups:
                 group["weight_decay"] = config.weight_decay  # a resumed run may change it; load restored the old one
         self.first_step = self.run.num_steps
+        self._agreed = agree_on_save(self.run)
+        self._whole: tuple[int, list[tuple[int, int]]] | None = None  # the step whose state is untouched, its buffers
         self._ahead: Microbatch
         self._failure: Exception | None = None
         self._num_saves_requested = stop.num_saves_requested
@@ -248,7 +211,8 @@ class _Training:
 
     def run_all(self) -> dict[str, Any]:
         """Runs all steps, saves the last checkpoint, and returns the summary."""
-        config, rows = self.config, []
+        config = self.config
+        rows: list[dict[str, Any]] = []  # the first and the last: a long run would hold gigabytes of them
         stopped = diverged = False
         first = self.world.rank == 0
         self.log = Log(self.out, config.last_step, self.first_step, writes=first, tensorboard=config.tensorboard)
@@ -259,7 +223,9 @@ class _Training:
                 row = self._step()
                 log.add(row)
                 self._read_ahead()
-                rows.append(row)
+                rows[1:] = [row]
+                for key, values in self.series.items():
+                    values.append(row[key])
                 broken = [f"its {key} is {row[key]}" for key in ("loss", "grad_norm") if not isfinite(row[key] or 0.0)]
                 # agreed on by all ranks: one that left the loop alone would leave the others in a collective
                 warned = self.stop.num_saves_requested > self._num_saves_requested
@@ -275,9 +241,10 @@ class _Training:
                     self._end_saved()
                 due = warned or (config.save_every and done % config.save_every == 0)
                 if due and done < config.last_step and not stopped:
-                    self._save()
+                    self._save(wait=not config.save_async)
             if (rows or self.saved is None) and not diverged:
                 self._save()
+            self.run.wait_saves()
         return {**self._summary(rows, stopped), "diverged": self.run.num_steps if diverged else None}
 
     @property
@@ -308,13 +275,18 @@ class _Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = None
+        if not config.clip or run.loss_scale is not None:  # the backward may change parameters or the loss scale
+            self._whole = None
         if config.clip:  # clipping needs the norm of all gradients, so no update can overlap the backward
             loss = run.step(part)
             norm = run.clip_grad_norm_(config.clip)
+            self._whole = None
             self.optimizer.step()
         else:
             loss = run.step(part, update=self.optimizer)
         step_s = time.perf_counter() - start_s
+        if isfinite(loss) and isfinite(norm or 0.0):
+            self._whole = run.num_steps, self._buffers()
         tokens = num_samples * self.tokens_per_sample
         row: dict[str, Any] = {
             "step": run.num_steps,
@@ -354,15 +326,35 @@ class _Training:
         flags = torch.tensor(here, dtype=torch.uint8, device=self.world.device)
         return [bool(flag) for flag in self.everyone.for_strategy("progress").all_reduce(flags, "max")]
 
-    def _save(self) -> None:
+    def _buffers(self) -> list[tuple[int, int]]:
+        """Returns what tells whether buffers that are saved have changed: each one's identity and number of writes."""
+        return [(id(buffer), buffer._version) for buffer in kept_buffers(self.run.model).values()]
+
+    def rescue(self, failure: Exception) -> None:
+        """Saves the last step that all ranks have completed, if its state is untouched on all, when one has failed.
+
+        Not for errors that every rank raises, such as ranks that differ: they say that the state or a save is wrong.
+        """
+        refused = isinstance(failure, LayoutError | PlanError | CheckpointError)
+        if refused or self._whole is None or self._whole[1] != self._buffers():
+            return
+        step, folder, config = self._whole[0], self.out / CHECKPOINTS, self.config
+        if (folder / f"step-{step:08d}").exists():
+            return
+        with contextlib.suppress(Exception):  # the failure itself is told, and not this one
+            done = save_alone(folder, self.run, self.optimizer, step, self._agreed, keep=config.keep, failure=failure,
+                              most_s=config.grace_s)  # fmt: skip
+            if done and not isinstance(failure, CommunicationError):
+                print(f"step {step}, the last that was complete, is saved", file=sys.stderr, flush=True)  # noqa: T201
+
+    def _save(self, *, wait: bool = True) -> None:
         if self.world.rank == 0 and not (self.out / RUN_FILE).exists():
             self._write_anew()
-        self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep)
+        self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep, wait=wait)
 
     def _write_anew(self) -> None:
         """Makes the run's folder again, which was removed while the run went on: what is left of the run goes there."""
-        first = self.log.rows[0]["step"] if self.log.rows else self.run.num_steps
-        self.log.warn(f"warning: '{self.out}' was removed; it is written anew, with the metrics from step {first} on")
+        self.log.warn(f"warning: '{self.out}' was removed; it is written anew, with its metrics")
         with contextlib.suppress(OSError):  # the save that follows says what is wrong, on every rank
             self.out.mkdir(parents=True, exist_ok=True)
             lock(self.locks.enter_context((self.out / LOCK).open("a")))  # the file locked first is gone
@@ -387,7 +379,8 @@ class _Training:
         )
 
     def _summary(self, rows: list[dict[str, Any]], stopped: bool) -> dict[str, Any]:
-        steady = rows[2:] if len(rows) > 4 else rows  # the first steps warm up
+        # the first steps warm up
+        medians = {key: statistics.median(a[2:] if len(a) > 4 else a) for key, a in self.series.items() if a}
         return {
             "layout": self.config.layout,
             "world_size": self.world.size,
@@ -395,8 +388,8 @@ class _Training:
             "steps": self.run.num_steps,
             "first_loss": rows[0]["loss"] if rows else None,
             "last_loss": rows[-1]["loss"] if rows else None,
-            "step_ms_median": statistics.median(r["step_ms"] for r in steady) if steady else None,
-            "tokens_per_s_median": statistics.median(r["tokens_per_s"] for r in steady) if steady else None,
+            "step_ms_median": medians.get("step_ms"),
+            "tokens_per_s_median": medians.get("tokens_per_s"),
             "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else self._memory(),
             "checkpoint": str(self.saved) if self.saved is not None else None,
             "stopped": stopped,

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,10 +32,10 @@ class Log:
 
     def __init__(self, out: Path, steps: int, first_step: int, *, writes: bool, tensorboard: bool) -> None:
         self.writes = writes
-        self.rows: list[dict[str, Any]] = []
         if not writes:
             return
         self._path, self._warned = out / METRICS_FILE, False
+        self._file: FileIO | None = None  # stays open: the rows are there after the folder was removed, too
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -59,9 +60,13 @@ class Log:
         """Writes the metrics of one step and updates the progress bar."""
         if not self.writes:
             return
-        self.rows.append(row)
         with self._warning():
-            _append(self._path, json_text(row) + "\n")
+            if self._file is None:
+                self._file = self._path.open("ab+", buffering=0)
+            elif not os.fstat(self._file.fileno()).st_nlink:  # it was removed
+                with suppress(OSError):
+                    self.write_anew()
+            _append(self._file, json_text(row) + "\n")
         with self._warning():
             for key in ("loss", "eval_loss", "lr", "grad_norm", "tokens_per_s"):
                 if self._board is not None and row.get(key) is not None:
@@ -82,10 +87,12 @@ class Log:
             print(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left", file=sys.stderr, flush=True)  # noqa: T201
 
     def write_anew(self) -> None:
-        """Writes all rows of this log into a new file, because the one before was removed."""
-        if self.writes:
-            with self._warning():
-                self._path.write_text("".join(json_text(row) + "\n" for row in self.rows))
+        """Writes all rows into a new file, because the one before was removed. Raises OSError: it cannot be written."""
+        if self.writes and self._file is not None:
+            self._file.seek(0)
+            self._path.write_bytes(self._file.read())
+            self._file.close()
+            self._file = self._path.open("ab+", buffering=0)
 
     def warn(self, text: str) -> None:
         """Prints a warning, above the progress bar where there is one."""
@@ -98,6 +105,8 @@ class Log:
             with self._warning():
                 if self._board is not None:
                     self._board.close()
+                if self._file is not None:
+                    self._file.close()
             if self._bar is not None:
                 self._bar.stop()
 
@@ -133,14 +142,13 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _append(path: Path, line: str) -> None:
+def _append(file: FileIO, line: str) -> None:
     """Appends a line, or nothing: half a line would hide those after it. Raises OSError: there is no room for it."""
     data = line.encode()
-    with path.open("ab", buffering=0) as file:
-        before = file.seek(0, os.SEEK_END)
-        if (written := file.write(data)) != len(data):
-            file.truncate(before)
-            raise OSError(errno.ENOSPC, f"wrote {written} of {len(data)} bytes", str(path))
+    before = file.seek(0, os.SEEK_END)
+    if (written := file.write(data)) != len(data):
+        file.truncate(before)
+        raise OSError(errno.ENOSPC, f"wrote {written} of {len(data)} bytes", str(file.name))
 
 
 def cut_metrics(out: Path, last_step: int) -> None:

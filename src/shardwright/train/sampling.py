@@ -10,17 +10,20 @@ import torch
 from shardwright.checkpoint.loading import load
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.world import World
-from shardwright.errors import PlanError, check_at_least
+from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.models import GPTConfig
 from shardwright.parallelize import parallelize
 from shardwright.rng import without_values
 from shardwright.train.config import TrainConfig, check_finite, check_seed
 from shardwright.train.data import global_batch, open_data
-from shardwright.train.loop import CHECKPOINTS
+from shardwright.train.out_folder import CHECKPOINTS
 
 LEAST_TEMPERATURE = 1e-6
 """Below it the most likely token is taken: logits divided by less may overflow, and tell no other token apart."""
+
+MOST_SAMPLES = 2**20
+"""The most bytes or samples that are asked for at once: each byte takes a forward."""
 
 
 def sample(
@@ -32,7 +35,8 @@ def sample(
     ``config`` is what trained it.
     """
     check_finite("temperature", temperature)
-    check_at_least("num", num, 0, fix="set num=200")
+    if not 0 <= num <= MOST_SAMPLES:
+        raise PlanError("'num' is out of range", given=num, allowed=f"0 to {MOST_SAMPLES}", fix="set num=200")
     check_seed(seed)
     if not prompt:
         raise PlanError("the prompt is empty", given="no text", allowed="at least one character", fix="--prompt 'def '")

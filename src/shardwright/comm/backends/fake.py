@@ -169,6 +169,9 @@ class FakeTransport:
     def close(self) -> None:
         """Does nothing: no other rank waits."""
 
+    def abandon(self, failure: BaseException) -> None:
+        """Does nothing: no other rank waits."""
+
 
 def fake_world(rank: int, size: int, device: torch.device | None = None, *, blocks: Blocks | None = None) -> World:
     """Returns a world in which only ``rank`` runs and nothing is sent; on the meta device unless another is given.

@@ -135,6 +135,10 @@ class ProcessTransport:
         if self.call_checker is not None:
             self.call_checker.leave()
 
+    def abandon(self, failure: BaseException) -> None:
+        """Closes the connections: a rank of this machine that waits for this one gets an error."""
+        self.disconnect()
+
     def disconnect(self) -> None:
         """Closes the shared-memory connections to the other ranks of this machine."""
         if self._exchange is not None:

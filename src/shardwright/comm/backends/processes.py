@@ -72,6 +72,7 @@ def run_here(
     enter(world)
     try:
         result = work(world, *args)
+        world.wait_pending()
     except CommunicationError:
         time.sleep(failures.GRACE_S)  # lets the rank that failed first write its note first
         raise

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardwright.comm.backends.message_blocks import folder_for_sockets
+from shardwright.file_locks import lock
 
 _PREFIX = "shardwright-run-"
 
@@ -43,7 +44,7 @@ def _owned(base: Path) -> tuple[Path, int]:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         with suppress(FileNotFoundError):
             handle = os.open(folder, os.O_RDONLY)
-            _lock(handle, wait=True)
+            lock(handle, wait=True)
             if folder.exists():
                 return folder, handle
             os.close(handle)
@@ -55,18 +56,7 @@ def _remove_if_dead(folder: Path) -> None:
             return
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            if _lock(handle, wait=False):
+            if lock(handle, without_locks=False):
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(handle)
-
-
-def _lock(handle: int, *, wait: bool) -> bool:
-    """Locks a folder for this process; False if another holds it, or where folders cannot be locked."""
-    import fcntl  # not on Windows, where ranks are threads
-
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
-        return False
-    return True

@@ -161,6 +161,10 @@ class ThreadTransport:
         """Marks that this rank makes no more collective calls; ranks that wait for it get an error."""
         self.hub.leave(self.rank)
 
+    def abandon(self, failure: BaseException) -> None:
+        """Makes every other rank end with an error."""
+        self.hub.fail(None if isinstance(failure, CommunicationError) else self.rank, failure)
+
 
 class ThreadChannel:
     """One group's collectives among threads. See :class:`~shardwright.comm.axis.Channel`."""

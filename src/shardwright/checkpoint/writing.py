@@ -1,0 +1,263 @@
+"""Writes a checkpoint: every rank its files into a temporary folder, which the first rank renames last.
+
+It may be written beside training. Collectives belong to the main threads, so the threads that write agree by files:
+each leaves a note once its rank's files are complete, and that of the first rank waits for the notes of all::
+
+    rank 0   copy | steps ...    its thread: files, note | notes of all: manifest, rename, remove older ones
+    rank 1   copy | steps ...    its thread: files, note
+
+A rank that cannot write removes the folder of notes, which ends the others' threads too.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from shardwright.checkpoint.locking import one_save
+from shardwright.checkpoint.manifest import MANIFEST, Manifest, steps_in
+from shardwright.comm.agreement import gather_json
+from shardwright.comm.axis import Axis, Pending
+from shardwright.comm.world import World
+from shardwright.errors import CheckpointError, CommunicationError
+
+NOTES = "notes"
+"""The folder of the ranks' notes, inside the temporary folder of a checkpoint that is written beside training."""
+
+JOIN_S = 2.0
+"""How long the ranks wait for each other when one has failed; less than the launcher waits for the cause."""
+
+_GONE = "its temporary folder was removed"
+_LOOK_S = 0.01
+
+
+def new_token() -> str:
+    """Returns what tells the temporary folder of one save from that of another."""
+    return uuid.uuid4().hex[:8]
+
+
+def write_checkpoint(
+    world: World, everyone: Axis, final: Path, token: str, write: Callable[[Path], Any],
+    merge: Callable[[list[Any]], Manifest], *, keep: int = 0, snapshot: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """Writes the checkpoint ``final`` of all ranks. Every rank calls it, with the token of rank 0.
+
+    ``write`` writes a rank's files into the folder that it is given, and returns as JSON what ``merge`` makes the
+    manifest of, on the first rank. With ``snapshot``, which copies what ``write`` needs, it returns after that, and
+    ``world.wait_pending`` waits for the rest.
+
+    Raises: CheckpointError, on every rank, if any could not write; with ``snapshot``, ``world.wait_pending`` does.
+    """
+    first, partial, locked = everyone.index == 0, final.with_name(f".tmp-{final.name}-{token}"), ExitStack()
+
+    def prepare() -> None:
+        if first:
+            locked.enter_context(one_save(final.parent))
+            clear(final.parent, token)
+            (partial if snapshot is None else partial / NOTES).mkdir(parents=True)
+        if snapshot is not None:
+            snapshot()
+
+    def finish(wrote: list[Any]) -> None:
+        _complete(partial, final, merge(wrote), token, keep)
+
+    def write_beside() -> None:
+        with locked:
+            _leave_note(partial, everyone.index, write)
+            if first:
+                finish(_notes(partial, everyone.size))
+
+    with ExitStack() as stack:
+        stack.push(locked)
+        run_on_all(everyone, prepare, final, partial)
+        if snapshot is not None:
+            stack.pop_all()
+            writing = _in_thread(write_beside)
+            world.pending.append(Pending(lambda: run_on_all(everyone, writing.result, final, partial)))
+            return
+        wrote = run_on_all(everyone, lambda: write(partial), final, partial)
+        run_on_all(everyone, (lambda: finish(wrote)) if first else None, final, partial)
+
+
+def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
+    """Writes a rank's files into a temporary folder, and a note of them; on an error it removes all notes."""
+    notes = partial / NOTES
+    try:
+        text = json.dumps(write(partial))
+        try:
+            (notes / f".{rank}").write_text(text)
+            (notes / f".{rank}").rename(notes / f"{rank}.json")
+        except FileNotFoundError as failure:
+            raise OSError(errno.ENOENT, _GONE) from failure
+    except BaseException:
+        shutil.rmtree(notes, ignore_errors=True)
+        raise
+
+
+def _notes(partial: Path, num_ranks: int) -> list[Any]:
+    """Waits for the notes of all ranks; takes them away and returns them."""
+    while not (names := _noted(partial, num_ranks)):
+        if not (partial / NOTES).is_dir():
+            raise OSError(errno.ENOENT, _GONE)
+        time.sleep(_LOOK_S)
+    found = [json.loads((partial / NOTES / name).read_text()) for name in names]
+    shutil.rmtree(partial / NOTES)
+    return found
+
+
+def _noted(partial: Path, num_ranks: int) -> list[str]:
+    """Returns the names of the notes of all ranks; none as long as one is missing."""
+    names = [f"{rank}.json" for rank in range(num_ranks)]
+    return names if all((partial / NOTES / name).exists() for name in names) else []
+
+
+def write_alone(
+    world: World, final: Path, token: str, write: Callable[[Path], Any], merge: Callable[[list[Any]], Manifest], *,
+    keep: int, failure: BaseException, most_s: float,
+) -> bool:  # fmt: skip
+    """Writes a checkpoint when a rank has failed and messages no longer arrive; returns whether it is complete.
+
+    Each rank that holds the state calls it, with its own failure: first one whose failure is not that of another, which
+    ends the others' calls. Unless all ranks come within ``JOIN_S`` nothing is written. The last rank to write completes
+    the checkpoint, within ``most_s``.
+    """
+    partial = final.with_name(f".tmp-{final.name}-{token}")
+    notes = partial / NOTES
+    if not isinstance(failure, CommunicationError):
+        notes.mkdir(parents=True, exist_ok=True)
+    elif not notes.is_dir():
+        return False
+    (notes / f"{world.rank}.here").touch()
+    world.transport.abandon(failure)
+    if not _within(JOIN_S, lambda: len([*notes.glob("*.here")]) == world.size or not notes.is_dir()):
+        shutil.rmtree(partial, ignore_errors=True)
+        return False
+    try:
+        _leave_note(partial, world.rank, write)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if _noted(partial, world.size) and _is_chosen(notes):
+        with one_save(final.parent):
+            _complete(partial, final, merge(_notes(partial, world.size)), token, keep)
+    return _within(most_s, lambda: final.exists() or not partial.exists()) and final.exists()
+
+
+def _is_chosen(notes: Path) -> bool:
+    """Returns True on one rank alone, however many ask at once."""
+    try:
+        (notes / "0.here").rename(notes / "chosen")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _within(seconds: float, holds: Callable[[], bool]) -> bool:
+    """Waits until ``holds()``, for so many seconds; returns whether it does."""
+    end_s = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
+    return found
+
+
+def _in_thread(work: Callable[[], None]) -> Future[None]:
+    """Runs ``work`` in a thread that does not keep the process alive: without the other ranks it might never end."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            future.set_result(None)
+        except BaseException as failure:
+            future.set_exception(failure)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def clear(root: Path, token: str) -> None:
+    """Removes what killed saves have left in a folder, under its lock: temporary folders, checkpoints put aside."""
+    for stale in root.glob(".tmp-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    for old in root.glob("step-*.old"):
+        if (old.with_suffix("") / MANIFEST).is_file():
+            _discard(old, token)
+
+
+def publish(partial: Path, final: Path, manifest: Manifest, token: str) -> None:
+    """Writes the manifest of a checkpoint whose files are complete, and renames its folder to the final name."""
+    (partial / MANIFEST).write_text(manifest.to_json())
+    flush(partial / MANIFEST)
+    flush(partial)
+    old = final.with_name(f"{final.name}.old")
+    if final.exists():  # the step is saved again: the old checkpoint stays readable until the new one has its name
+        _discard(old, token)
+        final.rename(old)
+    partial.rename(final)
+    flush(final.parent)
+    _discard(old, token)
+
+
+def _complete(partial: Path, final: Path, manifest: Manifest, token: str, keep: int) -> None:
+    """Makes a checkpoint of a temporary folder with the files of all ranks, and removes what need not be kept."""
+    publish(partial, final, manifest, token)
+    others = [step for step in steps_in(final.parent) if step.name != final.name]
+    for each in others[: max(len(others) - keep + 1, 0)] if keep else ():
+        _discard(each, token)
+
+
+def _discard(step: Path, token: str) -> None:
+    """Removes a checkpoint if it exists; it is renamed first, so that a half removed one is never read."""
+    if step.exists():
+        aside = step.with_name(f".tmp-{step.name}-{token}-old")
+        step.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def run_on_all(everyone: Axis, do: Callable[[], Any] | None, final: Path, partial: Path) -> list[Any]:
+    """Runs ``do``, if given, on each rank; all-gathers and returns all ranks' results. Every rank calls it.
+
+    Raises: CheckpointError, on every rank, if ``do`` failed on any; ``partial`` is then removed.
+    """
+    result: Any = None
+    problem = ""
+    try:
+        result = do() if do is not None else None
+    except (OSError, SafetensorError) as failure:
+        problem = str(failure) or repr(failure)
+    results = gather_json(everyone, [problem, result])
+    failed = [(rank, text) for rank, (text, _) in enumerate(results) if text]
+    if failed:
+        if everyone.index == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        rank, text = min(failed, key=lambda each: _GONE in each[1])  # a rank that fails removes the others' folder
+        raise CheckpointError(
+            f"the checkpoint {final.name} could not be written; the last complete one is untouched",
+            given=f"rank {rank}: {text}",
+            allowed="a folder that can be written, with room for the whole state",
+            fix=f"free space at '{final.parent}', or save to another folder",
+        )
+    return [value for _, value in results]
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or the entries of a folder, are on the disk."""
+    if path.is_dir() and os.name != "posix":
+        return  # folders cannot be opened there
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

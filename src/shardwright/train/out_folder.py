@@ -1,0 +1,61 @@
+"""The folder of a training run: that it can be written, and that one run at a time writes to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwright.comm.agreement import first_problem
+from shardwright.comm.world import World
+from shardwright.errors import PlanError
+from shardwright.file_locks import lock
+from shardwright.train.progress import METRICS_FILE
+
+CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Makes an error of the system, in the block, a PlanError about the folder ``out``."""
+    try:
+        yield
+    except OSError as failure:
+        raise PlanError(
+            f"cannot write to '{out}'",
+            given=failure.strerror or str(failure),
+            allowed="a folder that can be written, or can be created",
+            fix="give another --out",
+        ) from failure
+
+
+@contextlib.contextmanager
+def locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[None]:
+    """Locks ``out`` on rank 0; raises on every rank if another run has it. The system releases a dead run's lock.
+
+    A ``new`` run is refused too if another has begun and ended there since the folder was found to be free.
+    """
+    everyone = world.everyone()
+    with contextlib.ExitStack() as stack:
+        problem = ""
+        if world.rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((out / LOCK).open("a"))
+            if not lock(file):
+                problem = "another run writes to it"
+            elif new and (out / METRICS_FILE).exists():
+                problem = "another run has begun in it meanwhile"
+        if found := first_problem(everyone, problem):
+            raise in_use(out, found[1])
+        yield
+
+
+def in_use(out: Path, why: str = "another run writes to it") -> PlanError:
+    """Returns the error of a run in whose folder another run writes."""
+    return PlanError(
+        f"'{out}' is in use",
+        given=why,
+        allowed="one run for each folder",
+        fix="give another --out, or wait until the other run has ended",
+    )
