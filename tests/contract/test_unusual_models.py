@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwright import verify, without_values
+from shardwright import launch, parallelize, verify, without_values
 from shardwright.errors import PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.models import CrossEntropy
@@ -252,19 +252,14 @@ class HasAMask(nn.Module):
         return self.layer(x) * self.mask
 
 
-@pytest.mark.parametrize(
-    ("kind", "line", "batch", "reason"),
-    [
-        (TiedByFunction, "tp2", TOKENS, "is read by other code than its own layer"),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-@pytest.mark.sampled(1)
-def test_what_cannot_be_right_is_refused_with_its_reason(kind, line, batch, reason):
-    with without_values():
-        model = kind()
-    with pytest.raises((PlanError, RankFailedError), match=reason):
-        verify(model, line, [batch])
+def test_a_head_that_reads_a_table_needs_an_example_of_the_inputs():
+    def work(world):
+        run = parallelize(TiedByFunction(), "tp2", world)
+        run.forward(TOKENS[0])
+
+    assert verify(TiedByFunction(), "tp2", [TOKENS]).equal
+    with pytest.raises((PlanError, RankFailedError), match="is read by other code than its own layer"):
+        launch(work, 2, ranks="threads")
 
 
 def test_a_mask_that_a_constructor_fills_has_its_values_in_a_model_built_without():
