@@ -256,7 +256,7 @@ def test_a_head_that_reads_a_table_needs_an_example_of_the_inputs():
     def work(world):
         with without_values():
             run = parallelize(TiedByFunction(), "tp2", world)
-        run.forward(TOKENS[0])
+        run.predict(TOKENS[0])
 
     assert verify(TiedByFunction(), "tp2", [TOKENS]).equal
     with pytest.raises((PlanError, RankFailedError), match="is read by other code than its own layer"):
