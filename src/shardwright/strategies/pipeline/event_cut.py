@@ -39,7 +39,8 @@ GAIN = 0.9
 SLACK = 1.1
 """A cut may have a largest chunk this much larger than the least possible, for fewer bytes between chunks.
 
-A tenth of a stage's work, so that a cut falls on the border of a block where one is near, and not inside of it.
+A tenth of a stage's work, so that a cut falls on the border of a block where one is near, and not inside of it. It may
+be as uneven in work as ``UNEVEN`` allows where it would be more uneven in memory otherwise.
 """
 
 
@@ -272,14 +273,17 @@ def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int]
 
     def memory_of(first: int, stop: int) -> Price:
         work, held = (each[stop] - each[first] for each in sums)
-        return (0.0 if work <= least * SLACK else float("inf")), held
+        return (0.0 if work <= most_work else float("inf")), held
 
-    (_, least_held), _ = _best(len(places) - 1, num_chunks, memory_of)
+    for most_work in (least * SLACK, max(least * SLACK, UNEVEN / num_chunks)):
+        (_, least_held), _ = _best(len(places) - 1, num_chunks, memory_of)
+        if least_held * num_chunks <= 1:
+            break
     most_held = max(least_held * (1 + 1e-9), 1 / num_chunks)
 
     def sent_bytes(first: int, stop: int) -> Price:
         work, held = (each[stop] - each[first] for each in sums)
-        fits = work <= least * SLACK and held <= most_held
+        fits = work <= most_work and held <= most_held
         return (float(sent[first]) if fits else float("inf")), max(work, held)
 
     return [places[at] for at in _best(len(places) - 1, num_chunks, sent_bytes)[1]]
