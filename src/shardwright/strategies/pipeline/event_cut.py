@@ -271,15 +271,17 @@ def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int]
 
     (_, least), _ = _best(len(places) - 1, num_chunks, load)
 
-    def memory_of(first: int, stop: int) -> Price:
-        work, held = (each[stop] - each[first] for each in sums)
-        return (0.0 if work <= most_work else float("inf")), held
+    def least_held(most_work: float) -> float:
+        def memory(first: int, stop: int) -> Price:
+            work, held = (each[stop] - each[first] for each in sums)
+            return (0.0 if work <= most_work else float("inf")), held
 
-    for most_work in (least * SLACK, max(least * SLACK, UNEVEN / num_chunks)):
-        (_, least_held), _ = _best(len(places) - 1, num_chunks, memory_of)
-        if least_held * num_chunks <= 1:
-            break
-    most_held = max(least_held * (1 + 1e-9), 1 / num_chunks)
+        return _best(len(places) - 1, num_chunks, memory)[0][1]
+
+    most_work = least * SLACK
+    if least_held(most_work) * num_chunks > 1:
+        most_work = max(most_work, UNEVEN / num_chunks)
+    most_held = max(least_held(most_work) * (1 + 1e-9), 1 / num_chunks)
 
     def sent_bytes(first: int, stop: int) -> Price:
         work, held = (each[stop] - each[first] for each in sums)
