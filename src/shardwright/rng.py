@@ -55,7 +55,7 @@ class RngTracker:
         self.samples = samples
         self.layers: set[str] = set()
         self.part_of: PartOf = _of_whole  # which part of a whole a tensor is, where models run on parts
-        self.draw: Callable[..., Tensor] | None = None  # one draw, by module, call, number and function
+        self.draw: Callable[..., Tensor] | None = None  # set by key_draws: a draw by its key, without counting it
 
     @property
     def samples(self) -> Sequence[int]:

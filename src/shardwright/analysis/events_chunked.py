@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwright.analysis.call_graph import CallSite, Edge
-from shardwright.analysis.forward_events import ForwardRecord, ValueName
+from shardwright.analysis.forward_events import ForwardRecord, GhostSpec, ValueName
 from shardwright.errors import LayoutError
 
 
@@ -93,6 +93,12 @@ class EventsChunked:
             if source != chunk:
                 crossing.setdefault((source, chunk), {})[value] = None
         return {edge: tuple(sorted(values)) for edge, values in sorted(crossing.items())}
+
+    @cached_property
+    def crossing(self) -> tuple[tuple[tuple[int, int], tuple[tuple[GhostSpec, bool], ...]], ...]:
+        """The values that chunks send to later chunks, with their shapes, and whether each has a gradient."""
+        specs, learning = self.record.specs, self.record.learning
+        return tuple((e, tuple((specs[value], value in learning) for value in v)) for e, v in self.values.items())
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:

@@ -12,13 +12,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.costs import Cost, CostCounting
@@ -67,14 +66,16 @@ class SharedOperand(NamedTuple):
 class ForwardEvent:
     """One call: ``name`` is a module's path, or a function's name where ``number`` is None.
 
-    ``takes`` names the tensors among the arguments: values, parameters by their names, None for others. ``results``
-    are the leaves of the returned tree, ``written`` the operands that the call writes to, with their new values.
+    ``takes`` names the tensors among the arguments: values, parameters by their names, None for others. ``plain`` are
+    the numbers and words among them. ``results`` are the leaves of the returned tree, ``written`` the operands that the
+    call writes to, with their new values.
     """
 
     name: str
     number: int | None
     takes: tuple[ValueName | str | None, ...]
     tree: TreeSpec
+    plain: tuple[str, ...]
     results: tuple[Any, ...]
     written: tuple[tuple[int, GhostSpec], ...]
     reads: frozenset[str]
@@ -104,7 +105,8 @@ class ForwardRecord:
     ``together`` are pairs of events which exchange a value on another way than by arguments and results; ``escaping``
     are events with a value that the code between units takes so. ``shared_buffers`` are those that this code reads.
     ``is_one_path``: the code between units has read no value of an input and no random number; if it has, other inputs
-    of the same shapes may give other events.
+    of the same shapes may give other events. ``deciding`` are the units whose own code has, and ``draws`` says whether
+    code has drawn numbers for no tensor, by which it may skip calls.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -118,6 +120,8 @@ class ForwardRecord:
     shared_buffers: set[str] = field(default_factory=set)
     specs: dict[ValueName, GhostSpec] = field(default_factory=dict)
     is_one_path: bool = True
+    deciding: set[int] = field(default_factory=set)
+    draws: bool = False
 
 
 def tag_value(tensor: Tensor, name: ValueName | None) -> None:
@@ -129,6 +133,16 @@ def value_name(tensor: Tensor) -> ValueName | None:
     """Returns the name of the value that a tensor is marked as."""
     found = tensor.__dict__.get(_TAG)
     return None if found is None else found[0]
+
+
+def plain_of(args: Any, named: Any) -> tuple[str, ...]:
+    """Returns the numbers, words and ranges among the arguments of a call, as text that is equal for equal ones."""
+    return tuple(repr(leaf) for leaf in tree_leaves((args, named)) if _is_plain(leaf))
+
+
+def _is_plain(leaf: Any) -> bool:
+    parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+    return all(each is None or each is ... or isinstance(each, bool | int | float | str) for each in parts)
 
 
 def below_functions() -> Any:
@@ -234,20 +248,27 @@ class _Events(TorchFunctionMode):
                 tag_value(tensor, inside)
         elif made or written:
             reads = frozenset(name for name in takes if isinstance(name, str))
-            self._add(function_name(func), None, given, takes, results, written, reads, self._work.since(before))
+            plain, cost = plain_of(args, named), self._work.since(before)
+            self._add(function_name(func), None, given, takes, plain, results, written, reads, cost)
         return results
 
     def _free(self, func: Any, args: Any, named: dict[str, Any], given: Sequence[Tensor], draw: DrawCall | None) -> Any:
         """Runs a function of inputs and constants alone, and notes whether code reads what depends on the inputs."""
-        if self._draw is not None and draw is not None and draw.drawn(None) is None and prod(draw.size) == 1:
+        drawn = None if draw is None else draw.drawn(None)
+        self.record.draws |= draw is not None and drawn is None
+        has_values = drawn is None or (self._unit is None and not drawn.is_meta)
+        if self._draw is not None and draw is not None and has_values:
             results = self._draw(*self._running[-1], self._num_draws[self._running[-1]] - 1, draw)
         else:
             reads = self._values.num_reads
             results = call_on_meta(func, args, named, self._device)
-            if self._unit is not None or not any(id(tensor) in self._varying for tensor in given):
+            if draw is None and not any(id(tensor) in self._varying for tensor in given):
                 return results
             if self._values.num_reads > reads or func in _READERS:
-                self.record.is_one_path = False
+                if self._unit is None:
+                    self.record.is_one_path = False
+                else:
+                    self.record.deciding.add(self._unit)
         self.vary((results, given))
         return results
 
@@ -276,7 +297,7 @@ class _Events(TorchFunctionMode):
             self.record.together.add((maker, here))
 
     def _add(
-        self, name: str, number: int | None, given: Sequence[Tensor], takes: Any, results: Any,
+        self, name: str, number: int | None, given: Sequence[Tensor], takes: Any, plain: tuple[str, ...], results: Any,
         written: Sequence[int], reads: frozenset[str], cost: Cost,
     ) -> None:  # fmt: skip
         here = len(self.record.events)
@@ -288,7 +309,7 @@ class _Events(TorchFunctionMode):
                 known[id(leaf)] = self._spec(leaf, (here, place))
             found.append(known[id(leaf)] if isinstance(leaf, Tensor) else leaf)
         changed = tuple((place, self._spec(given[place], (here, len(leaves) + place))) for place in written)
-        event = ForwardEvent(name, number, takes, tree, tuple(found), changed, reads, cost)
+        event = ForwardEvent(name, number, takes, tree, plain, tuple(found), changed, reads, cost)
         self.record.events.append(event)
 
     def _spec(self, tensor: Tensor, name: ValueName) -> GhostSpec:
@@ -349,7 +370,7 @@ class _Events(TorchFunctionMode):
             written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
             self._unit = None
             reads, cost = frozenset(self._reads), self._work.since(before)
-            self._add(path, number, given, takes, results, written, reads, cost)
+            self._add(path, number, given, takes, plain_of(args, named), results, written, reads, cost)
         return results
 
     def finish(self, outputs: Any) -> ForwardRecord:

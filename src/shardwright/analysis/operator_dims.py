@@ -98,8 +98,9 @@ def _add_product(call: RecordedCall, a: Letters) -> Any:
 @_rule("linear")
 def _linear(call: RecordedCall, a: Letters) -> Any:
     x, w, *bias = call.operands
-    lead, inner, out = a.of(x.shape[:-1]), a.new(x.shape[-1], Role.SUM), a.new(w.shape[0])
-    return [(*lead, inner), (out, inner), *((out,) for _ in bias)], [(*lead, out)]
+    lead, inner = a.of(x.shape[:-1]), a.new(x.shape[-1], Role.SUM)
+    out = (a.new(w.shape[0]),) if len(w.shape) == 2 else ()
+    return [(*lead, inner), (*out, inner), *(out for _ in bias)], [(*lead, *out)]
 
 
 @_rule("mv")

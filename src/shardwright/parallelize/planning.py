@@ -110,9 +110,9 @@ def shares_of(job: Job, plan: Plan) -> tuple[Share, ...]:
     if not plan.work and job.example is not None and plan.layout.factor("tp") is not None:
         try:
             recording = record_forward(without_storage(job.model), job.example)
-        except Exception:  # a forward of anybody's, without values
+            plan = replace(plan, work=operator_work(plan, recording, axes_of(recording)))
+        except Exception:  # a forward of anybody's, without values: one rank alone says what is cut, so it must not end
             return shares(plan)
-        plan = replace(plan, work=operator_work(plan, recording, axes_of(recording)))
     return shares(plan)
 
 

@@ -94,10 +94,9 @@ class KeyedDraws(TorchFunctionMode):
         return KeyedNumbers(self.rng, key, place, samples, device, tokens if place == FIRST else None)
 
     def draw(self, path: str, call: int, number: int, draw: DrawCall) -> Tensor:
-        """Returns what a call that gets no tensor draws."""
+        """Returns what a call draws, by its module, the number of the module's call, and its number in that call."""
         numbers = self.numbers(path, call, number, self.rng.samples, torch.device("cpu"), None)
-        drawn: Tensor = _KEYED[draw.kind](draw, None, numbers)
-        return drawn
+        return _KEYED[draw.kind](draw, draw.drawn(None), numbers)  # type: ignore[no-any-return]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -508,3 +508,84 @@ class Collects(Layers):
 def test_values_that_are_passed_on_overwritten_or_collected_are_those_of_one_device(kind, line, num):
     result = verify(model_of(kind), line, batches(num))
     assert result.equal, str(result)
+
+
+class Block(nn.Module):
+    """Leaves itself out: by a random number, or where its mask hides every sample."""
+
+    def __init__(self, masked: bool):
+        super().__init__()
+        self.own, self.masked = nn.Linear(WIDTH, WIDTH), masked
+
+    def forward(self, x, mask):
+        if mask.all() if self.masked else torch.rand(1).item() < 0.4:
+            return x
+        return x + torch.tanh(self.own(x)) * ~mask
+
+
+class DecidingBlocks(Layers):
+    def __init__(self, masked: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(masked) for _ in range(8))
+
+    def forward(self, x):
+        assert x.shape[1] == WIDTH
+        mask = x[:, :1] > 100
+        x = x / 100
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+class DrawsAtOnce(Layers):
+    """Draws all numbers at the beginning; most layers are left out most of the time."""
+
+    def forward(self, x):
+        assert x.shape[1] == WIDTH
+        drawn = torch.rand(len(self.layers))
+        for number, layer in enumerate(self.layers):
+            if number == 0 or drawn[number] > 0.7:
+                x = torch.tanh(layer(x)) + x
+        return x
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, mask):
+        return self.own(x), int(mask.sum())
+
+
+class TrimsAndCounts(Layers):
+    """Cuts a dim to a length that is read from the inputs, and uses a number that a layer counts on another stage."""
+
+    def __init__(self):
+        super().__init__(8)
+        self.counts = Counts()
+
+    def forward(self, x):
+        length = 1 + int((x[0] > 0).sum())
+        y, number = self.counts(torch.tanh(self.layers[0](x)), x > 0)
+        y = y.unsqueeze(1).expand(-1, WIDTH, -1)[:, :length]
+        for layer in self.layers[1:]:
+            y = self.step(layer, y)
+        return y.mean(1) * (1 + number)
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (lambda: DecidingBlocks(masked=False), "pp2 mb2"),
+        (lambda: DecidingBlocks(masked=True), "pp2 mb2"),
+        (lambda: DecidingBlocks(masked=True), "pp2/zb-v mb4"),
+        (lambda: DrawsAtOnce(4), "pp2 mb2"),
+        (lambda: DrawsAtOnce(3), "pp3"),
+        (TrimsAndCounts, "pp2"),
+    ],
+)
+def test_what_a_layer_decides_by_inputs_or_random_numbers_is_decided_on_every_stage(model, line):
+    torch.manual_seed(0)
+    result = verify(model().double(), line, [*batches(), mixed_batch(4), *batches(), *batches()])
+    assert result.equal, str(result)

@@ -7,6 +7,7 @@ of their own, at any depth.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.call_graph import CallSite, weights_by_module
 from shardwright.analysis.costs import Cost, measured, total
+from shardwright.analysis.draw_calls import DrawCall
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import ForwardRecord, record_events
 from shardwright.analysis.meta_values import ValueReadError
@@ -105,9 +107,12 @@ def _cut(
         for path in out_of:
             if path in escaped or next(model.get_submodule(path).children(), None) is None:
                 raise _escapes(path)
-        if not out_of:
+        # what a unit decides by its inputs, other stages must decide too
+        deciding = {found.events[number].name for number in found.deciding} - escaped
+        deciding = {path for path in deciding if not _from_torch(model.get_submodule(path))}
+        if not out_of | deciding:
             break
-        escaped |= out_of
+        escaped |= out_of | deciding
     for (path, name), value in _settings(model).items():
         if before.get((path, name), value) != value and path in opened:
             raise _counts(f"{path}.{name}".lstrip("."))
@@ -128,13 +133,20 @@ def _cut(
 
 
 def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[ForwardRecord, Any]:
-    """Returns a forward's record and the inputs that it ran on: ones where it reads values of the example."""
+    """Returns a forward's record and the inputs that it ran on: ones where it reads values of the example.
+
+    Of code that may skip calls by random numbers it is the record that skips fewest.
+    """
     try:
         try:
-            return record_events(model, inputs, units), inputs
+            record = record_events(model, inputs, units)
         except ValueReadError:
-            ones = tree_map_only(Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype), inputs)
-            return record_events(model, ones, units), ones
+            inputs = tree_map_only(Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype), inputs)
+            record = record_events(model, inputs, units)
+        if record.draws and (record.deciding or not record.is_one_path):
+            others = [record_events(model, inputs, units, partial(_drawn_as, number)) for number in (0.0, 0.999)]
+            record = max(record, *others, key=lambda each: len(each.events))
+        return record, inputs
     except (ValueReadError, NotImplementedError, RuntimeError) as failure:
         raise LayoutError(
             f"the forward of {type(model).__name__} cannot be recorded, so it cannot be cut into stages",
@@ -142,6 +154,15 @@ def _recorded(model: nn.Module, inputs: Any, units: Collection[str]) -> tuple[Fo
             allowed="forwards whose calls and shapes do not depend on values of parameters and activations",
             fix="leave out pp, or move what depends on values out of the model",
         ) from failure
+
+
+def _drawn_as(number: float, path: str, call: int, place: int, draw: DrawCall) -> Tensor:
+    """Returns what a draw gives whose numbers are all one between 0 and 1."""
+    x = draw.drawn(None)
+    if draw.kind not in ("new", "like", "fill") or draw.name == "randperm":
+        return draw.without_numbers()  # type: ignore[no-any-return]
+    made = draw.empty() if x is None else x if draw.kind == "fill" else torch.empty_like(x)
+    return made.fill_(number if made.is_floating_point() else int(draw.get("low", 0)))
 
 
 def _settings(model: nn.Module) -> dict[tuple[str, str], Any]:
@@ -185,15 +206,19 @@ def _opened(
     children = {scope.caller for scope in record.scopes}
     for number, scope in enumerate(record.scopes):
         module = model.get_submodule(scope.path)
-        from_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in KNOWN_LOOPS
-        plain = isinstance(module, nn.Sequential | nn.ModuleList)
-        if scope.path in closed or number not in children or (from_torch and not plain):
+        if scope.path in closed or number not in children or _from_torch(module):
             continue
         is_called = scope.caller < 0 or record.scopes[scope.caller].path in found
         if is_called and (scope.caller < 0 or scope.cost.work > share * finest):
             found.add(scope.path)
     free = {scope.path for scope in record.scopes if scope.is_free}
     return found | (free - {scope.path for scope in record.scopes if not scope.is_free})
+
+
+def _from_torch(module: nn.Module) -> bool:
+    """Whether a module is one of torch's layers, which stay one event."""
+    lists = isinstance(module, nn.Sequential | nn.ModuleList)
+    return type(module).__module__.startswith("torch.nn.") and type(module) not in KNOWN_LOOPS and not lists
 
 
 def _units(record: ForwardRecord, opened: Collection[str]) -> set[str]:

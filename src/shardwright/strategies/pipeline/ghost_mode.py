@@ -27,6 +27,7 @@ from shardwright.analysis.forward_events import (
     below_functions,
     calls_replaced,
     function_name,
+    plain_of,
     tag_value,
     value_name,
 )
@@ -81,6 +82,8 @@ class GhostMode(TorchFunctionMode):
                     outputs = call_model(model, inputs)
             except ChunkStoppedError:
                 return None
+        if self._at == self._stop == len(self._events) and not self._is_last:
+            return None  # no event is left for the chunks that follow
         if not self._is_last or self._at != len(self._events):
             raise self._differs("the end of the forward")
         return None if self._chunk is None else tree_map_only(Tensor, self._value, outputs)
@@ -156,6 +159,8 @@ class GhostMode(TorchFunctionMode):
     ) -> Any:
         if takes != event.takes:
             raise self._differs(f"{event} on values {takes} and not {event.takes}")
+        if self._chunk is None and plain_of(args, named) != event.plain:
+            raise self._differs(f"{event} with {', '.join(plain_of(args, named))} and not {', '.join(event.plain)}")
         number, self._at = self._at, self._at + 1
         if not self._first <= number < self._stop:
             if number >= self._stop:
@@ -199,7 +204,7 @@ class GhostMode(TorchFunctionMode):
     def _marked(self, event: ForwardEvent, given: Sequence[Tensor], results: Any) -> Any:
         """Marks an event's results with their names, and keeps those that other chunks take."""
         leaves, tree = ([results], None) if type(results) is Tensor else tree_flatten(results)
-        written = dict(enumerate(given))
+        written, overwritten = dict(enumerate(given)), {place for place, _ in event.written}
         if len(leaves) != len(event.results):
             raise self._differs(f"{event} with {len(leaves)} results")
         for place, (leaf, spec) in enumerate(zip(leaves, event.results, strict=True)):
@@ -208,9 +213,13 @@ class GhostMode(TorchFunctionMode):
                     leaves[place] = leaf = leaf.view_as(leaf)
                 self._keep(leaf, spec)
             elif isinstance(spec, SharedOperand) and isinstance(leaf, Tensor):
-                name = event.takes[spec.operand]
+                name, operand = event.takes[spec.operand], given[spec.operand]
+                if spec.operand not in overwritten and not _is_same(leaf, operand):
+                    raise self._differs(f"{event} with a result of its own, where an operand was returned")
                 tag_value(leaf, name if isinstance(name, tuple) else None)  # what was received has no mark
                 written[spec.operand] = leaf  # a layer that writes in place on one device may not do so here
+            elif repr(leaf) != repr(spec) and isinstance(leaf, bool | int | float | str | None):
+                raise self._differs(f"{event} with {leaf!r} and not {spec!r}")
         for place, spec in event.written:
             self._keep(written[place], spec)
             self._real[spec.name] = written[place]
@@ -247,3 +256,10 @@ class GhostMode(TorchFunctionMode):
             "modules of other stages keep",
             fix="make the forward take the same path for all values, or leave out pp",
         )
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share their values, as far as tensors without values can tell."""
+    if tensor is other or tensor.is_meta or other.is_meta:
+        return True
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from shardwright.analysis.call_graph import Edge
 from shardwright.analysis.events_chunked import EventsChunked
 from shardwright.analysis.forward_events import ParameterIndex, ValueName
-from shardwright.errors import PlanError
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.schedule import Schedule
 from shardwright.rng import RngTracker
@@ -46,13 +46,15 @@ class GhostStage(PipelineStage[EventStages]):
     _places: GhostParameters | None = None
     _units: Mapping[nn.Module, str] = field(default_factory=dict)
     _names: ParameterIndex | None = None
+    _edges: tuple[Edge, ...] = ()
 
     def expect(self, microbatches: Sequence[Microbatch], values: Sequence[Mapping[str, Any]]) -> None:
         """Sets the shapes of messages, as :meth:`PipelineStage.expect`."""
+        self._prepare()
         for number, (microbatch, crossing) in enumerate(zip(microbatches, values, strict=True)):
+            key = self._key(number, microbatch, len(microbatches)), self._chunks_for(microbatch).crossing
             for edge in self.stages.chunked.edges:
                 spec, _ = spec_of([crossing[name] for name in edge.values], f"chunk {edge.source}")
-                key = self._key(number, microbatch, len(microbatches)), self.stages.chunked.edges
                 self.p2p.set_spec(key, (edge.source, edge.target), spec)
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], last: OutputHandler) -> None:
@@ -60,17 +62,13 @@ class GhostStage(PipelineStage[EventStages]):
         self._prepare()
         self._chunks = [self._chunks_for(each) for each in microbatches]
         keys = [
-            (self._key(number, each, len(microbatches)), chunked.edges)
+            (self._key(number, each, len(microbatches)), chunked.crossing)
             for number, (each, chunked) in enumerate(zip(microbatches, self._chunks, strict=True))
         ]
-        if any(each.values.keys() != self._chunks[0].values.keys() for each in self._chunks):
-            raise PlanError(
-                "microbatches of one step take different paths through the model",
-                given="other stages exchange values for one microbatch than for another",
-                allowed="forwards that make the same calls for every microbatch",
-                fix="write mb1, or give every microbatch inputs of one form",
-            )
-        self._route = self._route_of(schedule, self._chunks[0])
+        # where one microbatch sends nothing between two chunks and another does, the first sends an empty message
+        edges = {(edge.source, edge.target): edge for each in reversed(self._chunks) for edge in each.edges}
+        self._edges = tuple(edges[pair] for pair in sorted(edges))
+        self._route = self._new_route(schedule, self._routes.setdefault(self._edges, []), self._edges)
         self._microbatches, self._last = microbatches, last
         self._saved, self._arrived = {}, {}
         self.p2p.begin(self._route.arrivals, keys)
@@ -133,9 +131,6 @@ class GhostStage(PipelineStage[EventStages]):
             return False
         return True
 
-    def _route_of(self, schedule: Schedule, chunked: EventsChunked) -> ChunkRoute:
-        return self._new_route(schedule, self._routes.setdefault(chunked.edges, []), chunked.edges)
-
     def _run(self, chunk: int, number: int, inputs: Any) -> Sequence[Tensor]:
         places, names = self._places, self._names
         assert places is not None
@@ -143,8 +138,9 @@ class GhostStage(PipelineStage[EventStages]):
         chunked = self._chunks[number]
         incoming: list[Incoming] = []
         received: dict[ValueName, Tensor] = {}
-        for (source, target), values in chunked.values.items():
+        for source, target, _ in self._edges:
             if target == chunk:
+                values = chunked.values.get((source, target), ())
                 came = self._received_values(StageMessage("F", number, source, chunk), incoming)
                 received.update(zip(values, came, strict=True))
 
@@ -161,8 +157,8 @@ class GhostStage(PipelineStage[EventStages]):
         if not torch.is_grad_enabled():  # others are sent the output, but no cache: its parts lie on all stages
             output = tree_map(lambda leaf: leaf if isinstance(leaf, (Tensor, *PLAIN)) else None, output)
         sent = {
-            target: [made[name] for name in values]
-            for (source, target), values in chunked.values.items()
+            target: [made[name] for name in chunked.values.get((source, target), ())]
+            for source, target, _ in self._edges
             if source == chunk
         }
         return self._finish(chunk, number, incoming, sent, output, chunk == chunked.num_chunks - 1)

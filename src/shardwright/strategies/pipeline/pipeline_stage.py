@@ -205,7 +205,7 @@ class PipelineStage(Generic[StagesT]):
         if is_last:
             output = output if self.frame is None else self.frame.give(output)
             start = self._last.give(number, self._microbatches[number], output)
-            starts += [start] if torch.is_grad_enabled() else []
+            starts += [start] if start.requires_grad else []  # a microbatch may skip every layer
         if torch.is_grad_enabled():
             self._saved[chunk, number] = SavedMicrobatch(tuple(incoming), tuple(starts), tuple(outgoing))
         return starts

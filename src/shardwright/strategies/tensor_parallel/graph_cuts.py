@@ -31,6 +31,7 @@ from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
 class GraphCuts:
     """The parts of parameters and buffers that ranks hold, by name, and the modules that read each parameter.
 
+    To ask for the shape of a parameter counts as reading it.
     ``functions`` are the names of autograd functions of the user's own whose backward does not run on parts.
     ``recording`` and ``axes`` are the run that was read.
     """
@@ -72,7 +73,7 @@ def graph_cuts(model: nn.Module, inputs: Any, size: int) -> GraphCuts:
         part = part_of(use.shape, [labels_of(axis, cut) for axis in axes.of(use)])
         if part is not None:
             found[name] = part
-    readers = recording.measured
+    readers = defaultdict(set, {name: set(modules) for name, modules in recording.measured.items()})
     for call in recording.calls:
         for use in call.operands:
             if use.kind == "parameter":
