@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwright.analysis.call_graph import CallSite, Edge
-from shardwright.analysis.forward_events import ForwardRecord, GhostSpec, ValueName
+from shardwright.analysis.forward_record import ForwardRecord, GhostSpec, ValueName
 from shardwright.errors import LayoutError
 
 

@@ -20,7 +20,8 @@ from shardwright.analysis.call_graph import CallSite, weights_by_module
 from shardwright.analysis.costs import Cost, measured, total
 from shardwright.analysis.draw_calls import DrawCall
 from shardwright.analysis.events_chunked import EventsChunked
-from shardwright.analysis.forward_events import ForwardRecord, record_events
+from shardwright.analysis.forward_events import record_events
+from shardwright.analysis.forward_record import ForwardRecord
 from shardwright.analysis.meta_values import ValueReadError
 from shardwright.analysis.structure import has_hooks
 from shardwright.analysis.torch_loops import KNOWN_LOOPS

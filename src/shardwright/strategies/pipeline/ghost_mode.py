@@ -18,15 +18,12 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright.analysis.events_chunked import EventsChunked
-from shardwright.analysis.forward_events import (
+from shardwright.analysis.forward_events import ParameterIndex, below_functions, calls_replaced, function_name
+from shardwright.analysis.forward_record import (
     ForwardEvent,
     GhostSpec,
-    ParameterIndex,
     SharedOperand,
     ValueName,
-    below_functions,
-    calls_replaced,
-    function_name,
     plain_of,
     tag_value,
     value_name,

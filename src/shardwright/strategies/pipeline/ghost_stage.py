@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from shardwright.analysis.call_graph import Edge
 from shardwright.analysis.events_chunked import EventsChunked
-from shardwright.analysis.forward_events import ParameterIndex, ValueName
+from shardwright.analysis.forward_events import ParameterIndex
+from shardwright.analysis.forward_record import ValueName
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.schedule import Schedule
 from shardwright.rng import RngTracker
