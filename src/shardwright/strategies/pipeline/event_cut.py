@@ -109,7 +109,7 @@ def _cut(
             if path in escaped or next(model.get_submodule(path).children(), None) is None:
                 raise _escapes(path)
         # what a unit decides by its inputs, other stages must decide too
-        deciding = {found.events[number].name for number in found.deciding} - escaped
+        deciding = {found.events[number].name for number in found.deciding} - escaped - {*closed}
         deciding = {path for path in deciding if not _from_torch(model.get_submodule(path))}
         if not out_of | deciding:
             break
