@@ -13,7 +13,8 @@ import torch
 
 from checkpoint.runs import go, held, loaded, start, whole
 from checkpoint.test_trust import bare
-from shardwright.checkpoint import saving, writing
+from shardwright.checkpoint import manifest, saving, writing
+from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.manifest import find, steps_in
 from shardwright.checkpoint.saving import save
 from shardwright.comm.launch import launch
@@ -71,6 +72,30 @@ def test_the_next_save_waits_and_the_newest_are_kept(tmp_path):
 
     assert launch(work, 2, ranks="threads") == [1, 1]
     assert names_in(tmp_path) == ["step-00000004", "step-00000005"]
+
+
+def test_a_load_beside_a_save_waits_for_it_and_all_ranks_read_the_step_that_the_first_one_finds(
+    tmp_path, held_up, monkeypatch
+):
+    plain = manifest.steps_in
+
+    def late_elsewhere(folder):
+        return plain(folder)[: None if threading.current_thread().name == "rank 0" else 1]
+
+    def work(world):
+        run, optimizer = start(world, "dp2")
+        save(tmp_path, run, optimizer, extra={"step": 0})
+        go(run, optimizer, 1)
+        world.everyone().barrier()
+        held_up.clear()
+        save(tmp_path, run, optimizer, extra={"step": 1}, wait=False)
+        threading.Timer(0.2, held_up.set).start()
+        go(run, optimizer, 2)
+        return load(tmp_path, run, optimizer)["step"], run.num_steps
+
+    monkeypatch.setattr(manifest, "steps_in", late_elsewhere)
+    held_up.set()
+    assert launch(work, 2, ranks="threads") == [(1, 1)] * 2
 
 
 def test_what_is_pending_holds_nothing_of_the_run(tmp_path, held_up):

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from shardwright.checkpoint.manifest import MANIFEST, Manifest, check_files, find, on_all
+from shardwright.checkpoint.manifest import MANIFEST, Manifest, check_files, find_on_all, on_all
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.checkpoint.saving import LOSS_SCALE, buffer_layout, group_parameters, kept_buffers
 from shardwright.comm.agreement import gather_json
@@ -43,15 +43,17 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
 
     ``path`` is a checkpoint, or a folder of which the newest checkpoint is taken. Each rank reads and verifies only the
     files that hold some of its part. All is read before anything is changed: a load that fails leaves run and optimizer
-    as they were.
+    as they were. It waits for the saves that are under way, and all ranks read the step that the first one finds.
 
     Raises: CheckpointError, on every rank: the checkpoint is missing, broken or foreign, of another model, or without
         the optimizer's state. Every check that does not need the files comes first.
     """
+    run.wait_saves()
     everyone = run.axes["world"].for_strategy("checkpoint")
+    folder = find_on_all(everyone, Path(path))
     own = {name: list(buffer_layout(run, name, b).shape) for name, b in kept_buffers(run.model).items()}
     buffers = {name: shape for each in gather_json(everyone, own) for name, shape in each.items()}
-    found = on_all(everyone, Path(path), lambda: _read(Path(path), run, optimizer, buffers))
+    found = on_all(everyone, folder, lambda: _read(folder, run, optimizer, buffers))
     manifest = found.manifest
     with torch.no_grad():
         for local, values in found.values:
@@ -71,9 +73,10 @@ def load(path: str | Path, run: Run, optimizer: torch.optim.Optimizer | None = N
     return manifest.extra
 
 
-def _read(path: Path, run: Run, optimizer: torch.optim.Optimizer | None, buffers: Mapping[str, Sequence[int]]) -> _Read:
+def _read(
+    folder: Path, run: Run, optimizer: torch.optim.Optimizer | None, buffers: Mapping[str, Sequence[int]]
+) -> _Read:
     """Checks and reads this rank's part of a checkpoint; ``buffers`` are the shapes of all ranks' buffers."""
-    folder = find(path)
     manifest = read_manifest(folder)
     _check_names(folder, manifest, run, buffers)
     if optimizer is not None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from shardwright.checkpoint.schema import check_schema
-from shardwright.comm.agreement import first_problem
+from shardwright.comm.agreement import first_problem, gather_json
 from shardwright.comm.axis import Axis
 from shardwright.errors import CheckpointError
 from shardwright.sharding.box import Box
@@ -172,6 +172,15 @@ def find(path: Path) -> Path:
             fix="look for folders named step-*, or start without --resume",
         )
     raise _foreign(path, "no manifest in it")
+
+
+def find_on_all(everyone: Axis, path: Path) -> Path:
+    """Returns what the first rank finds, for all to read the same step. Raises CheckpointError, on every rank: none.
+
+    Every rank calls it: for itself, a rank could find another step while a save renames.
+    """
+    found = on_all(everyone, path, lambda: str(find(path).relative_to(path)) if everyone.index == 0 else "")
+    return path / gather_json(everyone, found)[0]
 
 
 def read(path: Path) -> Manifest:

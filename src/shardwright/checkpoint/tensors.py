@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.checkpoint.loading import read_pieces
-from shardwright.checkpoint.manifest import Manifest, StoredBox, check_files, checksum, find, on_all
+from shardwright.checkpoint.manifest import Manifest, StoredBox, check_files, checksum, find_on_all, on_all
 from shardwright.checkpoint.manifest import read as read_manifest
 from shardwright.checkpoint.saving import Entries, check_extra, merge_tensors, pack_entries
 from shardwright.checkpoint.writing import flush, new_token, write_checkpoint
@@ -92,7 +92,10 @@ def _owned(tensors: Mapping[str, GlobalTensor], file: str) -> tuple[Entries, dic
 def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Any]:
     """Implements :func:`shardwright.global_tensor.load`: fills the tensors, returns the checkpoint's ``extra``."""
     _check_tensors(tensors)
-    manifest, values = on_all(everyone_here(), Path(path), lambda: _read(Path(path), tensors))
+    here().wait_pending()
+    everyone = everyone_here()
+    folder = find_on_all(everyone, Path(path))
+    manifest, values = on_all(everyone, folder, lambda: _read(folder, tensors))
     with torch.no_grad():
         for name, read in values.items():
             tensors[name]._local_tensor.copy_(read)
@@ -100,9 +103,8 @@ def load_tensors(path: str | Path, tensors: Mapping[str, GlobalTensor]) -> Mappi
     return manifest.extra
 
 
-def _read(path: Path, tensors: Mapping[str, GlobalTensor]) -> tuple[Manifest, dict[str, Tensor]]:
+def _read(folder: Path, tensors: Mapping[str, GlobalTensor]) -> tuple[Manifest, dict[str, Tensor]]:
     """Checks a checkpoint and reads this rank's part of the tensors, before anything is changed."""
-    folder = find(path)
     manifest = read_manifest(folder)
     for name, tensor in tensors.items():
         if name not in manifest.tensors or manifest.tensors[name][1] != tuple(tensor.shape):

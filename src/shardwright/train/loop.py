@@ -23,7 +23,7 @@ from torch import Tensor
 
 import shardwright
 from shardwright.checkpoint.loading import load
-from shardwright.checkpoint.manifest import find, steps_in
+from shardwright.checkpoint.manifest import find, find_on_all, steps_in
 from shardwright.checkpoint.saving import agree_on_save, kept_buffers, save, save_alone
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.failures import StopRequested
@@ -189,7 +189,7 @@ class _Training:
         self.locks = contextlib.ExitStack()
         self.start_s = time.time()
         if resume:
-            self.saved = find(out / CHECKPOINTS)
+            self.saved = find_on_all(self.everyone, out / CHECKPOINTS)
             load(self.saved, self.run, self.optimizer)
             for group in self.optimizer.param_groups:
                 group["weight_decay"] = config.weight_decay  # a resumed run may change it; load restored the old one
