@@ -6,7 +6,7 @@ import gc
 import shutil
 import threading
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -168,6 +168,41 @@ def test_a_temporary_folder_that_is_removed_ends_the_save_with_an_error(tmp_path
 
     with pytest.raises(CheckpointError, match="could not be written"):
         launch(work, 2, ranks="threads")
+
+
+def test_a_note_that_comes_while_all_are_removed_leaves_none_to_wait_for(tmp_path, monkeypatch):
+    """As where a rank writes its note into a folder whose entries another has removed: that folder then stays."""
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setattr(writing, "MOST_WAIT_S", 0.05)
+    plain = shutil.rmtree
+
+    def races(folder, **options):
+        with suppress(FileNotFoundError):
+            (tmp_path / "notes" / "0.json").write_text("[]")
+        if folder != tmp_path / "notes":
+            plain(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", races)
+    with pytest.raises(ZeroDivisionError):
+        writing._leave_note(tmp_path, 1, lambda _: 1 / 0)
+    with pytest.raises(FileNotFoundError, match="temporary folder was removed"):
+        writing._notes(tmp_path, 2)
+
+
+def test_the_first_rank_waits_for_notes_as_long_as_files_grow(tmp_path, monkeypatch):
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setattr(writing, "MOST_WAIT_S", 0.05)
+    sizes = []
+
+    def within(seconds, holds):
+        sizes.append(len(sizes))
+        (tmp_path / "part").write_bytes(b"." * min(len(sizes), 4))
+        return holds()
+
+    monkeypatch.setattr(writing, "_within", within)
+    with pytest.raises(TimeoutError, match="has written nothing for"):
+        writing._notes(tmp_path, 2)
+    assert len(sizes) == 5
 
 
 def test_the_threads_that_write_make_no_call_that_training_makes(tmp_path, monkeypatch):

@@ -20,13 +20,13 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from shardwright.checkpoint.locking import one_save
+from shardwright.checkpoint.locking import MOST_WAIT_S, one_save
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, steps_in
 from shardwright.comm.agreement import gather_json
 from shardwright.comm.axis import Axis, Pending
@@ -102,16 +102,22 @@ def _leave_note(partial: Path, rank: int, write: Callable[[Path], Any]) -> None:
         except FileNotFoundError as failure:
             raise OSError(errno.ENOENT, _GONE) from failure
     except BaseException:
-        shutil.rmtree(notes, ignore_errors=True)
+        aside = partial / f".{NOTES}-{rank}"
+        with suppress(OSError):  # in one move: another rank's note could come while they are removed one by one
+            notes.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
 def _notes(partial: Path, num_ranks: int) -> list[Any]:
-    """Waits for the notes of all ranks; takes them away and returns them."""
-    while not (names := _noted(partial, num_ranks)):
-        if not (partial / NOTES).is_dir():
-            raise OSError(errno.ENOENT, _GONE)
-        time.sleep(_LOOK_S)
+    """Waits for the notes of all ranks, as long as any of them writes; takes them away and returns them."""
+    size = -1
+    while not _within(MOST_WAIT_S, lambda: bool(_noted(partial, num_ranks)) or not (partial / NOTES).is_dir()):
+        before, size = size, sum(file.stat().st_size for file in partial.iterdir())
+        if size == before:
+            raise OSError(errno.ETIMEDOUT, f"some rank has written nothing for {MOST_WAIT_S:g} s")
+    if not (names := _noted(partial, num_ranks)):
+        raise OSError(errno.ENOENT, _GONE)
     found = [json.loads((partial / NOTES / name).read_text()) for name in names]
     shutil.rmtree(partial / NOTES)
     return found
