@@ -157,6 +157,29 @@ def test_an_error_while_writing_is_raised_on_every_rank_and_nothing_is_lost(tmp_
     assert names_in(tmp_path) == ["step-00000000", *([] if told_by == "the end" else ["step-00000001"])]
 
 
+def test_memory_that_is_short_for_the_copy_on_one_rank_is_told_on_every_rank(tmp_path, monkeypatch):
+    told, plain = [], saving._Part.copied
+
+    def short(part, offload):
+        if threading.current_thread().name == "rank 1":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return plain(part, offload)
+
+    monkeypatch.setattr(saving._Part, "copied", short)
+
+    def work(world):
+        run, optimizer = start(world, "tp2")
+        with pytest.raises(CheckpointError) as refused:
+            save(tmp_path, run, optimizer, wait=False)
+        told.append(str(refused.value))
+
+    launch(work, 2, ranks="threads")
+    assert told[0] == told[1]
+    assert "rank 1: RuntimeError: DefaultCPUAllocator" in told[0]
+    assert "free space" not in told[0]
+    assert names_in(tmp_path) == []
+
+
 def test_a_temporary_folder_that_is_removed_ends_the_save_with_an_error(tmp_path, held_up):
     def work(world):
         run, optimizer = start(world, "dp2")

@@ -180,7 +180,7 @@ def find_on_all(everyone: Axis, path: Path) -> Path:
     Every rank calls it: for itself, a rank could find another step while a save renames.
     """
     found = on_all(everyone, path, lambda: str(find(path).relative_to(path)) if everyone.index == 0 else "")
-    return path / gather_json(everyone, found)[0]
+    return Path(path, gather_json(everyone, found)[0])
 
 
 def read(path: Path) -> Manifest:

@@ -238,24 +238,33 @@ def run_on_all(everyone: Axis, do: Callable[[], Any] | None, final: Path, partia
     Raises: CheckpointError, on every rank, if ``do`` failed on any; ``partial`` is then removed.
     """
     result: Any = None
-    problem = ""
+    problem, on_disk = "", True
     try:
         result = do() if do is not None else None
     except (OSError, SafetensorError) as failure:
         problem = str(failure) or repr(failure)
-    results = gather_json(everyone, [problem, result])
-    failed = [(rank, text) for rank, (text, _) in enumerate(results) if text]
+    except Exception as failure:  # a failed allocation is a RuntimeError; the other ranks wait for any
+        problem, on_disk = f"{type(failure).__name__}: {failure}", False
+    results = gather_json(everyone, [problem, on_disk, result])
+    failed = [(rank, *told) for rank, (*told, _) in enumerate(results) if told[0]]
     if failed:
         if everyone.index == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        rank, text = min(failed, key=lambda each: _GONE in each[1])  # a rank that fails removes the others' folder
+        rank, text, on_disk = min(failed, key=lambda each: _GONE in each[1])  # it removes the others' folder
+        allowed, fix = (
+            "host memory for a copy of a rank's part of the state",
+            "save with wait=True: it copies less at once",
+        )
+        if on_disk:
+            allowed = "a folder that can be written, with room for the whole state"
+            fix = f"free space at '{final.parent}', or save to another folder"
         raise CheckpointError(
             f"the checkpoint {final.name} could not be written; the last complete one is untouched",
             given=f"rank {rank}: {text}",
-            allowed="a folder that can be written, with room for the whole state",
-            fix=f"free space at '{final.parent}', or save to another folder",
+            allowed=allowed,
+            fix=fix,
         )
-    return [value for _, value in results]
+    return [value for *_, value in results]
 
 
 def flush(path: Path) -> None:
