@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
+from pathlib import Path
 from typing import IO
 
 
@@ -25,3 +27,11 @@ def lock(file: IO[str] | int, *, wait: bool = False, without_locks: bool = True)
     except OSError as failure:
         return without_locks and failure.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
     return True
+
+
+def is_same(file: IO[str], path: Path) -> bool:
+    """Returns whether an open file is still what ``path`` names; False if nothing is there."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

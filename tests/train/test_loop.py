@@ -226,6 +226,30 @@ def test_a_file_of_metrics_that_is_removed_is_written_anew_with_all_its_rows(tmp
     assert [row["step"] for row in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("line", ["single", "dp2"])
+def test_a_run_whose_folder_was_removed_leaves_the_run_that_was_started_there_alone(tmp_path, monkeypatch, line):
+    out, plain = tmp_path / "run", loop._Training._step
+
+    def step(self):
+        row = plain(self)
+        if self.world.rank == 0 and row["step"] == 3 and self.config.seed == 0:
+            shutil.rmtree(out)
+            out.mkdir()
+            others.append((out / ".lock").open("a"))
+            fcntl.flock(others[0], fcntl.LOCK_EX)
+            for name in ("run.json", "metrics.jsonl"):
+                (out / name).write_text("{}")
+        return row
+
+    others = []
+    monkeypatch.setattr(loop._Training, "_step", step)
+    with pytest.raises(PlanError, match="another run has begun in it"):
+        train(config(layout=line, steps=6, save_every=1), out, ranks="threads")
+    others[0].close()
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "metrics.jsonl", "run.json"]
+    assert (out / "metrics.jsonl").read_text() == (out / "run.json").read_text() == "{}"
+
+
 class Row(dict):
     """A row of metrics that can be watched."""
 

@@ -77,6 +77,23 @@ def test_a_log_on_a_full_device_only_warns(tmp_path, capsys):
     assert capsys.readouterr().err.count("No space left on device") == 1
 
 
+def test_a_removed_file_of_metrics_is_kept_open_until_a_new_one_has_its_rows(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "metrics.jsonl"
+    with Log(tmp_path, 5, 0, writes=True, tensorboard=False) as log:
+        log.add(ROW)
+        path.unlink()
+        path.write_text("of another run")
+        log.add({**ROW, "step": 2})
+        assert path.read_text() == "of another run"
+        path.unlink()
+        with small_files(10):
+            log.add({**ROW, "step": 3})
+        assert not path.exists()
+        log.add({**ROW, "step": 4})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 4]
+    assert capsys.readouterr().err.count("warning") == 1
+
+
 def test_half_a_row_is_taken_back(tmp_path):
     with Log(tmp_path, 3, 0, writes=True, tensorboard=False) as log:
         log.add(ROW)

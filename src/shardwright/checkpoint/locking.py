@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
-from shardwright.file_locks import lock
+from shardwright.file_locks import is_same, lock
 
 SAVING = ".saving"
 """The file that is locked while a checkpoint is written beside it. Unlike a lock of the folder, it works over NFS."""
@@ -32,7 +30,7 @@ def one_save(folder: Path) -> Iterator[None]:
     while True:
         with path.open("a") as file:  # "w" would empty a file that a link of this name points to
             # the save before removes the file at its end: a lock of a file that is gone is none
-            if lock(file) and _is_same(file, path):
+            if lock(file) and is_same(file, path):
                 try:
                     yield
                 finally:
@@ -42,10 +40,3 @@ def one_save(folder: Path) -> Iterator[None]:
         if time.monotonic() > until_s:
             raise OSError(errno.EBUSY, f"another save into '{folder}' has not ended in {MOST_WAIT_S:.0f} s")
         time.sleep(_WAIT_S)
-
-
-def _is_same(file: IO[str], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False

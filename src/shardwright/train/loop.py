@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy
 import psutil
@@ -41,7 +41,7 @@ from shardwright.train.config import RUN_FILE, TrainConfig, noted_data, options_
 from shardwright.train.data import Dataset, Indices, Order, fingerprint, global_batch, open_data
 from shardwright.train.fitting import check_room, check_takes
 from shardwright.train.measuring import agreed_seconds
-from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_folder, writing
+from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
 from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run
 from shardwright.train.stop import Stop, started_again
@@ -130,10 +130,10 @@ def inputs_of(data: Dataset, batch: int) -> Tensor:
 
 def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop | None) -> dict[str, Any]:
     stop = stop or Stop()
-    with stop.on_signals(), locked_folder(world, out, new=not resume and not started_again(out)):
+    with stop.on_signals(), locked_folder(world, out, new=not resume and not started_again(out)) as held:
         if started_again(out):
             resume = gather_json(world.everyone(), bool(steps_in(out / CHECKPOINTS)))[0]
-        training = _Training(world, config, out, resume, stop)
+        training = _Training(world, config, out, resume, stop, held)
         try:
             summary = training.run_all()
         except Exception as failure:
@@ -164,8 +164,10 @@ def _peak_bytes() -> int:
 class _Training:
     """The training loop on one rank, made by ``_rank``: its run, optimizer, data and checkpoints."""
 
-    def __init__(self, world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop) -> None:
-        self.world, self.config, self.out, self.stop = world, config, out, stop
+    def __init__(
+        self, world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop, held: IO[str] | None
+    ) -> None:  # fmt: skip
+        self.world, self.config, self.out, self.stop, self.held = world, config, out, stop, held
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         with without_values():
@@ -221,7 +223,8 @@ class _Training:
                 self._ahead = self._part(self.data, self.order.batch(self.first_step))
             while self._num_left and not stopped:
                 row = self._step()
-                log.add(row)
+                if not (taken := not self._lock_again()):
+                    log.add(row)
                 self._read_ahead()
                 rows[1:] = [row]
                 for key, values in self.series.items():
@@ -229,8 +232,10 @@ class _Training:
                 broken = [f"its {key} is {row[key]}" for key in ("loss", "grad_norm") if not isfinite(row[key] or 0.0)]
                 # agreed on by all ranks: one that left the loop alone would leave the others in a collective
                 warned = self.stop.num_saves_requested > self._num_saves_requested
-                flags = self.stop.requested, bool(broken), self._failure is not None, warned
-                stopped, diverged, failed, warned = self._on_any_rank(*flags)
+                flags = self.stop.requested, bool(broken), self._failure is not None, warned, taken
+                stopped, diverged, failed, warned, taken = self._on_any_rank(*flags)
+                if taken:
+                    raise in_use(self.out, "it was removed, and another run has begun in it")
                 if warned:
                     self._num_saves_requested = self.stop.num_saves_requested  # one checkpoint for all ranks
                 if diverged:
@@ -348,18 +353,30 @@ class _Training:
                 print(f"step {step}, the last that was complete, is saved", file=sys.stderr, flush=True)  # noqa: T201
 
     def _save(self, *, wait: bool = True) -> None:
-        if self.world.rank == 0 and not (self.out / RUN_FILE).exists():
-            self._write_anew()
+        gone = self.world.rank == 0 and not (self.out / RUN_FILE).exists()
+        if any(self._on_any_rank(gone and not self._write_anew())):
+            raise in_use(self.out)
         self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep, wait=wait)
 
-    def _write_anew(self) -> None:
-        """Makes the run's folder again, which was removed while the run went on: what is left of the run goes there."""
+    def _write_anew(self) -> bool:
+        """Makes the run's folder again, which was removed while the run went on: what is left of the run goes there.
+
+        Returns False if another run has locked it.
+        """
         self.log.warn(f"warning: '{self.out}' was removed; it is written anew, with its metrics")
         with contextlib.suppress(OSError):  # the save that follows says what is wrong, on every rank
             self.out.mkdir(parents=True, exist_ok=True)
-            lock(self.locks.enter_context((self.out / LOCK).open("a")))  # the file locked first is gone
+            if not self._lock_again("a"):  # the file locked first is gone
+                return False
             self._write_run()
             self.log.write_anew()
+        return True
+
+    def _lock_again(self, mode: str = "r+") -> bool:
+        """Returns whether the folder is still this run's, by its lock, which rank 0 holds."""
+        if self.held is not None:
+            self.held = locked_again(self.out, self.held, self.locks, mode)
+        return self.held is not None or self.world.rank != 0
 
     def _write_run(self) -> None:
         versions = {"shardwright": shardwright.__version__, "torch": torch.__version__, "numpy": numpy.__version__}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from shardwright.comm.agreement import first_problem
 from shardwright.comm.world import World
 from shardwright.errors import PlanError
-from shardwright.file_locks import lock
+from shardwright.file_locks import is_same, lock
 from shardwright.train.progress import METRICS_FILE
 
 CHECKPOINTS = "checkpoints"
@@ -31,14 +32,16 @@ def writing(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[None]:
-    """Locks ``out`` on rank 0; raises on every rank if another run has it. The system releases a dead run's lock.
+def locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[IO[str] | None]:
+    """Locks ``out`` on rank 0, and yields the locked file there; raises on every rank if another run has it.
+
+    The system releases a dead run's lock.
 
     A ``new`` run is refused too if another has begun and ended there since the folder was found to be free.
     """
     everyone = world.everyone()
     with contextlib.ExitStack() as stack:
-        problem = ""
+        problem, file = "", None
         if world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((out / LOCK).open("a"))
@@ -48,7 +51,21 @@ def locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[Non
                 problem = "another run has begun in it meanwhile"
         if found := first_problem(everyone, problem):
             raise in_use(out, found[1])
-        yield
+        yield file
+
+
+def locked_again(out: Path, held: IO[str], files: contextlib.ExitStack, mode: str = "r+") -> IO[str] | None:
+    """Returns the file that locks ``out`` for this run; None if another run has, after ``out`` was removed.
+
+    It is ``held``, unless another file has its name: then that one is locked, and ``files`` closes it.
+    """
+    try:
+        if is_same(held, out / LOCK):
+            return held
+        file = files.enter_context((out / LOCK).open(mode))
+    except OSError:
+        return held
+    return file if lock(file) else None
 
 
 def in_use(out: Path, why: str = "another run writes to it") -> PlanError:

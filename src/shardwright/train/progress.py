@@ -64,7 +64,7 @@ class Log:
             if self._file is None:
                 self._file = self._path.open("ab+", buffering=0)
             elif not os.fstat(self._file.fileno()).st_nlink:  # it was removed
-                with suppress(OSError):
+                with self._warning(), suppress(FileNotFoundError):
                     self.write_anew()
             _append(self._file, json_text(row) + "\n")
         with self._warning():
@@ -87,12 +87,21 @@ class Log:
             print(f"step {row['step']}/{self._steps}  {now}  {left:.0f} s left", file=sys.stderr, flush=True)  # noqa: T201
 
     def write_anew(self) -> None:
-        """Writes all rows into a new file, because the one before was removed. Raises OSError: it cannot be written."""
-        if self.writes and self._file is not None:
+        """Writes all rows into a new file, because the one before was removed. Raises OSError: it cannot be written.
+
+        A file that is there already is another run's, and stays as it is.
+        """
+        if self.writes and self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
             self._file.seek(0)
-            self._path.write_bytes(self._file.read())
+            file = self._path.open("xb+", buffering=0)
+            try:
+                _append(file, self._file.read().decode())
+            except OSError:
+                file.close()
+                self._path.unlink()
+                raise
             self._file.close()
-            self._file = self._path.open("ab+", buffering=0)
+            self._file = file
 
     def warn(self, text: str) -> None:
         """Prints a warning, above the progress bar where there is one."""
