@@ -29,6 +29,7 @@ from shardwright.train.progress import Log, cut_metrics, read_metrics
 
 SMALL = {"num_layers": 1, "width": 8, "num_heads": 2}
 count = counter()
+NAN = {3: {"loss": float("nan")}}
 ROW = {"step": 1, "loss": 1.0, "tokens_per_s": 1.0, "memory_bytes": [1], "step_ms": 1.0}
 
 
@@ -226,20 +227,66 @@ def test_a_run_that_saves_beside_training_is_the_same_run(tmp_path, line):
     assert train(config(steps=6), tmp_path / "beside", resume=True, ranks="threads")["steps"] == 6
 
 
-def test_a_checkpoint_that_cannot_be_written_beside_training_ends_the_run_with_its_error(tmp_path, monkeypatch):
-    plain = saving.save_file
+def full_at(monkeypatch, step, num_times):
+    """The disk has no room for rank 1's part of a step, for so many times."""
+    plain, left = saving.save_file, [step] * num_times
 
     def full(tensors, path):
-        if "step-00000002" in path and "part-00001" in path:
+        if f"step-0000000{step}" in path and "part-00001" in path and left:
+            left.pop()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         plain(tensors, path)
 
     monkeypatch.setattr(saving, "save_file", full)
-    options = config(layout="dp2/zero1", save_every=1, save_async=True)
+
+
+def test_a_disk_that_is_full_for_one_checkpoint_beside_training_costs_that_checkpoint_and_a_warning(
+    tmp_path, monkeypatch, capsys
+):
+    full_at(monkeypatch, 2, 1)
+    waits, plain = [], loop.save
+
+    def noted(*given, wait, **more):
+        waits.append(wait)
+        return plain(*given, wait=wait, **more)
+
+    monkeypatch.setattr(loop, "save", noted)
+    options = config(layout="dp2/zero1", save_every=1, save_async=True, keep=0)
+    assert train(options, tmp_path / "run", ranks="threads")["steps"] == 5
+    assert saved_in(tmp_path / "run") == [1, 3, 4, 5]
+    assert waits == [False] * 4 + [True] * 2 + [False] * 2 + [True] * 2
+    assert capsys.readouterr().err.count("step-00000002 could not be written") == 1
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_its_error(tmp_path, monkeypatch):
+    full_at(monkeypatch, 4, 9)
     with pytest.raises(CheckpointError, match=r"rank 1: \[Errno 28\] No space left") as told:
-        train(options, tmp_path / "run", ranks="threads")
-    assert "step-00000002 could not be written" in str(told.value)
-    assert saved_in(tmp_path / "run") == [1]
+        train(config(layout="dp2/zero1", save_every=4), tmp_path / "run", ranks="threads")
+    assert "step-00000004 could not be written" in str(told.value)
+
+
+def test_a_checkpoint_that_cannot_be_written_hides_no_failure_before_it(tmp_path, monkeypatch):
+    full_at(monkeypatch, 3, 9)
+    plain = loop.global_batch
+
+    def broken(data, indices):
+        if reads.append(indices) or len(reads) > 6:
+            raise OSError("the data are gone")
+        return plain(data, indices)
+
+    reads = []
+    monkeypatch.setattr(loop, "global_batch", broken)
+    with pytest.raises(RankFailedError, match="the data are gone"):
+        train(config(layout="dp2/zero1"), tmp_path / "run", ranks="threads")
+
+
+def test_a_step_that_diverges_ends_the_run_as_such_where_a_checkpoint_before_it_failed(tmp_path, monkeypatch):
+    full_at(monkeypatch, 2, 9)
+    plain = loop._Training._step
+    monkeypatch.setattr(loop._Training, "_step", lambda self: {**(row := plain(self)), **NAN.get(row["step"], {})})
+    summary = train(config(layout="dp2/zero1", save_every=1, save_async=True), tmp_path / "run", ranks="threads")
+    assert summary["diverged"] == 3
+    assert summary["checkpoint"].endswith("step-00000001")
 
 
 # ---- an early warning

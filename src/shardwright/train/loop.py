@@ -249,7 +249,7 @@ class _Training:
                     self._save(wait=not config.save_async)
             if (rows or self.saved is None) and not diverged:
                 self._save()
-            self.run.wait_saves()
+            self._wait_saves()
         return {**self._summary(rows, stopped), "diverged": self.run.num_steps if diverged else None}
 
     @property
@@ -266,7 +266,10 @@ class _Training:
 
     def _end_saved(self) -> None:
         """Saves, and raises the failure of the rank that has one; the others wait for it, and end with it."""
-        self._save()
+        try:
+            self._save()
+        except CheckpointError as failure:  # the failure before it is the one to tell
+            self.log.warn(f"warning: {failure}")
         if self._failure is not None:
             raise self._failure
         self.everyone.barrier()
@@ -356,7 +359,18 @@ class _Training:
         gone = self.world.rank == 0 and not (self.out / RUN_FILE).exists()
         if any(self._on_any_rank(gone and not self._write_anew())):
             raise in_use(self.out)
+        wait = self._wait_saves() or wait  # what could not be written beside training is tried again at once
         self.saved = save(self.out / CHECKPOINTS, self.run, self.optimizer, keep=self.config.keep, wait=wait)
+
+    def _wait_saves(self) -> bool:
+        """Waits for the checkpoint under way; returns whether it could not be written, after a warning."""
+        try:
+            self.run.wait_saves()
+        except CheckpointError as failure:
+            self.log.warn(f"warning: {failure}; the run goes on")
+            self.saved = next(reversed(steps_in(self.out / CHECKPOINTS)), None)
+            return True
+        return False
 
     def _write_anew(self) -> bool:
         """Makes the run's folder again, which was removed while the run went on: what is left of the run goes there.
