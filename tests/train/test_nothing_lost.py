@@ -192,6 +192,20 @@ def test_a_step_that_one_rank_has_not_completed_is_not_saved(tmp_path, monkeypat
     assert saved_in(tmp_path / "run") == [2]
 
 
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize("full", [0, 9])
+def test_it_is_said_once_whether_the_last_step_could_be_saved(tmp_path, monkeypatch, capsys, ranks, full):
+    full_at(monkeypatch, 3, full)
+    for rank in ranks:
+        breaks(monkeypatch, Run, "step", rank, 4)
+    with pytest.raises(RankFailedError, match="BrokenError: in step"):
+        train(config(layout="dp2/zero1"), tmp_path / "run", ranks="threads")
+    said = capsys.readouterr().err
+    assert saved_in(tmp_path / "run") == ([] if full else [3])
+    assert said.count("step 3, the last that was complete, is saved") == (not full)
+    assert ("step 3 could not be saved: [Errno 28] No space left on device" in said) == bool(full)
+
+
 @pytest.mark.parametrize(("why", "options"), [("buffers", {}), ("updates in the backward", {"clip": 0})])
 def test_a_state_that_the_step_may_have_changed_is_not_saved(tmp_path, monkeypatch, why, options):
     if why == "buffers":

@@ -133,11 +133,13 @@ def write_alone(
     world: World, final: Path, token: str, write: Callable[[Path], Any], merge: Callable[[list[Any]], Manifest], *,
     keep: int, failure: BaseException, most_s: float,
 ) -> bool:  # fmt: skip
-    """Writes a checkpoint when a rank has failed and messages no longer arrive; returns whether it is complete.
+    """Writes a checkpoint when a rank has failed and messages no longer arrive; True on the rank that completes it.
 
     Each rank that holds the state calls it, with its own failure: first one whose failure is not that of another, which
     ends the others' calls. Unless all ranks come within ``JOIN_S`` nothing is written. The last rank to write completes
     the checkpoint, within ``most_s``.
+
+    Raises: OSError: this rank could not write its part, or another did not.
     """
     partial = final.with_name(f".tmp-{final.name}-{token}")
     notes = partial / NOTES
@@ -149,16 +151,18 @@ def write_alone(
     world.transport.abandon(failure)
     if not _within(JOIN_S, lambda: len([*notes.glob("*.here")]) == world.size or not notes.is_dir()):
         shutil.rmtree(partial, ignore_errors=True)
-        return False
+        raise OSError(errno.ETIMEDOUT, "another rank has no state of this step, or has ended")
     try:
         _leave_note(partial, world.rank, write)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if _noted(partial, world.size) and _is_chosen(notes):
+    if chosen := bool(_noted(partial, world.size)) and _is_chosen(notes):
         with one_save(final.parent):
             _complete(partial, final, merge(_notes(partial, world.size)), token, keep)
-    return _within(most_s, lambda: final.exists() or not partial.exists()) and final.exists()
+    if not (_within(most_s, lambda: final.exists() or not partial.exists()) and final.exists()):
+        raise OSError(errno.ENOENT, "another rank could not write its part")
+    return chosen
 
 
 def _is_chosen(notes: Path) -> bool:

@@ -349,11 +349,16 @@ class _Training:
         step, folder, config = self._whole[0], self.out / CHECKPOINTS, self.config
         if (folder / f"step-{step:08d}").exists():
             return
-        with contextlib.suppress(Exception):  # the failure itself is told, and not this one
-            done = save_alone(folder, self.run, self.optimizer, step, self._agreed, keep=config.keep, failure=failure,
-                              most_s=config.grace_s)  # fmt: skip
-            if done and not isinstance(failure, CommunicationError):
-                print(f"step {step}, the last that was complete, is saved", file=sys.stderr, flush=True)  # noqa: T201
+        said = ""
+        try:
+            if save_alone(folder, self.run, self.optimizer, step, self._agreed, keep=config.keep, failure=failure,
+                          most_s=config.grace_s):  # fmt: skip
+                said = f"step {step}, the last that was complete, is saved"
+        except Exception as why:  # the failure itself is raised, and not this one
+            if not isinstance(failure, CommunicationError):
+                said = f"step {step} could not be saved: {str(why) or repr(why)}"
+        if said:
+            print(said, file=sys.stderr, flush=True)  # noqa: T201
 
     def _save(self, *, wait: bool = True) -> None:
         gone = self.world.rank == 0 and not (self.out / RUN_FILE).exists()
