@@ -393,7 +393,7 @@ def kills() -> str:
     found = ["saving", "beside", "orphans", "left", "unloadable", "lost", "unsaved"]
     lines = [
         "| killed | times | during a save | saves beside training | processes left | files left | unloadable | lost "
-        "| not saved | diverged | ended in (median) | worst |",
+        "| not saved | diverged, of compared | ended in (median) | worst |",
         "|" + "---|" * 12,
     ]
     every = sorted((ROOT / "benchmarks" / "trust" / "kills" / "results").glob("*.json"))
@@ -404,7 +404,8 @@ def kills() -> str:
         diverged = sum((row["divergence"] or 0.0) > MOST_DIVERGENCE for row in of_one)
         ends = [row["end_s"] for row in of_one]
         times = f"{statistics.median(ends):.1f} s | {max(ends):.1f} s"
-        lines.append(f"| {victim} | {len(of_one)} | {counts} | {diverged} | {times} |")
+        compared = sum(row["divergence"] is not None for row in of_one)
+        lines.append(f"| {victim} | {len(of_one)} | {counts} | {diverged} of {compared} | {times} |")
     return "\n".join(lines)
 
 

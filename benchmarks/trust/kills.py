@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -39,7 +40,7 @@ TINY = {"settings": SETTINGS, "seq": 16, "batch": 8, "schedule": "constant", "st
 FLAGS = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
 FLAGS += ["--seq", "16", "--batch", "8", "--schedule", "constant", "--steps", str(STEPS), "--save-every", "2"]
 MOST_S = 300
-FAULTS = ("orphans", "unloadable", "lost", "unsaved", "left", "diverged")
+FAULTS = ("unkilled", "orphans", "unloadable", "lost", "unsaved", "left", "diverged")
 
 
 def ranks_in(folder):
@@ -53,11 +54,14 @@ def left_in(folder):
 
 
 def wait_until(process, holds):
-    """Waits until ``holds()``; raises where the run ends before, or takes too long."""
+    """Waits until ``holds()``; where the run ends before, or takes too long, it kills the rest, and raises."""
     end = time.monotonic() + MOST_S
     while not holds():
         if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"the run ended with {process.poll()}, or hung, before it could be killed")
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise RuntimeError(f"the run ended with {process.poll()}, or hung, before its end could be seen")
         time.sleep(0.0005)
 
 
@@ -104,10 +108,8 @@ def is_whole(checkpoint):
 def kill_once(out, folder, layout, victim, *, saving, beside):
     """One start, kill and end; returns the row. ``beside``: checkpoints are written beside training."""
     resumes = bool(steps_in(out / "checkpoints"))
-    options = out.parent / "options.toml"  # a flag could not turn it off again: a resumed run keeps its options
-    options.write_text(f"save_async = {str(beside).lower()}\n")
     command = [sys.executable, "-m", "shardwright.cli", "train", "--layout", layout, *FLAGS, "--out", str(out)]
-    command += ["--config", str(options)]
+    command += ["--save-async" if beside else "--no-save-async"]
     with (out.parent / "said").open("w") as said:
         process = subprocess.Popen(
             [*command, *(["--resume"] if resumes else [])], start_new_session=True, stdout=subprocess.DEVNULL,
@@ -121,7 +123,7 @@ def kill_once(out, folder, layout, victim, *, saving, beside):
         wait_until(process, lambda: is_saving(out))
     newest = steps_in(out / "checkpoints")[-1]
     ends, start = end_it(process, victim, folder), time.monotonic()
-    row = {"layout": layout, "victim": victim, "saving": saving, "beside": beside}
+    row = {"layout": layout, "victim": victim, "saving": saving, "beside": beside, "unkilled": 0}
     if not ends:  # a run needs no fork server once it has started
         done = len(read_metrics(out))
         wait_until(process, lambda: len(read_metrics(out)) > done + 1)
@@ -146,9 +148,9 @@ def kill_once(out, folder, layout, victim, *, saving, beside):
 
 
 def divergence_of(out, losses):
-    """The largest relative difference of a chain's losses from an undisturbed run's."""
+    """The largest relative difference of a chain's losses from an undisturbed run's; None if it has no losses."""
     found = [row["loss"] for row in read_metrics(out)]
-    return max(abs(mine - plain) / abs(plain) for mine, plain in zip(found, losses, strict=False))
+    return max((abs(mine - plain) / abs(plain) for mine, plain in zip(found, losses, strict=False)), default=None)
 
 
 def undisturbed(num_steps):
@@ -171,8 +173,14 @@ def chains(seconds, kills):
             for layout in random.sample(LAYOUTS, len(LAYOUTS)):
                 if time.monotonic() < end and done < kills:
                     victim, saving, beside = next(turns)
-                    rows.append(kill_once(out, folder, layout, victim, saving=saving, beside=beside))
                     done += 1
+                    try:
+                        rows.append(kill_once(out, folder, layout, victim, saving=saving, beside=beside))
+                    except RuntimeError as failure:  # the chain ends, and its rows count
+                        row = {"layout": layout, "victim": victim, "saving": saving, "beside": beside}
+                        row |= dict.fromkeys(FAULTS[:-1], 0) | {"unkilled": 1, "end_s": float(MOST_S)}
+                        rows.append(row | {"said": str(failure)})
+                        break
                     shown = {key: round(value, 2) if key == "end_s" else value for key, value in rows[-1].items()}
                     print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
             difference = divergence_of(out, undisturbed(len(read_metrics(out))))
@@ -187,7 +195,7 @@ def summary_of(victim, rows):
     return {
         "victim": victim, "kills": len(rows), "saving": sum(row["saving"] for row in rows),
         "beside": sum(row.get("beside", False) for row in rows), **faults,
-        "diverged": sum(row["divergence"] > TOLERANCE for row in rows),
+        "diverged": sum((row["divergence"] or 0.0) > TOLERANCE for row in rows),
         "end_s_median": statistics.median(ends), "end_s_max": max(ends),
     }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import signal
@@ -301,6 +302,13 @@ def test_a_step_that_diverges_ends_the_run_as_such_where_a_checkpoint_before_it_
     summary = train(config(layout="dp2/zero1", save_every=1, save_async=True), tmp_path / "run", ranks="threads")
     assert summary["diverged"] == 3
     assert summary["checkpoint"].endswith("step-00000001")
+
+
+def test_a_resumed_run_can_be_told_to_wait_for_its_saves_again(tmp_path):
+    train(config(save_async=True, stop_at=1), tmp_path, ranks="threads")
+    options = ["train", "--resume", "--no-save-async", "--stop-at", "2", "--ranks", "threads", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, options).exit_code == 0
+    assert json.loads((tmp_path / "run.json").read_text())["options"]["save_async"] is False
 
 
 # ---- an early warning

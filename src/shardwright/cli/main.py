@@ -61,7 +61,10 @@ def train(
     weight_decay: Annotated[float | None, typer.Option(help="AdamW's weight decay.", show_default="0.1")] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm; 0 for none.", show_default="1")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: at the end.")] = None,
-    save_async: Annotated[bool | None, typer.Option("--save-async", help="Write checkpoints beside training.")] = None,
+    save_async: Annotated[
+        bool | None,
+        typer.Option("--save-async/--no-save-async", help="Write checkpoints beside training.", show_default=False),
+    ] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints to keep; 0 for all.", show_default="3")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0 for none.")] = None,
     check_every: Annotated[int | None, typer.Option(help="Steps between comparisons of ranks; 0: none.")] = None,
