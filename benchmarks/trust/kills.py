@@ -57,11 +57,11 @@ def wait_until(process, holds):
     """Waits until ``holds()``; where the run ends before, or takes too long, it kills the rest, and raises."""
     end = time.monotonic() + MOST_S
     while not holds():
-        if process.poll() is not None or time.monotonic() > end:
+        if (code := process.poll()) is not None or time.monotonic() > end:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            raise RuntimeError(f"the run ended with {process.poll()}, or hung, before its end could be seen")
+            raise RuntimeError(f"the run ended with {code}, or hung, before its end could be seen")
         time.sleep(0.0005)
 
 

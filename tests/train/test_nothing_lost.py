@@ -217,6 +217,22 @@ def test_a_state_that_the_step_may_have_changed_is_not_saved(tmp_path, monkeypat
     assert saved_in(tmp_path / "run") == [2]
 
 
+def test_a_buffer_that_the_step_has_written_without_counting_it_is_not_saved(tmp_path, monkeypatch):
+    mean, plain = torch.zeros(8), Run.step
+
+    def step(self, *given, **named):
+        if self.num_steps == 3:
+            torch.nn.functional.batch_norm(torch.ones(4, 8), mean, torch.ones(8), training=True)
+            raise BrokenError("after the forward")
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(loop, "kept_buffers", lambda model: {"mean": mean})
+    monkeypatch.setattr(Run, "step", step)
+    with pytest.raises(RankFailedError, match="after the forward"):
+        train(config(save_every=2), tmp_path / "run", ranks="threads")
+    assert saved_in(tmp_path / "run") == [2]
+
+
 def test_an_error_that_says_that_ranks_differ_saves_nothing(tmp_path, monkeypatch):
     def differ(*given):
         if given[4] == 3:

@@ -25,7 +25,7 @@ import shardwright
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.manifest import find, find_on_all, steps_in
 from shardwright.checkpoint.saving import agree_on_save, kept_buffers, save, save_alone
-from shardwright.comm.agreement import gather_json
+from shardwright.comm.agreement import gather_json, tensor_digest
 from shardwright.comm.failures import StopRequested
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.limits import check_can_start
@@ -197,7 +197,7 @@ class _Training:
                 group["weight_decay"] = config.weight_decay  # a resumed run may change it; load restored the old one
         self.first_step = self.run.num_steps
         self._agreed = agree_on_save(self.run)
-        self._whole: tuple[int, list[tuple[int, int]]] | None = None  # the step whose state is untouched, its buffers
+        self._whole: tuple[int, Any] | None = None  # the step whose state is untouched, its buffers
         self._ahead: Microbatch
         self._failure: Exception | None = None
         self._num_saves_requested = stop.num_saves_requested
@@ -334,9 +334,14 @@ class _Training:
         flags = torch.tensor(here, dtype=torch.uint8, device=self.world.device)
         return [bool(flag) for flag in self.everyone.for_strategy("progress").all_reduce(flags, "max")]
 
-    def _buffers(self) -> list[tuple[int, int]]:
-        """Returns what tells whether buffers that are saved have changed: each one's identity and number of writes."""
-        return [(id(buffer), buffer._version) for buffer in kept_buffers(self.run.model).values()]
+    def _buffers(self) -> tuple[list[tuple[int, int]], str]:
+        """Returns what tells whether buffers that are saved have changed: identities, numbers of writes, and a hash.
+
+        ``F.batch_norm`` does not count its writes to the running buffers.
+        """
+        buffers = kept_buffers(self.run.model).values()
+        bits = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers]
+        return [(id(buffer), buffer._version) for buffer in buffers], tensor_digest(torch.cat(bits)) if bits else ""
 
     def rescue(self, failure: Exception) -> None:
         """Saves the last step that all ranks have completed, if its state is untouched on all, when one has failed.
