@@ -1,12 +1,40 @@
 """A run whose model fails within a step, on one rank, saves the step before: its ranks agree by files."""
 
-import pytest
+import time
 
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.checkpoint import saving
 from shardwright.checkpoint.manifest import steps_in
 from shardwright.errors import RankFailedError
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
 from shardwright.train.progress import read_metrics
+
+
+def saves_and_fails(world, folder, rank):
+    run = sw.parallelize(torch.nn.Linear(4, 4), "dp2/zero3", world, loss=sw.MeanSquaredError())
+    plain = saving.save_file
+
+    def late(*given):
+        time.sleep(1)
+        plain(*given)
+
+    saving.save_file = late
+    sw.save(folder, run, wait=False)
+    if world.rank == rank:
+        raise RuntimeError("of the work")
+    world.everyone().barrier()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_fail_beside_a_save_wait_some_seconds_for_it(tmp_path, rank):
+    with pytest.raises(RankFailedError, match=f"(?s)rank {rank} failed.*of the work"):
+        sw.launch(saves_and_fails, 2, tmp_path, rank)
+    assert [step.name for step in steps_in(tmp_path)] == ["step-00000000"]
+
 
 OPTIONS = {"model": "tests_dist.failing_model:failing", "seq": 16, "batch": 4, "steps": 6}
 

@@ -18,7 +18,7 @@ from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.manifest import find, steps_in
 from shardwright.checkpoint.saving import save
 from shardwright.comm.launch import launch
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, RankFailedError
 from shardwright.layout import Layout
 
 
@@ -178,6 +178,20 @@ def test_memory_that_is_short_for_the_copy_on_one_rank_is_told_on_every_rank(tmp
     assert "rank 1: RuntimeError: DefaultCPUAllocator" in told[0]
     assert "free space" not in told[0]
     assert names_in(tmp_path) == []
+
+
+def test_a_run_that_fails_beside_a_save_waits_some_seconds_for_it(tmp_path, held_up):
+    def work(world):
+        run, optimizer = start(world, "tp2")
+        save(tmp_path, run, optimizer, wait=False)
+        if world.rank == 1:
+            threading.Timer(0.3, held_up.set).start()
+            raise RuntimeError("of the work")
+        world.everyone().barrier()
+
+    with pytest.raises(RankFailedError, match="of the work"):
+        launch(work, 2, ranks="threads")
+    assert names_in(tmp_path) == ["step-00000000"]
 
 
 def test_a_temporary_folder_that_is_removed_ends_the_save_with_an_error(tmp_path, held_up):

@@ -84,7 +84,7 @@ def write_checkpoint(
         run_on_all(everyone, prepare, final, partial)
         if snapshot is not None:
             stack.pop_all()
-            writing = _in_thread(write_beside)
+            writing, world.writers[:] = _in_thread(write_beside)
             world.pending.append(Pending(lambda: run_on_all(everyone, writing.result, final, partial)))
             return
         wrote = run_on_all(everyone, lambda: write(partial), final, partial)
@@ -182,7 +182,7 @@ def _within(seconds: float, holds: Callable[[], bool]) -> bool:
     return found
 
 
-def _in_thread(work: Callable[[], None]) -> Future[None]:
+def _in_thread(work: Callable[[], None]) -> tuple[Future[None], list[threading.Thread]]:
     """Runs ``work`` in a thread that does not keep the process alive: without the other ranks it might never end."""
     future: Future[None] = Future()
 
@@ -193,8 +193,9 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
         except BaseException as failure:
             future.set_exception(failure)
 
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
+    thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+    thread.start()
+    return future, [thread]
 
 
 def clear(root: Path, token: str) -> None:

@@ -82,8 +82,8 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
     def run(rank: int) -> None:
         recorder = Recorder()
         transport = ThreadTransport(hub, rank, recorder)
+        world = World(rank, num_ranks, torch.device("cpu"), transport, recorder)
         try:
-            world = World(rank, num_ranks, torch.device("cpu"), transport, recorder)
             result = work(world, *args)
             world.wait_pending()
             results[rank] = result
@@ -93,6 +93,7 @@ def run_threads(work: Callable[..., T], num_ranks: int, *args: Any) -> list[T]:
             texts[rank] = traceback.format_exc()
             transport.abandon(failure)
         finally:
+            world.join_writers()
             transport.close()
 
     threads = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +14,9 @@ from shardwright.comm.axis import Axis, Channel, Pending
 from shardwright.comm.backends.block_sizes import Blocks
 from shardwright.comm.recorder import Recorder
 from shardwright.mesh import Mesh
+
+WRITERS_S = 3.0
+"""How long a rank that has failed waits for what it writes beside its work; all ranks end within 10 s of a failure."""
 
 
 class Transport(Protocol):
@@ -47,6 +52,15 @@ class World:
     recorder: Recorder
     pending: list[Pending[Any]] = field(default_factory=list, compare=False)
     """What all ranks have begun and must wait for together, in this order: checkpoints written beside training."""
+
+    writers: list[Thread] = field(default_factory=list, compare=False)
+    """The threads that write this rank's part of what is pending."""
+
+    def join_writers(self) -> None:
+        """Waits some seconds for this rank's part of what is pending, without a message: where the work has failed."""
+        end_s = time.monotonic() + WRITERS_S
+        for writer in self.writers:
+            writer.join(max(0.0, end_s - time.monotonic()))
 
     def wait_pending(self) -> None:
         """Waits for all that is pending; every rank calls it, ``launch`` at the end of the work. Raises what fails."""

@@ -73,8 +73,10 @@ def run_here(
     try:
         result = work(world, *args)
         world.wait_pending()
-    except CommunicationError:
-        time.sleep(failures.GRACE_S)  # lets the rank that failed first write its note first
+    except BaseException as failure:
+        world.join_writers()
+        if isinstance(failure, CommunicationError):
+            time.sleep(failures.GRACE_S)  # lets the rank that failed first write its note first
         raise
     transport.close()
     try:
