@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import CheckpointError, LayoutError, PlanError
-from shardwright.train.config import RUN_FILE, TrainConfig, read_options, read_run, read_toml, run_name_in
+from shardwright.train.config import TrainConfig, read_options, read_toml
 from shardwright.train.progress import write_json
+from shardwright.train.run_file import RUN_FILE, read_run, run_name_in
 
 NAN, INFINITY = float("nan"), float("inf")
 

@@ -23,7 +23,7 @@ from shardwright.errors import CheckpointError, PlanError, RankFailedError
 from shardwright.layout import Layout
 from shardwright.parallelize.run import Run
 from shardwright.runtime.executor import Executor
-from shardwright.train import loop, progress
+from shardwright.train import emergency, loop, progress
 from shardwright.train.config import TrainConfig
 from shardwright.train.loop import train
 from shardwright.train.progress import Log, cut_metrics, read_metrics
@@ -120,7 +120,7 @@ def test_a_run_resumed_on_a_full_disk_goes_on(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(loop, "write_json", full)
+    monkeypatch.setattr(loop, "write_run", full)
     assert train(config(), out, resume=True, ranks="threads")["steps"] == 5
     assert "No space left on device" in capsys.readouterr().err
 
@@ -210,7 +210,7 @@ def test_it_is_said_once_whether_the_last_step_could_be_saved(tmp_path, monkeypa
 @pytest.mark.parametrize(("why", "options"), [("buffers", {}), ("updates in the backward", {"clip": 0})])
 def test_a_state_that_the_step_may_have_changed_is_not_saved(tmp_path, monkeypatch, why, options):
     if why == "buffers":
-        monkeypatch.setattr(loop._Training, "_buffers", lambda self: [(next(count), 0)])
+        monkeypatch.setattr(emergency, "kept_buffers", lambda model: {"mean": torch.tensor([next(count)])})
     breaks(monkeypatch, Executor, "run", 1, 4)
     with pytest.raises(RankFailedError, match="BrokenError: in run"):
         train(config(layout="dp2", save_every=2, **options), tmp_path / "run", ranks="threads")
@@ -226,7 +226,7 @@ def test_a_buffer_that_the_step_has_written_without_counting_it_is_not_saved(tmp
             raise BrokenError("after the forward")
         return plain(self, *given, **named)
 
-    monkeypatch.setattr(loop, "kept_buffers", lambda model: {"mean": mean})
+    monkeypatch.setattr(emergency, "kept_buffers", lambda model: {"mean": mean})
     monkeypatch.setattr(Run, "step", step)
     with pytest.raises(RankFailedError, match="after the forward"):
         train(config(save_every=2), tmp_path / "run", ranks="threads")

@@ -204,7 +204,7 @@ def _other_generators() -> Iterator[list[str]]:
         if random.getstate() != before:
             random.setstate(before)
             found.append("Python's random")
-        # by its leaves: the text of an array takes long
+        # compared array by array: turning the state into text would take longer than recording
         now = [] if numpy is None else tree_leaves(numpy.random.get_state(legacy=False))
         if numpy is not None and not all(map(numpy.array_equal, now, tree_leaves(numpys))):
             numpy.random.set_state(numpys)

@@ -50,7 +50,9 @@ class EventsChunked:
             if self.planned is not None and len(calls) <= site.number:
                 found.append(self._next(self.planned, len(found), found[-1]))
                 continue
-            if event is None or event < found[-1] + (self.planned is None):
+            # in the planned forward every chunk makes a call; in another, a chunk may be skipped
+            first = found[-1] + 1 if self.planned is None else found[-1]
+            if event is None or event < first:
                 raise LayoutError(
                     f"this forward does not call '{site.module}', where a stage begins, in the order of the cut",
                     given=f"{len(calls)} calls of it, of modules {', '.join(list(self.record.calls)[:6])}, ...",
@@ -61,7 +63,10 @@ class EventsChunked:
         return (*found, len(self.record.events))
 
     def _next(self, planned: EventsChunked, chunk: int, first: int) -> int:
-        """Returns the first event from ``first`` on that a chunk or a later one made in the planned forward."""
+        """Returns where a chunk begins whose first call is skipped: at the first call of it or of a later chunk.
+
+        ``first`` is the event from which on it may begin; the calls of chunks are those of the planned forward.
+        """
         later = {
             CallSite(event.name, event.number)
             for event in planned.record.events[planned.bounds[chunk] :]

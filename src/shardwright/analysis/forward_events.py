@@ -228,33 +228,29 @@ class _Events(TorchFunctionMode):
         def call(*args: Any, **named: Any) -> Any:
             number = self._numbers[path]
             self._numbers[path] += 1
-            with self._within(path, number):
-                return run(number, args, named)
-
-        def run(number: int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             is_unit = self._unit is None and path in self._units
             self.record.calls[path].append(len(self.record.events) if is_unit else self._unit)
-            if is_unit:
-                return self._call_unit(path, number, original, args, named)
-            scope, before, first = len(self.record.scopes), self._work.now(), len(self.record.events)
-            self.record.scopes.append(ModuleSpan(path, self._scope, first, first, Cost(), False))
-            outer, self._scope = self._scope, scope
-            results = original(*args, **named)
-            self._scope = outer
-            cost, stop = self._work.since(before), len(self.record.events)
-            is_free = all(self._name(tensor) is None for tensor in tensors_of(results))
-            self.record.scopes[scope] = ModuleSpan(path, outer, first, stop, cost, is_free)
-            return results
+            self._running.append((path, number))
+            try:
+                if is_unit:
+                    return self._call_unit(path, number, original, args, named)
+                return self._call_opened(path, original, args, named)
+            finally:
+                self._running.pop()
 
         return call
 
-    @contextmanager
-    def _within(self, path: str, number: int) -> Iterator[None]:
-        self._running.append((path, number))
-        try:
-            yield
-        finally:
-            self._running.pop()
+    def _call_opened(self, path: str, original: Any, args: Any, named: Any) -> Any:
+        """Calls a module whose code is followed, and notes which events it makes and what they cost."""
+        scope, before, first = len(self.record.scopes), self._work.now(), len(self.record.events)
+        self.record.scopes.append(ModuleSpan(path, self._scope, first, first, Cost(), False))
+        outer, self._scope = self._scope, scope
+        results = original(*args, **named)
+        self._scope = outer
+        cost, stop = self._work.since(before), len(self.record.events)
+        is_free = all(self._name(tensor) is None for tensor in tensors_of(results))
+        self.record.scopes[scope] = ModuleSpan(path, outer, first, stop, cost, is_free)
+        return results
 
     def _call_unit(self, path: str, number: int, original: Any, args: Any, named: Any) -> Any:
         with below_functions():
@@ -299,7 +295,8 @@ def record_events(
 ) -> ForwardRecord:
     """Runs one forward of a model on the meta device, and returns its events; ``units`` are events as a whole.
 
-    ``draw`` gives the single random numbers that the code draws, by which it may skip a layer; without it all are 0.5.
+    ``draw`` gives what the code draws of which no tensor is cut, such as the number by which it may skip a layer;
+    without it all numbers are 0.5.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).to("meta")
     >>> record = record_events(model, torch.empty(4, 2), ["0", "1"])

@@ -14,7 +14,7 @@ _KEPT = local()
 
 @contextmanager
 def traces_kept() -> Iterator[None]:
-    """Within it, :func:`kept` traces each module once in this thread."""
+    """A context in which :func:`kept` traces each module once; threads, each a rank in tests, do not share traces."""
     before: Traces | None = getattr(_KEPT, "traces", None)
     _KEPT.traces = {} if before is None else before
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from shardwright.analysis.operator_results import run_on_meta, tensors_of, with_tensors
+from shardwright.analysis.operator_results import map_tensors, run_on_meta, tensors_of
 from shardwright.operator_schemas import makes_meta, undrawn, written_arguments
 
 MOST_ELEMENTS = 2**22
@@ -143,8 +143,7 @@ class MetaValues(TorchDispatchMode):
         return results
 
     def _run(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
-        args = with_tensors(args, self._as_meta)
-        named = {key: with_tensors(value, self._as_meta) for key, value in named.items()}
+        args, named = map_tensors((args, named), self._as_meta)
         if name in RANDOM:
             return undrawn(func, args, named, "meta")
         return run_on_meta(func, args, named)

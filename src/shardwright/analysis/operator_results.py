@@ -89,16 +89,6 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     return tree if kind in _ATOMS else tree_map_only(Tensor, function, tree)
 
 
-def with_tensors(arguments: Any, replaced: Callable[[Tensor], Any]) -> Any:
-    """Returns an operator's arguments with other values in place of tensors."""
-    if isinstance(arguments, Tensor):
-        return replaced(arguments)
-    if isinstance(arguments, list | tuple):
-        made = [with_tensors(each, replaced) for each in arguments]
-        return made if isinstance(arguments, list) else tuple(made)
-    return arguments
-
-
 def run_on_meta(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """Returns what an operator makes of meta tensors.
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from shardwright.analysis.device_moves import call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_calls import call_model
-from shardwright.analysis.operator_results import with_tensors
+from shardwright.analysis.operator_results import map_tensors
 from shardwright.operator_schemas import written_arguments
 
 WHOLE_CALLS: frozenset[Callable[..., Any]] = frozenset((functional.scaled_dot_product_attention, functional.linear))
@@ -133,8 +133,7 @@ class Recorded(MetaValues):
             operands.append(self.use(tensor, "constant"))
             return operands[-1]
 
-        seen_args = with_tensors(tuple(args), seen)
-        seen_named = {key: with_tensors(value, seen) for key, value in named.items()}
+        seen_args, seen_named = map_tensors((tuple(args), named), seen)
         constant = not random and all(each.kind == "constant" for each in operands)
         if not constant:
             for written in written_arguments(function, seen_args, seen_named, TensorUse):
@@ -152,7 +151,16 @@ class Recorded(MetaValues):
             self._quiet -= 1
 
 
-_SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__))  # type: ignore[attr-defined]
+_ASKS_SIZES = frozenset(
+    (
+        Tensor.shape.__get__,  # type: ignore[attr-defined]  # torch's stubs declare a property of C as a plain attribute
+        Tensor.size,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.__len__,
+    )
+)
+"""The functions that a function mode sees where code asks for the shape of a parameter."""
 
 
 class _WholeCalls(TorchFunctionMode):
@@ -166,7 +174,7 @@ class _WholeCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        if func in _SIZES and isinstance(args[0], nn.Parameter):
+        if func in _ASKS_SIZES and isinstance(args[0], nn.Parameter):
             recorded = self._recorded
             recorded.recording.measured[recorded.use(args[0].detach()).name].add(recorded.where()[0])
         if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):

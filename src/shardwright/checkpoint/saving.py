@@ -85,7 +85,11 @@ def save(
 
 
 def agree_on_save(run: Run) -> tuple[str, Mapping[str, int]]:
-    """Returns what all ranks must know of a save: its token, and the rank that writes each buffer."""
+    """Returns what all ranks must agree on before they save, the same on each.
+
+    That is a token, the random part of the name of the folder that the checkpoint is written to until it is complete,
+    and for each buffer the rank that writes it.
+    """
     gathered = gather_json(run.axes["world"].for_strategy("checkpoint"), [new_token(), list(kept_buffers(run.model))])
     # stages have different buffers; each is written by the first rank that has it
     owners = {name: rank for rank, (_, names) in reversed(list(enumerate(gathered))) for name in names}

@@ -238,7 +238,9 @@ def _discard(step: Path, token: str) -> None:
 
 
 def run_on_all(everyone: Axis, do: Callable[[], Any] | None, final: Path, partial: Path) -> list[Any]:
-    """Runs ``do``, if given, on each rank; all-gathers and returns all ranks' results. Every rank calls it.
+    """Runs this rank's part of the writing, ``do``, and returns what it returned on every rank; every rank calls it.
+
+    A rank that has nothing to do passes None. Traffic: one all-gather of short texts.
 
     Raises: CheckpointError, on every rank, if ``do`` failed on any; ``partial`` is then removed.
     """

@@ -298,7 +298,8 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Writes text with a trained model, or classifies pictures, under any layout."""
-    from shardwright.train.config import TrainConfig, read_run
+    from shardwright.train.config import TrainConfig
+    from shardwright.train.run_file import read_run
     from shardwright.train.sampling import sample as draw
 
     layout = Layout.parse(shared.get("layout", "single"))

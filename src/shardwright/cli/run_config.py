@@ -12,8 +12,9 @@ import torch
 from shardwright.cli.options import Shared, given, parse_pairs, warn
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
-from shardwright.train.config import TrainConfig, options_of, read_options, read_run, read_toml
+from shardwright.train.config import TrainConfig, read_options, read_toml
 from shardwright.train.refit import AUTO_FIT, refitted
+from shardwright.train.run_file import options_of, read_run
 
 
 def config_of(

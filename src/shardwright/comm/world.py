@@ -33,7 +33,10 @@ class Transport(Protocol):
         """Marks that this rank makes no more collective calls."""
 
     def abandon(self, failure: BaseException) -> None:
-        """Makes calls of the other ranks fail, where it can, as when this rank has ended with ``failure``."""
+        """Tells ranks that wait for this one that it has failed, so that they raise instead of waiting.
+
+        Between machines nothing can be told: ranks there wait until their timeout.
+        """
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from shardwright.strategy import Strategy, apply_in_turn
 __all__ = ["parallelize"]
 
 LOG = logging.getLogger("shardwright")
-"""Tells on the first rank what share of the model each factor cuts: a warning if it is small."""
+"""The logger of the library. The first rank logs which share of the model is cut, as a warning where that is small."""
 
 
 def parallelize(

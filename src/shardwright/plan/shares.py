@@ -88,7 +88,10 @@ def _shares(plan: Plan) -> Iterator[Share]:
 def _flops(
     plan: Plan, axes: Collection[str], everywhere: Collection[str]
 ) -> tuple[float | None, tuple[tuple[str, float, str], ...]]:
-    """Returns the share of the FLOPs that axes divide, ``everywhere`` all; and the largest that none divides."""
+    """Returns the share of the FLOPs that some axes divide, and the modules with most FLOPs that none of them divides.
+
+    The axes in ``everywhere`` divide all FLOPs, since they cut the samples or the layers; None: the FLOPs are unknown.
+    """
     if set(axes) == set(everywhere):
         return 1.0, ()
     total = sum(each.flops for each in plan.work)

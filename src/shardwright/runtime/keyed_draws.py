@@ -96,7 +96,8 @@ class KeyedDraws(TorchFunctionMode):
     def draw(self, path: str, call: int, number: int, draw: DrawCall) -> Tensor:
         """Returns what a call draws, by its module, the number of the module's call, and its number in that call."""
         numbers = self.numbers(path, call, number, self.rng.samples, torch.device("cpu"), None)
-        return _KEYED[draw.kind](draw, draw.drawn(None), numbers)  # type: ignore[no-any-return]
+        drawn: Tensor = _KEYED[draw.kind](draw, draw.drawn(None), numbers)
+        return drawn
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -13,7 +12,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 from torch import nn
 
-from shardwright.errors import CheckpointError, PlanError
+from shardwright.errors import PlanError
 from shardwright.layout import Layout
 from shardwright.models import MODELS, CrossEntropy, build, configure, describable
 from shardwright.models.settings import check_fraction, check_known, check_sizes, parse_value
@@ -21,10 +20,8 @@ from shardwright.parallelize.auto import num_shares
 from shardwright.parallelize.rank_check import CHECK_EVERY
 from shardwright.text_files import read_text
 
-RUN_FILE = "run.json"
-
-MOST_TOML_BYTES, MOST_RUN_BYTES = 2**14, 2**26
-"""The longest files of options that are read: a person's, and a run's own, which has the times of layers too."""
+MOST_TOML_BYTES = 2**14
+"""The longest file of options that is read."""
 
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.1, 1e6
 MOST_ELEMENTS = 2**28
@@ -83,8 +80,8 @@ class TrainConfig:
             check_finite(name, getattr(self, name))
         check_sizes(self, 1, "batch", "seq", "steps", "eval_batches")
         check_seed(self.seed)
-        check_sizes(self, 0, "stop_at", "warmup", "clip", "save_every", "keep", "eval_every", "lr", "weight_decay")
-        check_sizes(self, 0, "check_every")
+        counts = "stop_at", "warmup", "save_every", "keep", "eval_every", "check_every"
+        check_sizes(self, 0, *counts, "clip", "lr", "weight_decay")
         check_fraction("weight_decay", self.weight_decay)
         if not LEAST_TIMEOUT_S <= self.timeout_s <= MOST_TIMEOUT_S:
             raise PlanError(
@@ -234,65 +231,3 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise PlanError(
             f"'{path}' is nested too deeply", given=failure, allowed="one table in another", fix="correct that line"
         ) from failure
-
-
-def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
-    """Returns the options that an earlier run in ``out`` was started with. ``model`` is the one that the person names.
-
-    A folder may come from another person, and importing a factory runs its code. So a factory is taken from a folder
-    only if it is named beside it.
-
-    Raises: CheckpointError: no such run; another model than the one named; a factory that is not named.
-    """
-    options = options_of(out)
-    found = options.get("model", TrainConfig.model)
-    if model is not None and model != found:
-        raise CheckpointError(
-            f"the run in '{out}' has another model", given=model, allowed=found, fix=f"write --model {found}"
-        )
-    if ":" in found and model is None:
-        raise CheckpointError(
-            f"{RUN_FILE} of '{out}' names code that would run: the factory of its model",
-            given=found,
-            allowed=f"a factory that the command names too, or one of {', '.join(MODELS)}",
-            fix=f"if you trust that code, add --model {found}",
-        )
-    return options
-
-
-def noted_data(out: Path) -> Mapping[str, Any]:
-    """Returns the fingerprints of the data files that a run was started with, by name; none if none were noted.
-
-    Raises: CheckpointError: no such run.
-    """
-    options_of(out)  # raises if it is no run
-    found = _run_file(out).get("data", {})
-    return found if isinstance(found, dict) else {}
-
-
-def _run_file(out: Path) -> Any:
-    return json.loads(read_text(out / RUN_FILE, MOST_RUN_BYTES))
-
-
-def options_of(out: Path) -> dict[str, Any]:
-    """Returns the options of a run's file, without ``stop_at``. Raises CheckpointError: no such run."""
-    try:
-        found = _run_file(out)
-        options = read_options(found["options"], given_in=RUN_FILE)
-        return {key: value for key, value in options.items() if key != "stop_at"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
-        raise CheckpointError(
-            f"there is no run at '{out}'",
-            given=str(failure).splitlines()[0],
-            allowed=f"the --out folder of a run, with {RUN_FILE} in it",
-            fix="check the path, or start a run there without --resume",
-        ) from failure
-
-
-def run_name_in(out: Path) -> str | None:
-    """Returns the id of the ``torchrun`` job (``--rdzv-id``) that began the run in a folder; None where none did."""
-    try:
-        found = _run_file(out).get("torchrun")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return found if isinstance(found, str) else None

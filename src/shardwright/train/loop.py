@@ -4,45 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import signal
 import statistics
 import sys
 import time
 from array import array
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
 import numpy
-import psutil
 import torch
 from torch import Tensor
 
-import shardwright
 from shardwright.checkpoint.loading import load
 from shardwright.checkpoint.manifest import find, find_on_all, steps_in
-from shardwright.checkpoint.saving import agree_on_save, kept_buffers, save, save_alone
-from shardwright.comm.agreement import gather_json, tensor_digest
+from shardwright.checkpoint.saving import save
+from shardwright.comm.agreement import gather_json
 from shardwright.comm.failures import StopRequested
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.world import World
-from shardwright.errors import CheckpointError, CommunicationError, LayoutError, PlanError
+from shardwright.errors import CheckpointError, PlanError
 from shardwright.file_locks import lock
 from shardwright.layout import Layout
 from shardwright.parallelize import parallelize
 from shardwright.parallelize.planning import job_for, make_plan
 from shardwright.rng import without_values
 from shardwright.runtime.executor import Microbatch
-from shardwright.train.config import RUN_FILE, TrainConfig, noted_data, options_of
+from shardwright.train.config import TrainConfig
 from shardwright.train.data import Dataset, Indices, Order, fingerprint, global_batch, open_data
+from shardwright.train.emergency import EmergencyCheckpoint
 from shardwright.train.fitting import check_room, check_takes
-from shardwright.train.measuring import agreed_seconds
+from shardwright.train.measuring import agreed_seconds, peak_bytes
 from shardwright.train.out_folder import CHECKPOINTS, LOCK, in_use, locked_again, locked_folder, writing
-from shardwright.train.progress import METRICS_FILE, Log, cut_metrics, write_json
+from shardwright.train.progress import METRICS_FILE, Log, cut_metrics
+from shardwright.train.run_file import RUN_FILE, noted_data, options_of, write_run
 from shardwright.train.same_run import check_regular, check_same_data, check_same_run
 from shardwright.train.stop import Stop, started_again
 
@@ -137,7 +135,7 @@ def _rank(world: World, config: TrainConfig, out: Path, resume: bool, stop: Stop
         try:
             summary = training.run_all()
         except Exception as failure:
-            training.rescue(failure)
+            training.emergency.save(failure)
             raise
         if summary["stopped"] and not world.local:
             # everything is saved, and a launcher that is itself stopping accepts no results
@@ -150,15 +148,6 @@ def _signalled_ranks(world: World, stop: Stop) -> str:
     signals = gather_json(world.everyone(), stop.signal)
     stopped = [f"rank {rank} was told to stop by {signal.Signals(sig).name}" for rank, sig in enumerate(signals) if sig]
     return f"{', '.join(stopped)}; all ranks have saved and ended" if len(stopped) < world.size else ""
-
-
-def _peak_bytes() -> int:
-    """Returns the peak resident memory of this process."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class _Training:
@@ -196,8 +185,9 @@ class _Training:
             for group in self.optimizer.param_groups:
                 group["weight_decay"] = config.weight_decay  # a resumed run may change it; load restored the old one
         self.first_step = self.run.num_steps
-        self._agreed = agree_on_save(self.run)
-        self._whole: tuple[int, Any] | None = None  # the step whose state is untouched, its buffers
+        self.emergency = EmergencyCheckpoint(
+            self.run, self.optimizer, out / CHECKPOINTS, keep=config.keep, most_s=config.grace_s
+        )
         self._ahead: Microbatch
         self._failure: Exception | None = None
         self._num_saves_requested = stop.num_saves_requested
@@ -284,17 +274,17 @@ class _Training:
             group["lr"] = rate
         norm = None
         if not config.clip or run.loss_scale is not None:  # the backward may change parameters or the loss scale
-            self._whole = None
+            self.emergency.forget()
         if config.clip:  # clipping needs the norm of all gradients, so no update can overlap the backward
             loss = run.step(part)
             norm = run.clip_grad_norm_(config.clip)
-            self._whole = None
+            self.emergency.forget()
             self.optimizer.step()
         else:
             loss = run.step(part, update=self.optimizer)
         step_s = time.perf_counter() - start_s
         if isfinite(loss) and isfinite(norm or 0.0):
-            self._whole = run.num_steps, self._buffers()
+            self.emergency.note()
         tokens = num_samples * self.tokens_per_sample
         row: dict[str, Any] = {
             "step": run.num_steps,
@@ -303,7 +293,7 @@ class _Training:
             "grad_norm": norm.item() if norm is not None else None,
             "step_ms": step_s * 1000,
             "tokens_per_s": tokens / step_s,
-            "memory_bytes": self._memory(),
+            "memory_bytes": peak_bytes(self.world),
             "time_s": time.time() - self.start_s,
         }
         if config.eval_every and (run.num_steps % config.eval_every == 0 or run.num_steps == config.last_step):
@@ -322,48 +312,10 @@ class _Training:
         share = self.run.share(len(indices))
         return self.run.part(*global_batch(data, indices[share.start : share.stop]), len(indices))
 
-    def _memory(self) -> list[int]:
-        """Returns the peak bytes of every rank so far: of the process, or of the device's allocator."""
-        on_device = self.world.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self.world.device) if on_device else _peak_bytes()
-        mine = torch.tensor([peak], dtype=torch.int64, device=self.world.device)
-        return [int(value) for value in self.everyone.for_strategy("progress").all_gather(mine)]
-
     def _on_any_rank(self, *here: bool) -> list[bool]:
         """Returns, for each flag, whether it is set on any rank."""
         flags = torch.tensor(here, dtype=torch.uint8, device=self.world.device)
         return [bool(flag) for flag in self.everyone.for_strategy("progress").all_reduce(flags, "max")]
-
-    def _buffers(self) -> tuple[list[tuple[int, int]], str]:
-        """Returns what tells whether buffers that are saved have changed: identities, numbers of writes, and a hash.
-
-        ``F.batch_norm`` does not count its writes to the running buffers.
-        """
-        buffers = kept_buffers(self.run.model).values()
-        bits = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers]
-        return [(id(buffer), buffer._version) for buffer in buffers], tensor_digest(torch.cat(bits)) if bits else ""
-
-    def rescue(self, failure: Exception) -> None:
-        """Saves the last step that all ranks have completed, if its state is untouched on all, when one has failed.
-
-        Not for errors that every rank raises, such as ranks that differ: they say that the state or a save is wrong.
-        """
-        refused = isinstance(failure, LayoutError | PlanError | CheckpointError)
-        if refused or self._whole is None or self._whole[1] != self._buffers():
-            return
-        step, folder, config = self._whole[0], self.out / CHECKPOINTS, self.config
-        if (folder / f"step-{step:08d}").exists():
-            return
-        said = ""
-        try:
-            if save_alone(folder, self.run, self.optimizer, step, self._agreed, keep=config.keep, failure=failure,
-                          most_s=config.grace_s):  # fmt: skip
-                said = f"step {step}, the last that was complete, is saved"
-        except Exception as why:  # the failure itself is raised, and not this one
-            if not isinstance(failure, CommunicationError):
-                said = f"step {step} could not be saved: {str(why) or repr(why)}"
-        if said:
-            print(said, file=sys.stderr, flush=True)  # noqa: T201
 
     def _save(self, *, wait: bool = True) -> None:
         gone = self.world.rank == 0 and not (self.out / RUN_FILE).exists()
@@ -403,21 +355,7 @@ class _Training:
         return self.held is not None or self.world.rank != 0
 
     def _write_run(self) -> None:
-        versions = {"shardwright": shardwright.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
-        machine = {"cpus": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total}
-        write_json(
-            self.out / RUN_FILE,
-            {
-                "options": self.config.to_dict(),
-                "data": self.data_noted,
-                "torchrun": os.environ.get("TORCHELASTIC_RUN_ID"),
-                "seconds": self.seconds,
-                "world_size": self.world.size,
-                "started": datetime.now(UTC).isoformat(timespec="seconds"),
-                "versions": versions,
-                "machine": machine,
-            },
-        )
+        write_run(self.out, self.config, self.world.size, self.data_noted, self.seconds)
 
     def _summary(self, rows: list[dict[str, Any]], stopped: bool) -> dict[str, Any]:
         # the first steps warm up
@@ -431,7 +369,7 @@ class _Training:
             "last_loss": rows[-1]["loss"] if rows else None,
             "step_ms_median": medians.get("step_ms"),
             "tokens_per_s_median": medians.get("tokens_per_s"),
-            "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else self._memory(),
+            "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else peak_bytes(self.world),
             "checkpoint": str(self.saved) if self.saved is not None else None,
             "stopped": stopped,
         }

@@ -5,9 +5,11 @@ Layers are timed before there is a run, so that a pipeline's stages can be balan
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import psutil
 import torch
 
 from shardwright.analysis.costs import time_layers
@@ -96,3 +98,19 @@ def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run
         run.step(next(batches))
         optimizer.step()
     return run, optimizer, next(batches)
+
+
+def peak_bytes(world: World) -> list[int]:
+    """Returns the peak bytes of every rank so far: of its process, or of its device's allocator. One all-gather."""
+    on_device = world.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(world.device) if on_device else _peak_of_process()
+    mine = torch.tensor([peak], dtype=torch.int64, device=world.device)
+    return [int(value) for value in world.everyone().for_strategy("progress").all_gather(mine)]
+
+
+def _peak_of_process() -> int:
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright.train.config import run_name_in
+from shardwright.train.run_file import run_name_in
 
 
 class Stop:

@@ -152,17 +152,21 @@ def _beginnings(model: nn.Module, movable: Sequence[CallSite], num_chunks: int) 
 def _balance(costs: Sequence[Cost], num_chunks: int) -> list[int]:
     """Returns where each chunk begins so that the slowest is as fast as possible and then the largest is smallest."""
     works = [cost.work for cost in costs]
-    least, _ = _partition(works, num_chunks, works, float("inf"))
+    least, _ = partition(works, num_chunks, works, float("inf"))
     num_bytes = [cost.parameter_bytes * 4 + cost.activation_bytes for cost in costs]  # with gradient, optimizer state
-    return _partition(num_bytes, num_chunks, works, least * (1 + 1e-9))[1]
+    return partition(num_bytes, num_chunks, works, least * (1 + 1e-9))[1]
 
 
-def _partition(
+def partition(
     loads: Sequence[float], num_chunks: int, works: Sequence[float], most_work: float
 ) -> tuple[float, list[int]]:
     """Cuts a sequence into non-empty runs, each of at most ``most_work``, so that the largest load is smallest.
 
-    Returns that load and where each run begins. Dynamic programming over how many items the first chunks take.
+    Returns that load, infinite if there is no such cut, and where each run begins. Dynamic programming over how many
+    items the first chunks take.
+
+    >>> partition([1, 1, 4, 1], 2, [1, 1, 1, 3], 4)
+    (5, [0, 2])
     """
     sums, work_sums = [0.0, *accumulate(loads)], [0.0, *accumulate(works)]
     # best[stop]: the smallest largest load of the first `stop` items in `chunk` runs, and where the last run begins

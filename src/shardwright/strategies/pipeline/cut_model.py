@@ -26,7 +26,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     failure: UnknownCodeError | PlanError | None = None
     try:
         found = cut(job.model, num_chunks, example=job.example, num_tokens=job.num_tokens, **asked)
-        if not found.gives_dict and (not found.unread or _largest(found) <= MOST_OF_ONE):
+        if not found.gives_dict and (not found.unread or _most_work(found) <= MOST_OF_ONE):
             return found
     except (UnknownCodeError, PlanError) as error:  # unknown code, or inputs that it takes as *args or **kwargs
         failure = error
@@ -48,7 +48,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
             if not isinstance(failure, PlanError):
                 raise
         else:
-            if found is None or found.gives_dict or _largest(recorded) < _largest(found):
+            if found is None or found.gives_dict or _most_work(recorded) < _most_work(found):
                 return recorded
     if failure is not None:
         raise failure
@@ -63,8 +63,8 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
     return found
 
 
-def _largest(stages: Stages | EventStages) -> float:
-    """Returns the largest chunk's share of the work."""
+def _most_work(stages: Stages | EventStages) -> float:
+    """Returns the share of the work that the chunk with most of it has."""
     works = [cost.work for cost in stages.costs]
     return max(works) / (sum(works) or 1.0)
 

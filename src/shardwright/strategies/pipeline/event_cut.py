@@ -28,6 +28,7 @@ from shardwright.analysis.torch_loops import KNOWN_LOOPS
 from shardwright.analysis.tracer import line_of
 from shardwright.errors import LayoutError
 from shardwright.plan.event_stages import UNEVEN, EventStages
+from shardwright.strategies.pipeline.cut import partition
 
 FINEST = (0.25, 0.06, 0.0)
 """A module is opened if a call costs more than this part of a chunk's share of the work; the next if that is uneven.
@@ -36,7 +37,7 @@ Chunks begin at units, so the largest may exceed its share by about one unit: by
 stand at the boundary. Finer units balance better, and each is one more event that every stage compares with the record.
 """
 
-GAIN = 0.9
+FINER = 0.9
 """Finer units must make the largest chunk smaller by at least a tenth."""
 
 SLACK = 1.1
@@ -78,20 +79,20 @@ def cut_events(
         except LayoutError as failure:
             failures.append(failure)
             continue
-        if best is None or _largest(stages) < GAIN * _largest(best):
+        if best is None or _unevenness(stages) < FINER * _unevenness(best):
             best = stages
-        if _largest(best) * num_chunks <= UNEVEN:
+        if _unevenness(best) <= UNEVEN:
             break
     if best is None:
         raise failures[0]
     return best
 
 
-def _largest(stages: EventStages) -> float:
-    """Returns the largest share that a chunk has of the work or of the parameters."""
+def _unevenness(stages: EventStages) -> float:
+    """Returns the work or the parameters of the largest chunk over those of an even one; 1.0 is even."""
     works = [cost.work for cost in stages.costs]
     sizes = [cost.parameter_bytes for cost in stages.costs]
-    return max(max(each) / (sum(each) or 1) for each in (works, sizes))
+    return max(max(each) / (sum(each) or 1) for each in (works, sizes)) * len(stages.costs)
 
 
 def _cut(
@@ -161,7 +162,8 @@ def _drawn_as(number: float, path: str, call: int, place: int, draw: DrawCall) -
     """Returns what a draw gives whose numbers are all one between 0 and 1."""
     x = draw.drawn(None)
     if draw.kind not in ("new", "like", "fill") or draw.name == "randperm":
-        return draw.without_numbers()  # type: ignore[no-any-return]
+        made: Tensor = draw.without_numbers()
+        return made
     made = draw.empty() if x is None else x if draw.kind == "fill" else torch.empty_like(x)
     return made.fill_(number if made.is_floating_point() else int(draw.get("low", 0)))
 
@@ -296,18 +298,13 @@ def _balanced(record: ForwardRecord, costs: Sequence[Cost], sites: Sequence[int]
         return 0.0, max(each[stop] - each[first] for each in sums)
 
     (_, least), _ = _best(len(places) - 1, num_chunks, load)
-
-    def least_held(most_work: float) -> float:
-        def memory(first: int, stop: int) -> Price:
-            work, held = (each[stop] - each[first] for each in sums)
-            return (0.0 if work <= most_work else float("inf")), held
-
-        return _best(len(places) - 1, num_chunks, memory)[0][1]
-
+    work_of, held_of = ([stop - first for first, stop in pairwise(each)] for each in sums)
     most_work = least * SLACK
-    if least_held(most_work) * num_chunks > 1:
-        most_work = max(most_work, UNEVEN / num_chunks)
-    most_held = max(least_held(most_work) * (1 + 1e-9), 1 / num_chunks)
+    least_held, _ = partition(held_of, num_chunks, work_of, most_work)
+    if least_held * num_chunks > 1 and most_work * num_chunks < UNEVEN:
+        most_work = UNEVEN / num_chunks
+        least_held, _ = partition(held_of, num_chunks, work_of, most_work)
+    most_held = max(least_held * (1 + 1e-9), 1 / num_chunks)
 
     def sent_bytes(first: int, stop: int) -> Price:
         work, held = (each[stop] - each[first] for each in sums)

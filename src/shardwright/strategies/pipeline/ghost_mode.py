@@ -256,7 +256,7 @@ class GhostMode(TorchFunctionMode):
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share their values, as far as tensors without values can tell."""
+    """Whether two tensors have one storage; tensors without values have none, and count as the same."""
     if tensor is other or tensor.is_meta or other.is_meta:
         return True
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -49,7 +49,8 @@ MOST_PLANS = 20_000
 _NEW = CallPlan((), None, {}, 0, (), (), runs_as_is=False)
 """Stands for the plan of a call that has none yet; None is that of a call which runs on the whole."""
 
-_SIZES: Mapping[Any, Callable[[TensorPart], Any]] = {
+# torch's stubs declare properties of C as plain attributes
+_SIZES_OF_WHOLE: Mapping[Any, Callable[[TensorPart], Any]] = {
     Tensor.shape.__get__: lambda part: part.shape,  # type: ignore[attr-defined]
     Tensor.ndim.__get__: lambda part: len(part.shape),  # type: ignore[attr-defined]
     Tensor.dim: lambda part: len(part.shape),
@@ -123,7 +124,7 @@ class PartsMode(TorchFunctionMode):
             return func(*args, **named)
         part = tagged(args[0]) if args and isinstance(args[0], Tensor) else None
         if part is not None:
-            size = _SIZES.get(func)
+            size = _SIZES_OF_WHOLE.get(func)
             if size is not None:
                 return size(part)
             if func is Tensor.size:
@@ -219,7 +220,7 @@ class PartsMode(TorchFunctionMode):
         if step.changes:
             own = [*values]
             for change in step.changes:
-                # the gradient that a linear layer gives its input is a new tensor, which no other operator reads
+                # a linear layer's backward makes a new tensor for this gradient, so the all-reduce may overwrite it
                 is_new = step.function is functional.linear and step.args[0] == Slot(change.slot)
                 own[change.slot] = self._changed(own[change.slot], change, is_new)
         results = step.function(*_filled(step.args, own), **_filled(step.named, own))
@@ -246,7 +247,7 @@ class PartsMode(TorchFunctionMode):
         for before, version, made in self._copies:
             if before is x and x._version == version:
                 if not gradient_is_new and made.grad_fn is not None:
-                    made.grad_fn.overwrite = False  # type: ignore[attr-defined]
+                    made.grad_fn.overwrite = False  # type: ignore[attr-defined]  # an attribute of our function
                 return made
         made = sum_gradient(x, self.axis, overwrite=gradient_is_new)
         self._copies.append((x, x._version, made))

@@ -1,0 +1,107 @@
+"""The file ``run.json`` of a training run's folder: its options, its data, and what it ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import torch
+
+import shardwright
+from shardwright.errors import CheckpointError
+from shardwright.models import MODELS
+from shardwright.text_files import read_text
+from shardwright.train.config import TrainConfig, read_options
+from shardwright.train.progress import write_json
+
+RUN_FILE = "run.json"
+
+MOST_RUN_BYTES = 2**26
+"""The longest ``run.json`` that is read; it has the measured times of layers too."""
+
+
+def write_run(out: Path, config: TrainConfig, world_size: int, data: Any, seconds: Mapping[str, float]) -> None:
+    """Writes ``run.json``: the options, fingerprints of the data, measured times of layers, versions, the machine."""
+    versions = {"shardwright": shardwright.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
+    machine = {"cpus": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total}
+    write_json(
+        out / RUN_FILE,
+        {
+            "options": config.to_dict(),
+            "data": data,
+            "torchrun": os.environ.get("TORCHELASTIC_RUN_ID"),
+            "seconds": seconds,
+            "world_size": world_size,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": versions,
+            "machine": machine,
+        },
+    )
+
+
+def read_run(out: Path, *, model: str | None = None) -> dict[str, Any]:
+    """Returns the options that an earlier run in ``out`` was started with. ``model`` is the one that the person names.
+
+    A folder may come from another person, and importing a factory runs its code. So a factory is taken from a folder
+    only if it is named beside it.
+
+    Raises: CheckpointError: no such run; another model than the one named; a factory that is not named.
+    """
+    options = options_of(out)
+    found = options.get("model", TrainConfig.model)
+    if model is not None and model != found:
+        raise CheckpointError(
+            f"the run in '{out}' has another model", given=model, allowed=found, fix=f"write --model {found}"
+        )
+    if ":" in found and model is None:
+        raise CheckpointError(
+            f"{RUN_FILE} of '{out}' names code that would run: the factory of its model",
+            given=found,
+            allowed=f"a factory that the command names too, or one of {', '.join(MODELS)}",
+            fix=f"if you trust that code, add --model {found}",
+        )
+    return options
+
+
+def noted_data(out: Path) -> Mapping[str, Any]:
+    """Returns the fingerprints of the data files that a run was started with, by name; none if none were noted.
+
+    Raises: CheckpointError: no such run.
+    """
+    options_of(out)  # raises if it is no run
+    found = _run_file(out).get("data", {})
+    return found if isinstance(found, dict) else {}
+
+
+def _run_file(out: Path) -> Any:
+    return json.loads(read_text(out / RUN_FILE, MOST_RUN_BYTES))
+
+
+def options_of(out: Path) -> dict[str, Any]:
+    """Returns the options of a run's file, without ``stop_at``. Raises CheckpointError: no such run."""
+    try:
+        found = _run_file(out)
+        options = read_options(found["options"], given_in=RUN_FILE)
+        return {key: value for key, value in options.items() if key != "stop_at"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+        raise CheckpointError(
+            f"there is no run at '{out}'",
+            given=str(failure).splitlines()[0],
+            allowed=f"the --out folder of a run, with {RUN_FILE} in it",
+            fix="check the path, or start a run there without --resume",
+        ) from failure
+
+
+def run_name_in(out: Path) -> str | None:
+    """Returns the id of the ``torchrun`` job (``--rdzv-id``) that began the run in a folder; None where none did."""
+    try:
+        found = _run_file(out).get("torchrun")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
