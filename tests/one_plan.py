@@ -56,7 +56,14 @@ def one_plan_in_verify() -> Iterator[None]:
 
     def plan_of_verify(job: Any, layout: Any, strategies: Any = None) -> Any:
         shared_by(job.model)["plan"] = make_plan(job, layout, strategies), strategies
+        if job.graph is not None:
+            job.graph.draws  # so that ranks at once do not record it all  # noqa: B018
+            shared_by(job.model)["graph"] = job.graph
         return shared_by(job.model)["plan"][0]
+
+    def job_of_rank(*args: Any, **named: Any) -> Any:
+        job = job_for(*args, **named)
+        return job._replace(graph=getattr(here, "shared", {}).get("graph", job.graph))
 
     def plan_of_rank(job: Any, layout: Any, strategies: Any = None) -> Any:
         (plan, chosen), given = getattr(here, "shared", {}).get("plan", ((None, ()), strategies))
@@ -69,13 +76,13 @@ def one_plan_in_verify() -> Iterator[None]:
         here.shared = shared_by(model)  # as long as the rank's thread
         return plain(model, *args, **named)
 
-    make_plan, plain = parallelize.make_plan, parallelize.parallelize
+    make_plan, job_for, plain = parallelize.make_plan, parallelize.job_for, parallelize.parallelize
     with ExitStack() as stack:
         for module, name, now in (
             (verify, "make_plan", plan_of_verify),
             (verify, "parallelize", of_verify),
             (parallelize, "make_plan", plan_of_rank),
-            (parallelize, "find_draws", once(parallelize.find_draws)),
+            (parallelize, "job_for", job_of_rank),
             (optimizer_check, "is_elementwise", once(optimizer_check.is_elementwise)),
         ):
             stack.enter_context(mock.patch.object(module, name, now))

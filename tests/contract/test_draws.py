@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardwright import verify
-from shardwright.analysis.draws import find_draws
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.errors import PlanError
 from shardwright.models.losses import CrossEntropy, MeanSquaredError
 
@@ -207,7 +207,7 @@ def test_every_function_that_draws_draws_the_same_under_every_layout(name, line)
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_every_function_that_draws_is_found(name):
-    found = find_draws(Noisy(DRAWS[name]), NUMBER_BATCHES[0][0])
+    found = ModelGraph(Noisy(DRAWS[name]), NUMBER_BATCHES[0][0]).draws
     assert found is not None
     assert found.places
 

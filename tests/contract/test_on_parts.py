@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import verify
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.models.losses import CrossEntropy
 from shardwright.parallelize.planning import StepTraffic, structural_copy
 from shardwright.strategies.tensor_parallel import on_parts
@@ -207,6 +208,7 @@ class OwnActivation(nn.Sequential):
 
 def test_layers_around_an_activation_with_a_backward_of_its_own_are_cut():
     model = OwnActivation(nn.Linear(6, 8), nn.Linear(8, 6)).to("meta")
-    cuts = graph_cuts(model, torch.empty(2, 6, device="meta"), 2)
+    run = ModelGraph(model, torch.empty(2, 6)).run
+    cuts = graph_cuts(model, run.recording, run.axes, 2)
     assert set(cuts.parts) == {"0.weight", "0.bias", "1.weight"}
     assert not cuts.functions, "its backward is elementwise"

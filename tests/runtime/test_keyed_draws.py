@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright.analysis.draw_calls import draw_of
-from shardwright.analysis.draws import FIRST, Draws, SamplePlace, find_draws
+from shardwright.analysis.draws import FIRST, Draws, SamplePlace
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.comm.launch import launch
 from shardwright.errors import PlanError
 from shardwright.forward_stack import Rung, stack_of
@@ -235,7 +236,7 @@ def test_a_copy_of_a_model_that_draws_runs_its_own_modules():
 
 def test_modules_that_draw_nothing_are_left_as_they_are():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Linear(2, 2), Calls(functional.dropout)))
-    draws = find_draws(model, torch.ones(3, 2))
+    draws = ModelGraph(model, torch.ones(3, 2)).draws
     key_draws(model, RngTracker(samples=range(3)), draws)
     drawing = [p for p, module in model.named_modules() if any(w.rung is Rung.DRAWS for w in stack_of(module).wrappers)]
     assert drawing == ["2.1"]

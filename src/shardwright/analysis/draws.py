@@ -13,27 +13,22 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from threading import Lock
 from typing import Any, NamedTuple
 from warnings import warn
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from shardwright.analysis.copying import copied
-from shardwright.analysis.device_moves import IgnoresDeviceMoves
 from shardwright.analysis.draw_calls import draw_of, in_multihead
-from shardwright.analysis.meta_values import ValueReadError
-from shardwright.analysis.recording import Recorded, Recording, TensorUse, record_forward
-from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, leaves, root
+from shardwright.analysis.recording import Recorded, Recording, TensorUse
+from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves, root
 from shardwright.errors import PlanError
 
 COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
@@ -59,6 +54,10 @@ _OTHERS = Lock()
 
 FIRST = SamplePlace(0)
 """The place of samples in most tensors: dim 0."""
+
+
+FoundDraw = tuple[tuple[str, int, int], TensorUse, str]
+"""A draw of a recorded run: its key, the tensor that it draws, and the function."""
 
 
 @dataclass
@@ -123,32 +122,17 @@ class Draws:
                 )
 
 
-def find_draws(model: nn.Module, example: Any) -> Draws | None:
-    """Returns the draws of a model in training, by a run on the meta device.
-
-    None where it does not run there, and for models of torch's and our own layers that draw nothing but what
-    ``nn.Dropout`` and attentions drop: these are keyed without.
-
-    >>> class Dropping(nn.Module):
-    ...     def forward(self, x):
-    ...         return functional.dropout(x.transpose(0, 1), 0.1)
-    >>> find_draws(Dropping(), torch.zeros(4, 3)).places
-    {('', 0, 0): SamplePlace(dim=1, outside=1, inside=1)}
-    """
-    if example is None or all(map(_is_known, model.modules())):
-        return None
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    memo.update({id(b): b.detach().to("meta") for b in model.buffers()})
-    for inputs in _examples(model, example):
-        try:
-            on_meta = copied(model, dict(memo))
-            return _found(on_meta if on_meta.training else on_meta.train(), inputs)
-        except (ValueReadError, RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError):
-            continue
-    return None
+def draws_of(recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], others: Iterable[str]) -> Draws:
+    """Returns the draws of a recorded run, from those that :class:`FindsDraws` noted; ``others`` are its generators."""
+    draws = Draws(others=tuple(others), across=tuple(_across_samples(recording, axes)))
+    for key, use, function in found:
+        place = _place(use, recording, axes)
+        draws.places[key] = MIXED if function == "randperm" and place is not None else place
+        draws.functions[key] = function
+    return draws
 
 
-def _is_known(module: nn.Module) -> bool:
+def draws_as_known(module: nn.Module) -> bool:
     """Whether a module is torch's or our own, and draws as ``nn.Dropout`` and attention do, or not at all."""
     home = type(module).__module__.startswith(("torch.nn.", "shardwright.models."))
     return home and "forward" not in vars(module) and not isinstance(module, _DRAWING)
@@ -159,42 +143,8 @@ _DRAWING = (
 )  # fmt: skip
 
 
-def _examples(model: nn.Module, example: Any) -> Iterator[Any]:
-    """The example with a number of samples that no other dim has, and as it is, for code that takes no such number."""
-    given = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
-    sizes = {size for t in (*given, *model.parameters(), *model.buffers()) for size in t.shape}
-    count = next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
-    for number in (count, None):
-        yield tree_map_only(Tensor, partial(_of_samples, number), example)
-
-
-def _of_samples(number: int | None, tensor: Tensor) -> Tensor:
-    shape = tensor.shape if number is None or not tensor.dim() else (number, *tensor.shape[1:])
-    return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-
-def _found(model: nn.Module, inputs: Any) -> Draws:
-    finds: list[_FindsDraws] = []
-
-    @contextmanager
-    def within(recorded: Recorded) -> Iterator[None]:
-        finds.append(_FindsDraws(recorded))
-        with IgnoresDeviceMoves(torch.device("meta")), finds[-1]:
-            yield
-
-    with _other_generators() as others:
-        recording = record_forward(model, inputs, within)
-    axes = axes_of(recording)
-    found = Draws(others=tuple(others), across=tuple(_across_samples(recording, axes)))
-    for key, use, function in finds[-1].found:
-        place = _place(use, recording, axes)
-        found.places[key] = MIXED if function == "randperm" and place is not None else place
-        found.functions[key] = function
-    return found
-
-
 @contextmanager
-def _other_generators() -> Iterator[list[str]]:
+def other_generators() -> Iterator[list[str]]:
     """Yields a list that at the end has the names of the generators beside torch's that were drawn from."""
     numpy = sys.modules.get("numpy")
     found: list[str] = []
@@ -261,12 +211,12 @@ def _around(axis: DimAxis, batch: set[DimAxis]) -> tuple[int, int] | None:
     return prod(sizes[: holding[0]]) * around[0], around[1] * prod(sizes[holding[0] + 1 :])
 
 
-class _FindsDraws(TorchFunctionMode):
+class FindsDraws(TorchFunctionMode):
     """Notes each draw of a recorded run, and draws nothing."""
 
     def __init__(self, recorded: Recorded) -> None:
         super().__init__()
-        self.found: list[tuple[tuple[str, int, int], TensorUse, str]] = []
+        self.found: list[FoundDraw] = []
         self._recorded = recorded
         self._numbers: dict[tuple[str, int], int] = {}
 

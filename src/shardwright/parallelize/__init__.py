@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.analysis.batch_norms import batch_norms
 from shardwright.analysis.copying import check_apart
-from shardwright.analysis.draws import Draws, find_draws
+from shardwright.analysis.draws import Draws
 from shardwright.axes import layout_axes
 from shardwright.comm.axis import Axis
 from shardwright.comm.world import World
@@ -122,7 +122,8 @@ def parallelize(
     check_world(plan, world)
     for share in shares_of(job, plan) if world.rank == 0 else ():
         LOG.log(logging.WARNING if share.is_low else logging.INFO, "%s", share)
-    draws = find_draws(job.model, job.example)
+    draws = job.graph.draws if job.graph is not None else None
+    job = job._replace(graph=None)  # it is read in planning only, and has all operators of the model
     if draws is not None and world.size * layout.num_microbatches > 1:
         draws.check()
     everyone = world.everyone()

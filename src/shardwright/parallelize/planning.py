@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwright.analysis.batch_norms import ignore_batch_statistics
 from shardwright.analysis.copying import copied
 from shardwright.analysis.kept_traces import traces_kept
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.module_calls import ModuleCall, ModuleCalls, record_module_calls
 from shardwright.analysis.reached import unregistered
-from shardwright.analysis.recording import record_forward
-from shardwright.analysis.run_axes import axes_of
 from shardwright.axes import mesh_axes
 from shardwright.errors import GridError, LayoutError, UnknownCodeError
 from shardwright.forward_stack import Rung
@@ -107,10 +106,10 @@ def shares_of(job: Job, plan: Plan) -> tuple[Share, ...]:
     A model with an example whose operators the plan does not know is recorded; one that does not run on the meta device
     has no FLOPs.
     """
-    if not plan.work and job.example is not None and plan.layout.factor("tp") is not None:
+    if not plan.work and job.graph is not None and plan.layout.factor("tp") is not None:
         try:
-            recording = record_forward(without_storage(job.model), job.example)
-            plan = replace(plan, work=operator_work(plan, recording, axes_of(recording)))
+            run = job.graph.run
+            plan = replace(plan, work=operator_work(plan, run.recording, run.axes))
         except Exception:  # a forward of anybody's, without values: one rank alone says what is cut, so it must not end
             return shares(plan)
     return shares(plan)
@@ -155,12 +154,13 @@ def job_for(
     >>> job_for(nn.Linear(3, 3), nn.Identity(), Layout.parse("dp2 mb2"), torch.zeros(8, 3)).example.shape
     torch.Size([2, 3])
     """
-    example, num_samples = None, samples_of(inputs, layout)
+    example, graph, num_samples = None, None, samples_of(inputs, layout)
     if inputs is not None:
         on_meta = on_device(inputs, torch.device("meta"))
         example = rows(on_meta, 0, -(-num_rows(inputs) // num_shares(layout)))
+        graph = ModelGraph(model, example)
     stages = stages_by_device(model) if layout.factor("pp") is not None else ()
-    return Job(model, loss, num_tokens, roles=roles, example=example, num_samples=num_samples, stages=stages)
+    return Job(model, loss, num_tokens, num_samples, roles, example, graph, stages)
 
 
 def rows(tree: Any, start: int, stop: int) -> Any:

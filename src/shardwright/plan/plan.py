@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwright.analysis.batch_norms import batch_norms, uses_batch
 from shardwright.analysis.callers import AllowedCallers
+from shardwright.analysis.model_graph import ModelGraph
 from shardwright.analysis.structure import owners
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import SEVERAL, Rung
@@ -140,6 +141,7 @@ class Job(NamedTuple):
         num_samples: samples of the smallest microbatch, if samples are sequences; with too few, sequences are cut.
         roles: roles that the caller gave to single layers, by patterns of names.
         example: inputs of one microbatch of one model copy, on the meta device, for counting costs.
+        graph: a recorded run of the plain model, for what can be read of its operators; None without an example.
         stages: modules at which pipeline stages begin, from devices on which the caller put parts of the model.
         seconds: measured forward times by module.
         offload_folder: folder for the files of offloaded state.
@@ -155,6 +157,7 @@ class Job(NamedTuple):
     num_samples: int | None = None
     roles: Mapping[str, str] = MappingProxyType({})
     example: Any = None
+    graph: ModelGraph | None = None
     stages: tuple[str, ...] = ()
     seconds: Mapping[str, float] = MappingProxyType({})
     offload_folder: Path | None = None

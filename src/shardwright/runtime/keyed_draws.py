@@ -134,7 +134,7 @@ def key_draws(
 ) -> None:
     """Makes all random numbers of a model's forward keyed: its dropout layers', and those that its own code draws.
 
-    ``draws`` are those of :func:`find_draws`; where they are not known, every module whose code may draw runs under
+    ``draws`` are those of :class:`ModelGraph`; where they are not known, every module whose code may draw runs under
     the mode, and drawn tensors have the samples in dim 0. The others are those of :func:`key_dropout`.
     """
     keyed = KeyedDraws(rng, draws)

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.analysis.copying import check_apart
-from shardwright.analysis.draws import find_draws
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.limits import check_can_start
 from shardwright.comm.world import World
@@ -135,7 +134,7 @@ def verify(
     job = job._replace(seconds=dict(seconds))
     plan, _ = make_plan(job, layout, strategies)  # raises LayoutError before any rank starts
     check_trains(plan)
-    draws = find_draws(plain, batches[0][0])
+    draws = job.graph.draws if job.graph is not None else None
     expected = reference(plain, loss, batches, seed, plan, draws)
     work = (plain, layout, batches, loss, seed, expected.eps, job.roles, job.seconds)
     if launcher is not None:

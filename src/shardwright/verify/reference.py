@@ -80,7 +80,7 @@ def reference(
 ) -> Outcome:
     """Trains a copy of the plain model with plain torch in this process.
 
-    ``draws`` are those of :func:`find_draws`. ``eps`` is AdamW's; by default it is made from the gradients. ``shift``
+    ``draws`` are those of :class:`ModelGraph`. ``eps`` is AdamW's; by default it is made from the gradients. ``shift``
     may change each initial value, in place.
     """
     model, rng = structural_copy(plain, torch.clone), RngTracker(seed)

@@ -14,14 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from math import prod
-from typing import Any
 
 from torch import nn
 
 from shardwright.analysis.dim_letters import Role
 from shardwright.analysis.operator_dims import relation_of
-from shardwright.analysis.recording import RecordedCall, Recording, record_forward
-from shardwright.analysis.run_axes import DimAxis, RunAxes, axes_of, labels_of, leaves, root
+from shardwright.analysis.recording import RecordedCall, Recording
+from shardwright.analysis.run_axes import DimAxis, RunAxes, labels_of, leaves, root
 from shardwright.analysis.structure import owners
 from shardwright.mesh import balanced
 from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
@@ -33,14 +32,11 @@ class GraphCuts:
 
     To ask for the shape of a parameter counts as reading it.
     ``functions`` are the names of autograd functions of the user's own whose backward does not run on parts.
-    ``recording`` and ``axes`` are the run that was read.
     """
 
     parts: Mapping[str, TensorPart]
     readers: Mapping[str, set[str]]
     functions: frozenset[str]
-    recording: Recording
-    axes: RunAxes
 
 
 @dataclass(slots=True)
@@ -52,19 +48,17 @@ class _Candidate:
     excludes: set[DimAxis] = field(default_factory=set)
 
 
-def graph_cuts(model: nn.Module, inputs: Any, size: int) -> GraphCuts:
-    """Returns how an axis of ``size`` ranks cuts a model, on the meta device, that gets inputs like these.
-
-    Raises: ValueReadError: the forward reads values that depend on a parameter or an input.
+def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int) -> GraphCuts:
+    """Returns how an axis of ``size`` ranks cuts a model, by a recorded run of it and the axes of that run.
 
     >>> import torch
+    >>> from shardwright.analysis.model_graph import ModelGraph
     >>> model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).to("meta")
-    >>> cuts = graph_cuts(model, torch.empty(2, 6, device="meta"), 2)
+    >>> run = ModelGraph(model, torch.empty(2, 6)).run
+    >>> cuts = graph_cuts(model, run.recording, run.axes, 2)
     >>> {name: part.local_shape(0) for name, part in cuts.parts.items()}
     {'0.weight': (4, 6), '0.bias': (4,), '2.weight': (6, 4)}
     """
-    recording = record_forward(model, inputs)
-    axes = axes_of(recording)
     # recurrent layers keep their weights in a list as well, which their code on devices reads at once
     kept = {name for _, module, _, name in owners(model) if isinstance(module, nn.RNNBase)}
     cut = {} if size == 1 else {axis: _balanced(axis.size, size) for axis in _chosen(recording, axes, size, kept)}
@@ -79,7 +73,7 @@ def graph_cuts(model: nn.Module, inputs: Any, size: int) -> GraphCuts:
             if use.kind == "parameter":
                 readers[use.name].add(call.module)
     mixing = (name for name, calls in recording.functions.items() if any(map(_mixes, calls)))
-    return GraphCuts(found, readers, frozenset(mixing), recording, axes)
+    return GraphCuts(found, readers, frozenset(mixing))
 
 
 def _mixes(call: RecordedCall) -> bool:

@@ -119,14 +119,15 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     (hooks, autograd functions) do not run on parts: these would see parts of gradients.
     """
     tokens = mode.dim == 1 or is_asked(plan)
-    if not mode.axes or job.example is None or job.roles or tokens or mode.pinned:
+    if not mode.axes or job.graph is None or job.roles or tokens or mode.pinned:
         return None
     columns = [axis for axis in mode.axes if axis.stream != "T"]
     if len(columns) > 1 or (any(axis.stream == "C" for axis in columns) and mode.row_axes):
         return None
     name = columns[0].name if columns else None
     try:
-        cuts = graph_cuts(job.model, job.example, columns[0].size if columns else 1)
+        run = job.graph.run
+        cuts = graph_cuts(job.model, run.recording, run.axes, columns[0].size if columns else 1)
     except Exception:  # a forward of anybody's, without values: whatever it raises, the model is not recorded
         return None
     if columns and (cuts.functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
@@ -150,7 +151,7 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         elif path not in plan.roles:
             plan = plan.role(path, mode.name, "copied", f"{type(module).__name__}: every rank computes it whole")
     rows = tuple(axis.name for axis in mode.row_axes)
-    plan = replace(plan, work=operator_work(plan, cuts.recording, cuts.axes))
+    plan = replace(plan, work=operator_work(plan, run.recording, run.axes))
     return plan.note("", PartsNote(name, rows, parts, stored, job.model), by=mode.name, rung=Rung.ON_PARTS)
 
 
