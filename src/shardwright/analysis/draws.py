@@ -31,7 +31,7 @@ from shardwright.analysis.recording import Recorded, Recording, TensorUse
 from shardwright.analysis.run_axes import DimAxis, RunAxes, leaves, root
 from shardwright.errors import PlanError
 
-COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
+COUNTS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
 """Numbers of samples to record with: primes, so that they do not factor, and unlike the sizes of most dims."""
 
 

@@ -88,6 +88,7 @@ def _examples(model: nn.Module, example: Any) -> Iterator[Any]:
     """The example with a number of samples that no other dim has, and as it is, for code that takes no such number."""
     given = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
     sizes = {size for t in (*given, *model.parameters(), *model.buffers()) for size in t.shape}
+    sizes |= {2 * size for size in sizes}  # as many relative positions, but one, as tokens twice
     count = next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
     for number in (count, None):
         yield tree_map_only(Tensor, partial(_of_samples, number), example)
