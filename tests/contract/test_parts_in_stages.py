@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.contract.cases import check_traffic
 from tests.contract.test_on_parts import CASES as LANGUAGE
 from tests.contract.test_pipeline_of_events import CASES as OF_EVENTS
 from tests.contract.test_pipeline_of_events import check_of_events
@@ -13,7 +14,8 @@ CASES = {"GroupedBlock": LANGUAGE["GroupedBlock"], "Paired": OF_EVENTS["Paired"]
 
 LINES = (
     "pp2/1f1b dp2/zero1 tp2 mb2", "pp2/zb-v tp2 mb2 recompute:full", "pp2/interleaved:v2 dp2/zero2 tp2 mb2",
-    "pp2 tp2x2/2d", "pp2/1f1b tp2/sp mb2",
+    "pp2 tp2x2/2d", "pp2/1f1b tp2/sp mb2", "pp2/1f1b dp2/zero3 tp2 mb2",
+    "pp2/interleaved:v2 dp2/zero3/bucket:0 tp2 mb2",
 )  # fmt: skip
 
 
@@ -23,3 +25,9 @@ LINES = (
 def test_a_model_on_parts_in_stages_keeps_every_promise(name, line):
     plan = check_of_events(line, CASES[name])
     assert isinstance(plan.notes.get(""), PartsNote), "the model runs on parts"
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("line", ["pp2/interleaved:v2 tp2 mb2", "pp2/interleaved:v2 dp2/zero3/bucket:0 tp2 mb2"])
+def test_traffic_finds_a_value_that_dropout_made_under_the_name_that_it_has_in_training(line):
+    check_traffic(line, OF_EVENTS["Repeated"])

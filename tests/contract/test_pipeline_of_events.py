@@ -90,9 +90,17 @@ LINES = (
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_of_events_keeps_every_promise(name, line):
-    # a group of parameters whose use another group's module interrupts is gathered more often than traffic states
-    several = "zero3" in line and (name == "Repeated" or (name == "Paired" and "interleaved" in line))
-    check_of_events(line, CASES[name], but=(check_traffic,) if several else ())
+    check_of_events(line, CASES[name])
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("line", [
+    "dp2/zero3/bucket:0", "dp2/zero3/bucket:0 recompute:full", "dp2/zero3/bucket:0 tp2", "dp2/zero3/bucket:0 tp2x2/2d",
+    "pp2/1f1b dp2/zero3/bucket:0 mb2 recompute:full", "pp2/interleaved:v2 dp2/zero3/bucket:0 mb2",
+])  # fmt: skip
+@pytest.mark.parametrize("name", CASES)
+def test_a_param_group_is_gathered_once_an_action_also_if_others_are_used_between_its_uses(name, line):
+    check_traffic(line, CASES[name])
 
 
 def test_what_crosses_between_stages_is_read_from_the_record_that_they_were_cut_from(monkeypatch):

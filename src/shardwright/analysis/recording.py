@@ -25,6 +25,7 @@ from shardwright.analysis.device_moves import call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_calls import call_model
 from shardwright.analysis.operator_results import map_tensors
+from shardwright.analysis.structure import owners
 from shardwright.operator_schemas import written_arguments
 
 WHOLE_CALLS: frozenset[Callable[..., Any]] = frozenset((functional.scaled_dot_product_attention, functional.linear))
@@ -89,6 +90,27 @@ class Recording:
     """The operators in the backward of the user's own autograd functions, by name."""
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """The modules whose code asks for the shape of a parameter, by the parameter's name."""
+
+    def parameters_in_order(self, model: nn.Module) -> Iterator[str]:
+        """Yields the parameters in order of use: a module's own where it is called, each where an operator reads it.
+
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("meta")
+        >>> list(dict.fromkeys(record_forward(model, torch.empty(1, 2, device="meta")).parameters_in_order(model)))
+        ['0.weight', '0.bias', '1.weight', '1.bias']
+        """
+        own: dict[str, list[str]] = {}
+        for path, _, _, name in owners(model):
+            own.setdefault(path, []).append(name)
+        inside: list[tuple[str, int]] = []  # the modules around the last operator, the innermost with its call
+        for call in self.calls:
+            parts = call.module.split(".") if call.module else []
+            paths = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+            now = [(path, call.number if path == call.module else 0) for path in paths]
+            for path, number in now:
+                known = any(path == other and (path != call.module or number == n) for other, n in inside)
+                yield from () if known else own.get(path, ())
+            inside = now
+            yield from (use.name for use in call.operands if use.kind == "parameter")
 
 
 class Recorded(MetaValues):

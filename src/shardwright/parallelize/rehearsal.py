@@ -140,10 +140,13 @@ def _signature(model: nn.Module, inputs: Any) -> tuple[object, ...]:
 def _values_on_parts(
     job: Job, plan: Plan, strategies: Sequence[Strategy], microbatches: Sequence[Any], coord: Coord
 ) -> tuple[MicrobatchRehearsal, ...]:
-    """Runs all chunks of a model on parts in turn, forward and backward, as one stage with a rank's parts would."""
-    stages = plan.stages
-    assert isinstance(stages, EventStages)
-    stages = replace(stages, model=copied(job.model, {}).eval())
+    """Runs all chunks of a model on parts in turn, forward and backward, as one stage with a rank's parts would.
+
+    Nothing is dropped out, so a value may have another name than in training: it takes that of its place on its edge.
+    """
+    planned = plan.stages
+    assert isinstance(planned, EventStages)
+    stages = replace(planned, model=copied(job.model, {}).eval())
     world, alone = fake_world(plan.mesh.rank(coord), plan.mesh.size), fake_world(0, 1)
     _cut_parameters(job.model, plan, coord)
     job = job._replace(batch_shard=plan.batch_shard(coord), rng=RngTracker())
@@ -171,7 +174,7 @@ def _values_on_parts(
                             torch.autograd.backward(starts[chunk], stage.gradients(chunk, number))
                             stage.pass_back(chunk, number)
                     sent[chunk].update((r.source, r.kind, r.axis, r.num_bytes) for r in records)
-            by_shapes[key] = MicrobatchRehearsal(stage.crossing(), sent)
+            by_shapes[key] = MicrobatchRehearsal(stage.crossing(planned.chunked.edges), sent)
         found.append(by_shapes[key])
     return tuple(found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,10 +10,14 @@ from torch import nn
 
 
 class ParamGroup(NamedTuple):
-    """A block of the model, and the names of its parameters, which are unsharded, reduced and updated as one."""
+    """A block of the model, and the names of its parameters, which are unsharded, reduced and updated as one.
+
+    ``is_interrupted``: between two of its uses in a forward the model uses another group.
+    """
 
     name: str
     parameters: tuple[str, ...]
+    is_interrupted: bool = False
 
 
 LISTS = (nn.Sequential, nn.ModuleList)
@@ -70,6 +75,26 @@ def _holds_blocks(module: nn.Module) -> bool:
     """Returns whether a list or sequence inside has entries that are more than single layers."""
     lists = (each for each in module.modules() if type(each) in LISTS)
     return any(next(entry.children(), None) is not None for each in lists for entry in each.children())
+
+
+def mark_interrupted(groups: Sequence[ParamGroup], forwards: Iterable[Iterable[str]]) -> tuple[ParamGroup, ...]:
+    """Returns the param groups, marked where a forward uses another group between two uses of one.
+
+    ``forwards`` are the names of the parameters that each part of a forward uses, in order.
+
+    >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("b", ("b.w",))
+    >>> [group.is_interrupted for group in mark_interrupted(groups, [["a.w", "a.b", "b.w", "a.w"]])]
+    [True, False]
+    """
+    group_of = {name: group.name for group in groups for name in group.parameters}
+    found: set[str] = set()
+    for names in forwards:
+        used: list[str] = []  # the groups in order, each as often as it begins to be used
+        for name in (group_of[parameter] for parameter in names if parameter in group_of):
+            if used[-1:] != [name]:
+                used.append(name)
+        found.update(name for name, times in Counter(used).items() if times > 1)
+    return tuple(group._replace(is_interrupted=group.name in found) for group in groups)
 
 
 def held_param_groups(groups: Sequence[ParamGroup], held: Collection[str]) -> tuple[ParamGroup, ...]:

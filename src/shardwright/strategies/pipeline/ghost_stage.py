@@ -74,16 +74,21 @@ class GhostStage(PipelineStage[EventStages]):
         self._saved, self._arrived = {}, {}
         self.p2p.begin(self._route.arrivals, keys)
 
-    def crossing(self) -> dict[str, Tensor]:
-        """Returns the values of the first microbatch that crossed between chunks, on the meta device, by name."""
+    def crossing(self, planned: Sequence[Edge]) -> dict[str, Tensor]:
+        """Returns the values of the first microbatch that crossed between chunks, on the meta device.
+
+        Their names are those on the ``planned`` edges, as far as these have as many values.
+        """
         found: dict[str, Tensor] = {}
+        names = {edge[:2]: edge.values for edge in planned}
         for edge in self._chunks[0].edges:
             spec = self.p2p.spec(StageMessage("F", 0, edge.source, edge.target))
             made = [
                 torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.needs_gradient)
                 for leaf in spec.tensors
             ]
-            found.update(zip(edge.values, fill(spec, made), strict=True))
+            known = names.get(edge[:2], ())
+            found.update(zip(known if len(known) == len(edge.values) else edge.values, fill(spec, made), strict=True))
         return found
 
     def _prepare(self) -> None:

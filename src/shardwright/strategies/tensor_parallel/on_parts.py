@@ -49,7 +49,7 @@ from shardwright.sharding.box import Ranges
 from shardwright.sharding.tensor_part import TensorPart, held, tag, tagged
 from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
 from shardwright.strategies.tensor_parallel.mode import Mode
-from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame
+from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame, tag_all
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
 from shardwright.strategies.tensor_parallel.sequence import cut_rows, is_asked
 from shardwright.strategy import check_samples_apart
@@ -277,18 +277,21 @@ def part_of_drawn(rank: int, tensor: Tensor) -> tuple[tuple[DimSlice, ...], Call
 
 
 def _on_parts(mode: PartsMode | None, held: Sequence[HeldPart], is_model: bool, forward: Forward) -> Forward:
+    tags = [each for each in held if each.fetch is None]
+    stored = [(each, each.fetch) for each in held if each.fetch is not None]
+
     @wraps(forward)
     def on_parts(*args: Any, **named: Any) -> Any:
-        given = [(each, each.store[each.name]) for each in held]
-        for each, tensor in given:
-            if tensor is not None:
-                each.store[each.name] = tensor if each.fetch is None else each.fetch(tensor)
-                tag(each.store[each.name], each.part)
+        tag_all(tags)
+        before = [(each, fetch, each.store[each.name]) for each, fetch in stored]
+        for each, fetch, tensor in before:
+            each.store[each.name] = fetched = fetch(tensor)
+            tag(fetched, each.part)
         try:
             with nullcontext() if mode is None or mode.depth else mode:
                 outputs = forward(*args, **named)
         finally:
-            for each, tensor in given:
+            for each, _, tensor in before:
                 each.store[each.name] = tensor
         return tree_map_only(Tensor, mode.whole, outputs) if is_model and mode is not None else outputs
 

@@ -37,6 +37,14 @@ class HeldPart(NamedTuple):
         return store
 
 
+def tag_all(parts: Sequence[HeldPart]) -> None:
+    """Marks parameters and buffers as the parts that they are."""
+    for each in parts:
+        tensor = dict.get(each.store, each.name)  # to read it as an attribute would unshard its group under ZeRO-3
+        if tensor is not None:
+            tag(tensor, each.part)
+
+
 @dataclass(frozen=True, eq=False)
 class PartsFrame:
     """The frame of a model on parts that pipeline stages run: the mode, and weights as code between modules reads them.
@@ -59,10 +67,7 @@ class PartsFrame:
 
         Traffic: one all-gather for each of these, and a reduce-scatter of its gradient.
         """
-        for each in self.tags:
-            tensor = dict.get(each.store, each.name)  # without a gather of ZeRO's
-            if tensor is not None:
-                tag(tensor, each.part)
+        tag_all(self.tags)
         fetched, before = {}, []
         for name in sorted(self.stored.keys() & {*read, *(self.everywhere.intersection(used))}):
             first = self.stored[name][0]

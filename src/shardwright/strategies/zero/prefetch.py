@@ -51,7 +51,7 @@ class Hold(IntEnum):
     NONE = 0
     UNTIL_NEXT_MODULE = 1  # an expression outside its modules has read it, and may read other groups as well
     UNTIL_ACTION_ENDS = 2  # the model has listed its parameters and may still use the list
-    EVERY_ACTION = 3  # several modules share one of its parameters: it is held anew in every action
+    EVERY_ACTION = 3  # it is used several times, and others between: it is held anew in every action
 
 
 @dataclass(eq=False)

@@ -112,7 +112,7 @@ class FSDPState:
         self.stage, self.num_prefetch, self.num_microbatches = stage, num_prefetch, plan.layout.num_microbatches
         self.reshard_after_use = stage == 3 and axis.size > 1
         flats, self.trained = _flatten(model, plan, axis, flat_groups, storage, keeps_buffer=not self.reshard_after_use)
-        self.groups = _sharded_groups(model, flats)
+        self.groups = _sharded_groups(model, plan, flats)
         self.offloaded = None if storage is None else OffloadedState(storage, self.trained)
         coord = plan.mesh.coord(axis.ranks[axis.index])
         mine = (0,) if plan.schedule is None else plan.schedule.chunks_of(coord["pp"])
@@ -321,14 +321,19 @@ def _flatten(
     return flats, trained
 
 
-def _sharded_groups(model: nn.Module, flats: _Flats) -> Mapping[str, ShardedGroup]:
-    """Returns the groups by name; one with a parameter that several modules share is held in every action."""
+def _sharded_groups(model: nn.Module, plan: Plan, flats: _Flats) -> Mapping[str, ShardedGroup]:
+    """Returns the groups by name.
+
+    One whose uses another group interrupts, or with a parameter that several modules share, is held in every action:
+    else it would be gathered for each of them.
+    """
     users: dict[str, set[str]] = {}
     for path, _, _, name in owners(model):
         users.setdefault(name, set()).add(path)
     groups = {name: ShardedGroup(name, tuple(each)) for name, each in flats.items()}
+    interrupted = {group.name for group in plan.param_groups if group.is_interrupted}
     for group in groups.values():
-        if any(len(users[name]) > 1 for flat in group.flats for name in flat.parameters):
+        if group.name in interrupted or any(len(users[name]) > 1 for flat in group.flats for name in flat.parameters):
             group.hold = Hold.EVERY_ACTION
     return groups
 
