@@ -8,6 +8,7 @@ ZOO_READY := $(ZOO)/.ready
 ZOO_OPTIONS ?=
 
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # processes of tests import the same files again and again
 
 .DEFAULT_GOAL := help
 .PHONY: chaos help demo test contract test-dist zoo zoo-contract zoo-page lint types size check docs bench bench-smallest tables format clean

@@ -1,7 +1,7 @@
 """For every test: one core for each rank, no deadline, since ranks may be threads that wait for each other; and tiers.
 
 ``--tier test``, which `make test` runs: outside of ``tests/contract`` every test, but of one that is ``sampled(n)`` the
-first case and every n-th after it (of 0 none), and of one with more than six cases every third; in ``tests/contract``
+first case and every n-th after it (of 0 none), and of one with more than three cases every fourth; in ``tests/contract``
 only those that are sampled. Property tests draw few examples.
 ``--tier contract``, which `make contract` runs: all of ``tests/contract``, every case that `make test` leaves out, and
 property tests with all their examples. Without ``--tier`` everything runs.
@@ -22,7 +22,7 @@ settings.register_profile("few", deadline=None, max_examples=10)
 settings.load_profile("shardwright")
 
 CONTRACT = Path(__file__).parent / "contract"
-MANY, MANY_EVERY = 6, 3
+MANY, MANY_EVERY = 3, 4
 """Of a test with more cases than this, `make test` runs every so many-th."""
 
 

@@ -38,6 +38,6 @@ def test_tests_of_one_name_in_two_files_are_counted_apart():
     assert tiers(item("same", every=2), item("same", CONTRACT, every=2)) == [["test"], ["contract", "test"]]
 
 
-def test_of_a_test_with_many_cases_make_test_runs_every_third_and_of_one_with_few_all():
-    assert tiers(*[item("many")] * 7).count(["test"]) == 3
-    assert tiers(*[item("few")] * 6) == [["test"]] * 6
+def test_of_a_test_with_many_cases_make_test_runs_every_fourth_and_of_one_with_few_all():
+    assert tiers(*[item("many")] * 9).count(["test"]) == 3
+    assert tiers(*[item("few")] * 3) == [["test"]] * 3

@@ -261,6 +261,7 @@ def test_a_checkpoint_put_aside_never_wins_over_the_one_that_took_its_name(tmp_p
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000005", "step-00000006"]
 
 
+@pytest.mark.sampled(0)
 def test_saves_of_several_processes_into_one_folder_wait_for_each_other(tmp_path):
     code = (
         "import os, sys; sys.path[:0] = sys.argv[1:3]\n"

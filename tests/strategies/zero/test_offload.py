@@ -306,6 +306,7 @@ sw.launch(work, 2, ranks="threads")
 """
 
 
+@pytest.mark.sampled(0)
 def test_a_killed_run_leaves_no_files_and_goes_on_from_its_checkpoint(tmp_path):
     folder = tmp_path / "offloaded"
     folder.mkdir()
