@@ -1,8 +1,8 @@
 """For every test: one core for each rank, no deadline, since ranks may be threads that wait for each other; and tiers.
 
 ``--tier test``, which `make test` runs: outside of ``tests/contract`` every test, but of one that is ``sampled(n)`` the
-first case and every n-th after it (of 0 none), and of one with more than three cases every fourth; in ``tests/contract``
-only those that are sampled. Property tests draw few examples.
+first case and every n-th after it (of 0 none), and of one with more than three cases every fourth; in
+``tests/contract`` only those that are sampled. Property tests draw few examples.
 ``--tier contract``, which `make contract` runs: all of ``tests/contract``, every case that `make test` leaves out, and
 property tests with all their examples. Without ``--tier`` everything runs.
 """

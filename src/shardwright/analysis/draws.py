@@ -127,6 +127,8 @@ def draws_of(recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], ot
     draws = Draws(others=tuple(others), across=tuple(_across_samples(recording, axes)))
     for key, use, function in found:
         place = _place(use, recording, axes)
+        if place is None and any(f"{key[0]}.".startswith(f"{path}.") for path in recording.selecting):
+            place = MIXED  # for the samples that a real run selects
         draws.places[key] = MIXED if function == "randperm" and place is not None else place
         draws.functions[key] = function
     return draws

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.batch_norms import ignoring_batch_statistics
 from shardwright.analysis.costs import Cost, CostCounting
 from shardwright.analysis.device_moves import call_on_meta
@@ -140,7 +141,13 @@ class _Events(TorchFunctionMode):
         if all(name is None for name in takes):
             return self._free(func, args, named, given, draw)
         versions, before = [tensor._version for tensor in given], self._work.now()
-        results = call_on_meta(func, args, named, self._device)
+        selected, self._values.selects_all = self._values.num_selected, True
+        try:
+            results = call_on_meta(func, args, named, self._device)
+        finally:
+            self._values.selects_all = False
+        if self._values.num_selected > selected and self._unit is None:
+            self.record.selecting.add(self._running[-1][0])
         made = tensors_of(results)
         written = [place for place, tensor in enumerate(given) if tensor._version != versions[place]]
         if self._unit is not None:
@@ -274,13 +281,8 @@ class _Events(TorchFunctionMode):
         """Notes which values the model returns and which of them learn; returns the record."""
         tensors = tensors_of(outputs)
         self.record.outputs = tuple(name for t in tensors if (name := value_name(t)) is not None)
-        nodes, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
-        while nodes:
-            node = nodes.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                nodes += [before for before, _ in node.next_functions]
-        learning = {name for name, node in self._made.items() if node is not None and node in seen}
+        behind = set(nodes_behind(tensors))
+        learning = {name for name, node in self._made.items() if node is not None and node in behind}
         for event in reversed(self.record.events):  # a write to a view leaves out the node that the view had before
             before = (event.takes[place] for place, spec in event.written if spec.name in learning)
             learning.update(

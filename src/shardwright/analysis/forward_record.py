@@ -85,7 +85,8 @@ class ForwardRecord:
     are events with a value that the code between units takes so. ``shared_buffers`` are those that this code reads.
     ``is_one_path``: the code between units has read no value of an input and no random number; if it has, other inputs
     of the same shapes may give other events. ``deciding`` are the units whose own code has, and ``draws`` says whether
-    code has drawn numbers for no tensor, by which it may skip calls.
+    code has drawn numbers for no tensor, by which it may skip calls. ``selecting`` are the modules outside of units
+    whose own code selects by a condition on values of events, as a mixture of experts does.
     """
 
     events: list[ForwardEvent] = field(default_factory=list)
@@ -100,6 +101,7 @@ class ForwardRecord:
     specs: dict[ValueName, GhostSpec] = field(default_factory=dict)
     is_one_path: bool = True
     deciding: set[int] = field(default_factory=set)
+    selecting: set[str] = field(default_factory=set)
     draws: bool = False
 
 

@@ -8,6 +8,7 @@ computes such small tensors on the CPU too, in step with their meta tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ RANDOM = frozenset((
 """The operators that draw random numbers."""
 
 _READS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "item"])
+_SELECTING = frozenset(["nonzero", "masked_select", "index"])
 _UNKNOWN_SIZE = frozenset(["nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"])
 _SILENT = frozenset(["detach", "alias", "lift_fresh", "lift", "sym_size", "sym_stride"])
 
@@ -55,7 +57,8 @@ class MetaValues(TorchDispatchMode):
 
     An operator on tensors of both devices runs on meta. A subclass sees every operator in :meth:`ran`. With ``guess``,
     code that asks whether something is so of values that only a real run has gets this answer: such questions mostly
-    check the inputs, and every rank gets the same.
+    check the inputs, and every rank gets the same. While ``selects_all`` is set, conditions on such values hold
+    everywhere: code that selects by them, as the loop over experts of a mixture does, selects everything.
 
     >>> with MetaValues():
     ...     torch.arange(3, device="meta").sum().item(), torch.ones(2, device="meta").bool().all().item()
@@ -67,8 +70,13 @@ class MetaValues(TorchDispatchMode):
     shardwright.analysis.meta_values.ValueReadError: the code reads a value that only a real run has
     """
 
-    def __init__(self, *, guess: bool | None = None) -> None:
+    def __init__(self, *, guess: bool | None = None, selects_all: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.num_selected = 0
+        """How often everything was selected in place of what only a real run knows."""
+        self.selects_all = selects_all
+        self.num_guessed = 0
+        """How often ``guess`` was the answer."""
         self.num_reads = 0
         """How often code has read values so far, or made a tensor whose shape depends on values."""
         self._guess = guess
@@ -80,6 +88,9 @@ class MetaValues(TorchDispatchMode):
 
     def moved(self, tensor: Tensor, on_meta: Tensor) -> None:
         """Is called when a tensor of another device is put on meta; does nothing here."""
+
+    def selected(self) -> None:
+        """Is called when everything is selected in place of what only a real run knows; does nothing here."""
 
     def values(self, tensor: Tensor) -> Tensor | None:
         """Returns a tensor's values; None if only a real run has them."""
@@ -103,7 +114,12 @@ class MetaValues(TorchDispatchMode):
         small = known and sum(value.numel() for value in values if value is not None) <= MOST_ELEMENTS
         if name in _READS:
             if not known and self._guess is not None and (name == "equal" or given[0].dtype is torch.bool):
+                self.num_guessed += 1
                 return self._guess
+            if not known and self.selects_all and (name == "equal" or given[0].dtype is torch.bool):
+                self.num_selected += 1
+                self.selected()
+                return True
             if not known:
                 raise ValueReadError("the code reads a value that only a real run has")
             return func(*self._on_cpu(args), **self._on_cpu(named))
@@ -125,9 +141,11 @@ class MetaValues(TorchDispatchMode):
     def _on_meta(self, func: Any, name: str, args: Any, named: dict[str, Any], known: bool) -> Any:
         written = written_arguments(func, args, named, Tensor)
         if _has_size_of_values(name, args):
-            if not known:
-                raise ValueReadError(f"the shape of the result of '{name}' is that of a real run only")
-            return tree_map_only(Tensor, self._meta_of, func(*self._on_cpu(args), **self._on_cpu(named)))
+            if known:
+                return tree_map_only(Tensor, self._meta_of, func(*self._on_cpu(args), **self._on_cpu(named)))
+            if name in _SELECTING and self.selects_all:
+                return self._all_selected(name, args)
+            raise ValueReadError(f"the shape of the result of '{name}' is that of a real run only")
         if named.get("device") is not None:
             named = {**named, "device": torch.device("meta")}
         results = self._run(func, name, args, named)
@@ -141,6 +159,21 @@ class MetaValues(TorchDispatchMode):
                 if isinstance(result, Tensor) and result.is_meta and value.numel() <= MOST_ELEMENTS:
                     self.give(result, value)
         return results
+
+    def _all_selected(self, name: str, args: Any) -> Any:
+        """Returns what ``nonzero``, ``masked_select`` or ``x[mask]`` give if the condition holds everywhere."""
+        self.num_selected += 1
+        self.selected()
+        x = args[0]
+        if name == "nonzero":
+            return self._meta_of(torch.ones(x.shape).nonzero())
+        if name == "masked_select":
+            return x.new_empty(torch.broadcast_shapes(x.shape, args[1].shape).numel())
+        indices = [
+            torch.ones(index.shape).nonzero().unbind(1) if index is not None and index.dtype is torch.bool else (index,)
+            for index in args[1]
+        ]
+        return torch.ops.aten.index.Tensor(x, [self._as_meta(i) if i is not None else i for i in chain(*indices)])
 
     def _run(self, func: Any, name: str, args: Any, named: dict[str, Any]) -> Any:
         args, named = map_tensors((args, named), self._as_meta)

@@ -104,15 +104,15 @@ def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     memo.update({id(b): b.detach().to("meta") for b in model.buffers()})
     on_meta = copied(model, memo)
-    finds: list[FindsDraws] = []
+    finds: dict[int, FindsDraws] = {}  # of each run that was tried
 
     @contextmanager
     def within(recorded: Recorded) -> Iterator[None]:
-        finds.append(FindsDraws(recorded))
-        with IgnoresDeviceMoves(torch.device("meta")), finds[-1]:
+        mode = finds[id(recorded.recording)] = FindsDraws(recorded)
+        with IgnoresDeviceMoves(torch.device("meta")), mode:
             yield
 
     with other_generators() as others:
         recording = record_forward(on_meta if on_meta.training else on_meta.train(), inputs, within)
     axes = axes_of(recording)
-    return RecordedRun(recording, axes, draws_of(recording, axes, finds[-1].found, others))
+    return RecordedRun(recording, axes, draws_of(recording, axes, finds[id(recording)].found, others))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.meta_device import on_meta
 
 
@@ -90,14 +91,7 @@ def leads_to(value: Tensor, results: Any) -> bool:
     >>> leads_to(one, {"sum": one + 1}), leads_to(one, one.detach())
     (True, False)
     """
-    to_visit = [each.grad_fn for each in tree_flatten(results)[0] if isinstance(each, Tensor)]
-    seen: set[Any] = set()
-    while to_visit:
-        function = to_visit.pop()
-        if function is not None and function not in seen:
-            seen.add(function)
-            to_visit += [before for before, _ in function.next_functions]
-    return value.grad_fn in seen
+    return value.grad_fn in nodes_behind(each for each in tree_flatten(results)[0] if isinstance(each, Tensor))
 
 
 @dataclass(frozen=True)

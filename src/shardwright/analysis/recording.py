@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from shardwright.analysis.autograd_graph import nodes_behind
 from shardwright.analysis.device_moves import call_on_meta
 from shardwright.analysis.meta_values import MetaValues, view_key
 from shardwright.analysis.module_calls import call_model
@@ -91,6 +92,14 @@ class Recording:
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """The modules whose code asks for the shape of a parameter, by the parameter's name."""
 
+    selecting: set[str] = field(default_factory=set)
+    """The modules whose code selects by a condition on values, as a mixture of experts does; here it selected all."""
+
+    @property
+    def parameters_used(self) -> set[str]:
+        """The names of the parameters that operators read."""
+        return {use.name for call in self.calls for use in call.operands if use.kind == "parameter"}
+
     def parameters_in_order(self, model: nn.Module) -> Iterator[str]:
         """Yields the parameters in order of use: a module's own where it is called, each where an operator reads it.
 
@@ -117,7 +126,7 @@ class Recorded(MetaValues):
     """The context that records operators into a :class:`Recording`; ``where`` names the module that runs."""
 
     def __init__(self, where: Callable[[], tuple[str, int]] = lambda: ("", 0), *, guess: bool | None = None) -> None:
-        super().__init__(guess=guess)
+        super().__init__(guess=guess, selects_all=guess is not None)
         self.recording = Recording()
         self.where, self._uses = where, dict[Any, TensorUse]()
         self._quiet = 0
@@ -138,6 +147,10 @@ class Recorded(MetaValues):
             self._uses[key] = TensorUse(tuple(tensor.shape), tensor.dtype, kind, name)
             self._kept.append(tensor)
         return self._uses[key]
+
+    def selected(self) -> None:
+        """Notes which module's code selects by values."""
+        self.recording.selecting.add(self.where()[0])
 
     def moved(self, tensor: Tensor, on_meta: Tensor) -> None:
         """Gives a tensor that was put on meta the place of the one it was."""
@@ -233,18 +246,13 @@ def _running(model: nn.Module) -> Iterator[Callable[[], tuple[str, int]]]:
 
 def _own_functions(outputs: Sequence[Tensor]) -> dict[str, list[RecordedCall]]:
     """The operators in the backward of each autograd function of the user's own that leads to the outputs."""
-    to_visit, seen = list[Any](output.grad_fn for output in outputs), set[Any]()
     found: dict[str, list[RecordedCall]] = {}
     recorded = Recorded()
-    while to_visit:
-        node = to_visit.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            to_visit += [before for before, _ in node.next_functions]
-            if isinstance(node, BackwardCFunction):
-                calls = found.setdefault(type(node).__name__, [])
-                node.register_prehook(partial(_begin, recorded))
-                node.register_hook(partial(_end, recorded, calls))
+    for node in nodes_behind(outputs):
+        if isinstance(node, BackwardCFunction):
+            calls = found.setdefault(type(node).__name__, [])
+            node.register_prehook(partial(_begin, recorded))
+            node.register_hook(partial(_end, recorded, calls))
     if found:
         learning = [output for output in outputs if output.requires_grad]
         with recorded, torch._C.DisableTorchFunction():  # it is ours, and not a call of the forward
@@ -265,7 +273,8 @@ def record_forward(
 ) -> Recording:
     """Runs one forward of a model on the meta device, in the context ``within``, and returns its operators.
 
-    Code that asks something about values of the inputs is answered no, and if it raises then, yes.
+    Code that asks something about values of the inputs is answered no, and if it raises then or leaves parameters
+    unused, yes.
 
     Raises: ValueReadError: the code reads a number that depends on a parameter or an input.
 
@@ -274,12 +283,19 @@ def record_forward(
     (['linear'], (2, 4))
     """
     try:
-        return _record(model, inputs, within, guess=False)
+        recording, num_guessed = _record(model, inputs, within, guess=False)
     except Exception:  # of the user's own code: a check that has failed, for example
-        return _record(model, inputs, within, guess=True)
+        return _record(model, inputs, within, guess=True)[0]
+    if num_guessed and len(recording.parameters_used) < len(recording.parameters):
+        with suppress(Exception):  # as above
+            other, _ = _record(model, inputs, within, guess=True)
+            return max(recording, other, key=lambda each: len(each.parameters_used))
+    return recording
 
 
-def _record(model: nn.Module, inputs: Any, within: Callable[[Recorded], Any], *, guess: bool) -> Recording:
+def _record(
+    model: nn.Module, inputs: Any, within: Callable[[Recorded], Any], *, guess: bool
+) -> tuple[Recording, int]:  # fmt: skip
     with _running(model) as where:
         recorded = Recorded(where, guess=guess)
         recording = recorded.recording
@@ -295,4 +311,4 @@ def _record(model: nn.Module, inputs: Any, within: Callable[[Recorded], Any], *,
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     recording.outputs = [recorded.use(tensor) for tensor in tensors]
     recording.functions = _own_functions(tensors)
-    return recording
+    return recording, recorded.num_guessed

@@ -12,12 +12,14 @@ from torch import nn
 class ParamGroup(NamedTuple):
     """A block of the model, and the names of its parameters, which are unsharded, reduced and updated as one.
 
-    ``is_interrupted``: between two of its uses in a forward the model uses another group.
+    ``is_interrupted``: between two of its uses in a forward the model uses another group. ``is_selected``: which of its
+    parameters a forward uses depends on the samples, as the experts of a mixture.
     """
 
     name: str
     parameters: tuple[str, ...]
     is_interrupted: bool = False
+    is_selected: bool = False
 
 
 LISTS = (nn.Sequential, nn.ModuleList)
@@ -75,6 +77,24 @@ def _holds_blocks(module: nn.Module) -> bool:
     """Returns whether a list or sequence inside has entries that are more than single layers."""
     lists = (each for each in module.modules() if type(each) in LISTS)
     return any(next(entry.children(), None) is not None for each in lists for entry in each.children())
+
+
+def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tuple[ParamGroup, ...]:
+    """Returns the param groups, those with parameters inside one of these modules joined to one, and marked.
+
+    >>> groups = ParamGroup("a", ("a.w",)), ParamGroup("m.0", ("m.0.w",)), ParamGroup("m.1", ("m.1.w",))
+    >>> [group.parameters for group in merge_groups(groups, ["m"])]
+    [('a.w',), ('m.0.w', 'm.1.w')]
+    """
+    found = list(groups)
+    for path in sorted(modules):
+        inside = [g for g in found if any(name.startswith(f"{path}.") for name in g.parameters)]
+        if inside:
+            names = tuple(name for group in inside for name in group.parameters)
+            name = inside[0].name if len(inside) == 1 else f"{inside[0].name}..{inside[-1].name}"
+            found[found.index(inside[0])] = ParamGroup(name, names, is_selected=True)
+            found = [group for group in found if group not in inside]
+    return tuple(found)
 
 
 def mark_interrupted(groups: Sequence[ParamGroup], forwards: Iterable[Iterable[str]]) -> tuple[ParamGroup, ...]:

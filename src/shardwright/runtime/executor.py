@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright.analysis.autograd_graph import leaves_behind
 from shardwright.analysis.draw_calls import RefusesRandomNumbers
 from shardwright.analysis.module_calls import call_model
 from shardwright.axes import mesh_axes
@@ -299,6 +300,8 @@ class Executor:
         for restore in snapshots:
             restore()
         self._missing = {group.name: set(group.parameters) for group in self.param_groups}
+        if kind == "B" and any(group.is_selected for group in self.param_groups):
+            self._expect_used(starts)
         gradients = self.work.gradients(chunk, number)
         with self.deferred.collecting(chunk, number) if kind == "I" else nullcontext():
             if starts:
@@ -306,6 +309,17 @@ class Executor:
         self.work.pass_back(chunk, number)
         if kind == "B":
             self._end_backward(number, chunk)
+
+    def _expect_used(self, starts: Sequence[Tensor]) -> None:
+        """Waits for no gradient of a parameter that the forward did not use, in groups whose use depends on samples.
+
+        Else a rank that used all would begin the group's reduction earlier among its other collectives.
+        """
+        reached = leaves_behind(starts)
+        for group in self.param_groups:
+            if group.is_selected:
+                used = {name for name in group.parameters if id(self.parameters[name]) in reached}
+                self._missing[group.name] &= used | self.late
 
     def _end_backward(self, number: int, chunk: int) -> None:
         for events in self.events:

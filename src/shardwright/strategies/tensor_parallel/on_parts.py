@@ -132,6 +132,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
         return None
     if columns and (cuts.functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
         return None
+    if mode.row_axes and run.recording.selecting:
+        return None  # ranks whose samples select other experts would gather other weights
     if mode.row_axes:
         check_samples_apart(job.model, str(plan.layout.factor("tp")))
         plan = cut_rows(plan, mode)

@@ -102,7 +102,7 @@ class TensorParallel:
             if on_parts is not None:
                 return on_parts
         try:
-            known = place(job, plan, mode)
+            known = place(self._without_selected(job, mode), plan, mode)
         except (LayoutError, PlanError):
             on_parts = place_on_parts(job, plan, mode, LEAST_SHARE)
             if on_parts is None:
@@ -116,10 +116,23 @@ class TensorParallel:
             isinstance(m, nn.MultiheadAttention) or has_hooks(m) for m in job.model.modules()
         )
         # of other code a record tells whether it reads the weights of the layers that would be cut
-        ours = all(type(m).__module__.startswith(("torch.nn.", "shardwright.models.")) for m in job.model.modules())
-        if keeps or (ours and least > 1):
+        if keeps or (_is_known(job.model) and least > 1):
             return known
         return place_on_parts(job, plan, mode, least, known) or known
+
+    def _without_selected(self, job: Job, mode: Mode) -> Job:
+        """Returns the job with the layers copied that code calls by values, as the experts of a mixture.
+
+        Where an axis cuts samples, ranks would call other ones, and wait for each other in their collectives.
+        """
+        if not mode.row_axes or job.graph is None or _is_known(job.model):
+            return job
+        try:
+            selecting = job.graph.run.recording.selecting
+        except Exception:  # of anybody's forward, without values
+            return job
+        inside = (path for path, _ in job.model.named_modules() for each in selecting if path.startswith(f"{each}."))
+        return job._replace(roles={**dict.fromkeys(inside, "copied"), **job.roles})
 
     def apply(self, job: Job, axes: Mapping[str, Axis], plan: Plan) -> Applied:
         """Gives each module of this rank its tensor-parallel forward."""
@@ -138,3 +151,8 @@ class TensorParallel:
         if isinstance(note, PartsNote):
             return traffic_on_parts(plan, batch, coord, note, self.mode(plan))
         return traffic(plan, batch, coord, self.mode(plan))
+
+
+def _is_known(model: nn.Module) -> bool:
+    """Whether all of a model is torch's or our own."""
+    return all(type(m).__module__.startswith(("torch.nn.", "shardwright.models.")) for m in model.modules())

@@ -30,10 +30,12 @@ Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054; two levels: Wang et a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from shardwright.analysis.recording import Recording
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import Rung
@@ -41,7 +43,7 @@ from shardwright.layout import Factor
 from shardwright.mesh import Coord
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
-from shardwright.plan.param_groups import mark_interrupted
+from shardwright.plan.param_groups import ParamGroup, mark_interrupted, merge_groups
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
@@ -89,7 +91,7 @@ class Zero:
         reshards = stage == 3 and plan.mesh["dp"] > 1
         _num_prefetch(plan)  # used in apply(), but a bad value is refused here, before anything is sent
         if reshards:
-            plan = replace(plan, param_groups=mark_interrupted(plan.param_groups, _uses_in_order(job, plan)))
+            plan = replace(plan, param_groups=_groups_as_used(job, plan))
         groups = _groups(plan, stage)
         sharded = {name for group in groups for name in group.parameters}
         for path in dict.fromkeys(use.module for use in plan.uses if use.parameter in sharded):
@@ -125,20 +127,20 @@ def _groups(plan: Plan, stage: int) -> tuple[FlatGroup, ...]:
     return flat_groups(plan, frozen=stage == 3)  # stages 1 and 2 save nothing on frozen parameters: they stay full
 
 
-def _uses_in_order(job: Job, plan: Plan) -> Iterable[Iterable[str]]:
-    """Returns the parameters that each chunk's forward uses, in order; of one forward where no record was cut.
+def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
+    """Returns the param groups as a forward needs them: modules that select by values in one, interrupted ones marked.
 
-    Nothing for a model that does not run on the meta device: its groups may be unsharded more than once in an action.
+    Ranks whose samples use other experts of a mixture would unshard other groups. Of a model that does not run on the
+    meta device no forward is known: then such ranks raise, and a group may be unsharded several times in an action.
     """
-    if len(plan.param_groups) == 1:
-        return ()
+    recording: Recording | None = None
+    with suppress(Exception):  # of anybody's forward, without values
+        recording = job.graph.run.recording if job.graph is not None and len(plan.param_groups) > 1 else None
+    groups = merge_groups(plan.param_groups, recording.selecting if recording is not None else ())
     if isinstance(plan.stages, EventStages):
         chunked = plan.stages.chunked
-        return (chunked.weights_in_order(chunk) for chunk in range(chunked.num_chunks))
-    try:
-        return (job.graph.run.recording.parameters_in_order(job.model),) if job.graph is not None else ()
-    except Exception:  # of anybody's forward, without values
-        return ()
+        return mark_interrupted(groups, [chunked.weights_in_order(chunk) for chunk in range(chunked.num_chunks)])
+    return mark_interrupted(groups, [recording.parameters_in_order(job.model)]) if recording is not None else groups
 
 
 def _factor(plan: Plan) -> Factor:

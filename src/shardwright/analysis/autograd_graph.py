@@ -1,0 +1,35 @@
+"""The nodes of an autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+
+def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
+    """Returns the nodes of the graph that some tensors were computed by, each once.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> [node.name() for node in nodes_behind([(x * 2).exp()])]
+    ['ExpBackward0', 'MulBackward0', 'torch::autograd::AccumulateGrad']
+    """
+    to_visit: list[Any] = [tensor.grad_fn for tensor in tensors]
+    found: dict[Any, None] = {}
+    while to_visit:
+        node = to_visit.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            to_visit += [before for before, _ in node.next_functions]
+    return list(found)
+
+
+def leaves_behind(tensors: Iterable[Tensor]) -> set[int]:
+    """Returns the ids of the parameters, and other leaves, that get a gradient from a backward of these tensors.
+
+    >>> x, y = (torch.ones(1, requires_grad=True) for _ in range(2))
+    >>> leaves_behind([x * 2]) == {id(x)}
+    True
+    """
+    return {id(node.variable) for node in nodes_behind(tensors) if hasattr(node, "variable")}

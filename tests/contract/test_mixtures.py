@@ -1,0 +1,114 @@
+"""Mixtures of experts whose code loops over the experts that samples chose: which ones, only a real run knows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwright import verify
+from shardwright.analysis.model_graph import ModelGraph
+from shardwright.errors import LayoutError, PlanError
+from shardwright.layout import Layout
+from shardwright.parallelize.planning import job_for, make_plan
+
+WORDS, TOKENS, WIDTH, NUM_EXPERTS = 23, 3, 16, 6
+
+
+class Mixture(nn.Module):
+    """One expert for each token: the loop runs over those that some token has, by ``nonzero`` or by a mask."""
+
+    def __init__(self, by_mask, dropout=0.0):
+        super().__init__()
+        self.by_mask, self.gate = by_mask, nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Dropout(dropout), nn.Linear(24, WIDTH))
+            for _ in range(NUM_EXPERTS)
+        )
+
+    def forward(self, x):
+        flat = x.reshape(-1, WIDTH)
+        weight, chosen = self.gate(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        if self.by_mask:
+            for number, expert in enumerate(self.experts):
+                mask = chosen == number
+                if mask.any():
+                    out[mask] = expert(flat[mask]) * weight[mask].unsqueeze(-1)
+        else:
+            for number in functional.one_hot(chosen, NUM_EXPERTS).sum(0).nonzero():
+                rows = torch.where(chosen == number)[0]
+                out.index_add_(0, rows, self.experts[number](flat[rows]) * weight[rows, None])
+        return out.view(x.shape)
+
+
+class Sparse(nn.Module):
+    def __init__(self, by_mask=False, dropout=0.0):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
+        self.mixtures = nn.ModuleList(Mixture(by_mask, dropout) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens):
+        assert tokens.size(1) <= TOKENS, "too many tokens"
+        x = self.words(tokens)
+        for norm, mixture in zip(self.norms, self.mixtures, strict=True):
+            x = x + mixture(norm(x))
+        return self.head(x)
+
+
+def sparse(**options):
+    torch.manual_seed(3)
+    return Sparse(**options), [(torch.randint(WORDS, (8, TOKENS)), torch.randint(WORDS, (8, TOKENS))) for _ in range(2)]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("line", [
+    "dp2/zero3/bucket:0", "tp2", "dp2/zero3/bucket:0 tp2", "pp2/1f1b mb4", "pp4/zb-v mb4", "dp4/zero3/bucket:0 mb2",
+    "pp2/1f1b mb2 dp2/zero3/bucket:0 tp2", "dp2/bucket:0", "dp2/zero3/bucket:0 recompute:full",
+])  # fmt: skip
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_a_mixture_trains_as_on_one_device_though_ranks_and_stages_use_other_experts(line, by_mask):
+    model, batches = sparse(by_mask=by_mask)
+    calls = [set(), set()]
+    for rank, half in enumerate(batches[0][0].chunk(2)):
+        handles = [
+            module.register_forward_hook(lambda *_, path=path, rank=rank: calls[rank].add(path))
+            for path, module in model.named_modules()
+            if ".experts." in path
+        ]
+        model(half)
+        for handle in handles:
+            handle.remove()
+    assert calls[0] != calls[1], "the halves of the batch choose other experts"
+    verdict = verify(model, line, batches)
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_a_record_of_a_mixture_has_every_expert(by_mask):
+    model, batches = sparse(by_mask=by_mask)
+    run = ModelGraph(model, batches[0][0]).run
+    assert run.recording.selecting == {f"mixtures.{number}" for number in range(4)}
+    assert run.recording.parameters_used == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("line", ["tp2x2/2d", "tp2/sp", "tp2x2x2/3d"])
+def test_a_mixture_is_not_cut_where_ranks_with_other_samples_would_wait_for_each_other(line):
+    model, batches = sparse()
+    layout = Layout.parse(line)
+    job = job_for(model, nn.CrossEntropyLoss(), layout, batches[0][0])
+    try:
+        plan, _ = make_plan(job, layout)
+    except LayoutError:
+        return
+    cut = [name for name, each in plan.compute.items() if each.cut_dims and ".experts." in name]
+    assert not cut
+
+
+def test_dropout_of_the_samples_that_an_expert_gets_is_refused_where_ranks_have_other_samples():
+    model, batches = sparse(dropout=0.1)
+    with pytest.raises(PlanError, match=r"mixtures\.0\.experts\.0\.2' draws random numbers that mix the samples"):
+        verify(model, "dp2", batches)
