@@ -11,6 +11,7 @@ from torch import Tensor
 def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
     """Returns the nodes of the graph that some tensors were computed by, each once.
 
+    >>> import torch
     >>> x = torch.ones(1, requires_grad=True)
     >>> [node.name() for node in nodes_behind([(x * 2).exp()])]
     ['ExpBackward0', 'MulBackward0', 'torch::autograd::AccumulateGrad']
@@ -28,6 +29,7 @@ def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
 def leaves_behind(tensors: Iterable[Tensor]) -> set[int]:
     """Returns the ids of the parameters, and other leaves, that get a gradient from a backward of these tensors.
 
+    >>> import torch
     >>> x, y = (torch.ones(1, requires_grad=True) for _ in range(2))
     >>> leaves_behind([x * 2]) == {id(x)}
     True

@@ -84,6 +84,30 @@ def test_a_path_that_depends_on_activations_is_refused_before_the_first_step():
     assert "cannot be recorded" in refusal(ReadsActivations)
 
 
+class Deciding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.up(x) if (x * self.up.bias[0]).isfinite().all() and self.up.bias[0] > 0 else self.down(x).tanh()
+
+
+class DecidesInside(Layers):
+    """The code of each layer decides by its weights and by its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Deciding() for _ in range(8))
+
+
+@pytest.mark.parametrize("line", ["pp2/1f1b mb8", "pp4/zb-v mb8", "pp2 mb4 dp2"])
+def test_a_module_may_decide_by_values_that_only_its_stage_has(line):
+    model = model_of(DecidesInside)
+    assert {bool(layer.up.bias[0] > 0) for layer in model.layers} == {True, False}
+    assert verify(model, line, batches()).equal
+
+
 class ReadsInputs(Layers):
     """Masks samples, and leaves the mask out where it would change nothing."""
 

@@ -71,8 +71,6 @@ def cut_events(
     """
     closed = {*closed, *(path for path, module in model.named_modules() if path and has_hooks(module))}
     record, inputs = _recorded(model, example, ())
-    if "" in record.selecting:
-        raise _selects(model)
     closed |= record.selecting  # only the stage that runs it knows what it selects
     best: EventStages | None = None
     failures: list[LayoutError] = []
@@ -187,15 +185,6 @@ def _counts(attribute: str) -> LayoutError:
         given="an attribute that is another one after each forward, as a count of calls is",
         allowed="forwards that leave attributes as they are, or set them to what follows from the shapes of the inputs",
         fix="move the count into a module with parameters, which one stage calls, or into the training loop",
-    )
-
-
-def _selects(model: nn.Module) -> LayoutError:
-    return LayoutError(
-        f"{type(model).__name__} selects by values that a stage computes, so it cannot be cut into stages",
-        given="nonzero(), masked_select() or x[mask] in the model's own code, between its modules",
-        allowed="such code inside of a module that it calls, which one stage runs",
-        fix="move what selects into a module of its own, or leave out pp",
     )
 
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from shardwright.analysis.dim_letters import Role
 from shardwright.analysis.operator_dims import relation_of
+from shardwright.analysis.reached import tensors_outside
 from shardwright.analysis.recording import RecordedCall, Recording
 from shardwright.analysis.run_axes import DimAxis, RunAxes, labels_of, leaves, root
-from shardwright.analysis.structure import owners
 from shardwright.mesh import balanced
 from shardwright.sharding.tensor_part import ALL, TensorPart, part_of
 
@@ -59,8 +59,9 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
     >>> {name: part.local_shape(0) for name, part in cuts.parts.items()}
     {'0.weight': (4, 6), '0.bias': (4,), '2.weight': (6, 4)}
     """
-    # recurrent layers keep their weights in a list as well, which their code on devices reads at once
-    kept = {name for _, module, _, name in owners(model) if isinstance(module, nn.RNNBase)}
+    # what other code holds directly is read whole: a closure, or the list in which a recurrent layer keeps its weights
+    held = tensors_outside(model)
+    kept = {name for name, parameter in model.named_parameters() if id(parameter) in held}
     cut = {} if size == 1 else {axis: _balanced(axis.size, size) for axis in _chosen(recording, axes, size, kept)}
     found = {}
     for name, use in {**recording.parameters, **recording.buffers}.items():
