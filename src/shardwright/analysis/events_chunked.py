@@ -115,15 +115,15 @@ class EventsChunked:
         events = self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]
         return tuple(dict.fromkeys(event.name for event in events if event.number is not None))
 
-    def weights_in_order(self, chunk: int) -> Iterator[str]:
-        """Yields the parameters and buffers that each of a chunk's events uses, one event after the other."""
+    def weights_by_event(self, chunk: int) -> Iterator[str]:
+        """Yields the parameters and buffers that a chunk's events use, event after event, those of one in any order."""
         for event in self.record.events[self.bounds[chunk] : self.bounds[chunk + 1]]:
             own = self.names.get(event.name, ()) if event.number is not None else ()
             yield from (*own, *sorted(event.reads.difference(own)))
 
     def weights_of(self, chunk: int) -> tuple[str, ...]:
         """The names of the parameters and buffers that one chunk uses; buffers that code between calls reads, none."""
-        return tuple(sorted({*self.weights_in_order(chunk)} - self.record.shared_buffers))
+        return tuple(sorted({*self.weights_by_event(chunk)} - self.record.shared_buffers))
 
     def read_between(self, chunk: int) -> frozenset[str]:
         """Returns the parameters that one chunk's functions between modules take."""

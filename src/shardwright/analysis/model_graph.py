@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,18 +14,29 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwright.analysis.copying import copied
 from shardwright.analysis.device_moves import IgnoresDeviceMoves
-from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, draws_as_known, draws_of, other_generators
+from shardwright.analysis.draws import COUNTS, Draws, FindsDraws, FoundDraw, draws_as_known, draws_of, other_generators
 from shardwright.analysis.recording import Recorded, Recording, record_forward
 from shardwright.analysis.run_axes import RunAxes, axes_of
+from shardwright.errors import PlanError
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The operators of a run in training on the meta device, the axes of its tensors, and the numbers that it draws."""
+    """A run in training on the meta device: its operators; the axes of its tensors and the numbers that it draws."""
 
     recording: Recording
-    axes: RunAxes
-    draws: Draws
+    found: Sequence[FoundDraw]
+    others: Sequence[str]
+
+    @cached_property
+    def axes(self) -> RunAxes:
+        """Which dims of the run's tensors go together."""
+        return axes_of(self.recording)
+
+    @cached_property
+    def draws(self) -> Draws:
+        """The random numbers that the run draws, and where samples are in each."""
+        return draws_of(self.recording, self.axes, self.found, self.others)
 
 
 @dataclass
@@ -47,17 +58,37 @@ class ModelGraph:
 
     model: nn.Module
     example: Any
-    _failure: Exception | None = field(default=None, init=False, repr=False)
 
     @property
     def run(self) -> RecordedRun:
-        """The recorded run. Raises what the model's code does, where it does not run on the meta device."""
-        if self._failure is None:
-            try:
-                return self._run
-            except Exception as failure:  # whatever anybody's code raises on tensors without values
-                self._failure = failure
-        raise self._failure
+        """The recorded run.
+
+        Raises: PlanError: the model's code does not run on the meta device; what it raised is the cause.
+        """
+        found = self._of_prime if isinstance(self._of_prime, RecordedRun) else self._as_given
+        if isinstance(found, RecordedRun):
+            return found
+        raise PlanError(
+            f"the forward of {type(self.model).__name__} cannot be recorded",
+            given=found,
+            allowed="code that runs on tensors without values",
+            fix="leave out what needs a record, such as tp for layers that are not known",
+        )
+
+    @property
+    def every_run(self) -> tuple[RecordedRun, ...]:
+        """:attr:`run`, and that of as many samples as the example has, since code may take another branch for these.
+
+        Raises: PlanError: the code does not run with as many samples.
+        """
+        if isinstance(self._as_given, RecordedRun):
+            return (self.run, self._as_given)
+        raise PlanError(
+            f"the forward of {type(self.model).__name__} cannot be recorded with the example's samples",
+            given=self._as_given,
+            allowed="code that runs on tensors without values",
+            fix="give an example like the batches",
+        )
 
     @property
     def draws(self) -> Draws | None:
@@ -70,33 +101,33 @@ class ModelGraph:
             return None
         try:
             return self.run.draws
-        except Exception:  # as above
+        except PlanError:
             return None
 
     @cached_property
-    def _run(self) -> RecordedRun:
-        examples = list(_examples(self.model, self.example))
-        for inputs in examples[:-1]:
-            try:
-                return _recorded(self.model, inputs)
-            except Exception:  # as above
-                continue
-        return _recorded(self.model, examples[-1])
+    def _of_prime(self) -> RecordedRun | str:
+        given = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, Tensor)]
+        sizes = {size for t in (*given, *self.model.parameters(), *self.model.buffers()) for size in t.shape}
+        sizes |= {2 * size for size in sizes}  # relative positions are one less than twice as many as tokens
+        count = next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
+        return _tried(self.model, tree_map_only(Tensor, partial(_of_samples, count), self.example))
 
-
-def _examples(model: nn.Module, example: Any) -> Iterator[Any]:
-    """The example with a number of samples that no other dim has, and as it is, for code that takes no such number."""
-    given = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
-    sizes = {size for t in (*given, *model.parameters(), *model.buffers()) for size in t.shape}
-    sizes |= {2 * size for size in sizes}  # as many relative positions, but one, as tokens twice
-    count = next((each for each in COUNTS if sizes.isdisjoint((each - 1, each, each + 1))), COUNTS[0])
-    for number in (count, None):
-        yield tree_map_only(Tensor, partial(_of_samples, number), example)
+    @cached_property
+    def _as_given(self) -> RecordedRun | str:
+        return _tried(self.model, tree_map_only(Tensor, partial(_of_samples, None), self.example))
 
 
 def _of_samples(number: int | None, tensor: Tensor) -> Tensor:
     shape = tensor.shape if number is None or not tensor.dim() else (number, *tensor.shape[1:])
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+def _tried(model: nn.Module, inputs: Any) -> RecordedRun | str:
+    """Returns the recorded run, or what the model's code raised on tensors without values."""
+    try:
+        return _recorded(model, inputs)
+    except Exception as failure:  # anybody's code may raise anything
+        return f"{type(failure).__name__}: {failure}"
 
 
 def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
@@ -114,5 +145,4 @@ def _recorded(model: nn.Module, inputs: Any) -> RecordedRun:
 
     with other_generators() as others:
         recording = record_forward(on_meta if on_meta.training else on_meta.train(), inputs, within)
-    axes = axes_of(recording)
-    return RecordedRun(recording, axes, draws_of(recording, axes, finds[id(recording)].found, others))
+    return RecordedRun(recording, finds[id(recording)].found, others)

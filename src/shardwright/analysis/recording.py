@@ -92,6 +92,8 @@ class Recording:
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """The modules whose code asks for the shape of a parameter, by the parameter's name."""
 
+    uses: list[str] = field(default_factory=list)
+    """The parameters in the order of use: a module's own where it is called, each where code reads its attribute."""
     selecting: set[str] = field(default_factory=set)
     """The modules whose code selects by a condition on values, as a mixture of experts does; here it selected all."""
 
@@ -99,27 +101,6 @@ class Recording:
     def parameters_used(self) -> set[str]:
         """The names of the parameters that operators read."""
         return {use.name for call in self.calls for use in call.operands if use.kind == "parameter"}
-
-    def parameters_in_order(self, model: nn.Module) -> Iterator[str]:
-        """Yields the parameters in order of use: a module's own where it is called, each where an operator reads it.
-
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("meta")
-        >>> list(dict.fromkeys(record_forward(model, torch.empty(1, 2, device="meta")).parameters_in_order(model)))
-        ['0.weight', '0.bias', '1.weight', '1.bias']
-        """
-        own: dict[str, list[str]] = {}
-        for path, _, _, name in owners(model):
-            own.setdefault(path, []).append(name)
-        inside: list[tuple[str, int]] = []  # the modules around the last operator, the innermost with its call
-        for call in self.calls:
-            parts = call.module.split(".") if call.module else []
-            paths = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
-            now = [(path, call.number if path == call.module else 0) for path in paths]
-            for path, number in now:
-                known = any(path == other and (path != call.module or number == n) for other, n in inside)
-                yield from () if known else own.get(path, ())
-            inside = now
-            yield from (use.name for use in call.operands if use.kind == "parameter")
 
 
 class Recorded(MetaValues):
@@ -222,15 +203,38 @@ class _WholeCalls(TorchFunctionMode):
         return results
 
 
+class _NotedParameters(dict[str, Any]):
+    """A module's ``_parameters`` that notes which are read as attributes."""
+
+    def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], uses: list[str]) -> None:
+        super().__init__(parameters)
+        self._names, self._uses = names, uses
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._names:
+            self._uses.append(self._names[name])
+        return super().__getitem__(name)
+
+
 @contextmanager
-def _running(model: nn.Module) -> Iterator[Callable[[], tuple[str, int]]]:
-    """Yields a function that returns the path of the module that runs, and the number of its call."""
+def _running(model: nn.Module, uses: list[str]) -> Iterator[Callable[[], tuple[str, int]]]:
+    """Yields a function that returns the path of the module that runs, and the number of its call.
+
+    Notes in ``uses`` the parameters that are used.
+    """
     stack, calls, handles = [("", 0)], Counter[str](), []
+    named: dict[nn.Module, dict[str, str]] = {}
+    for _, module, own, name in owners(model):
+        named.setdefault(module, {})[own] = name
+    plain = {module: module._parameters for module in named}
+    for module, names in named.items():
+        module._parameters = _NotedParameters(module._parameters, names, uses)
     for path, module in model.named_modules():
 
-        def enter(_: nn.Module, args: Any, path: str = path) -> None:
+        def enter(module: nn.Module, args: Any, path: str = path) -> None:
             stack.append((path, calls[path]))
             calls[path] += 1
+            uses.extend(named.get(module, {}).values())
 
         def leave(*_: Any) -> None:
             stack.pop()
@@ -242,6 +246,8 @@ def _running(model: nn.Module) -> Iterator[Callable[[], tuple[str, int]]]:
     finally:
         for handle in handles:
             handle.remove()
+        for module, parameters in plain.items():
+            module._parameters = parameters
 
 
 def _own_functions(outputs: Sequence[Tensor]) -> dict[str, list[RecordedCall]]:
@@ -296,9 +302,11 @@ def record_forward(
 def _record(
     model: nn.Module, inputs: Any, within: Callable[[Recorded], Any], *, guess: bool
 ) -> tuple[Recording, int]:  # fmt: skip
-    with _running(model) as where:
+    uses: list[str] = []
+    with _running(model, uses) as where:
         recorded = Recorded(where, guess=guess)
         recording = recorded.recording
+        recording.uses = uses
         for name, parameter in model.named_parameters():
             recording.parameters[name] = recorded.use(parameter.detach(), "parameter", name)
         for name, buffer in model.named_buffers():

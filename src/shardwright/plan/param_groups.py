@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -12,13 +12,15 @@ from torch import nn
 class ParamGroup(NamedTuple):
     """A block of the model, and the names of its parameters, which are unsharded, reduced and updated as one.
 
-    ``is_interrupted``: between two of its uses in a forward the model uses another group. ``is_selected``: which of its
-    parameters a forward uses depends on the samples, as the experts of a mixture.
+    ``num_uses``: how often a forward begins to use it, with uses of other groups between. ``is_held``: it stays
+    unsharded between these, since that takes little memory. ``is_selected``: which of its parameters a forward uses
+    depends on the samples, as the experts of a mixture.
     """
 
     name: str
     parameters: tuple[str, ...]
-    is_interrupted: bool = False
+    num_uses: int = 1
+    is_held: bool = False
     is_selected: bool = False
 
 
@@ -97,24 +99,37 @@ def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tupl
     return tuple(found)
 
 
-def mark_interrupted(groups: Sequence[ParamGroup], forwards: Iterable[Iterable[str]]) -> tuple[ParamGroup, ...]:
-    """Returns the param groups, marked where a forward uses another group between two uses of one.
+MOST_HELD = 2
+"""Groups whose uses others interrupt are held if together they have at most as many times the bytes of the largest."""
 
-    ``forwards`` are the names of the parameters that each part of a forward uses, in order.
+
+def count_uses(
+    groups: Sequence[ParamGroup], forwards: Iterable[Iterable[str]], num_bytes: Mapping[str, int], *,
+    holds: bool = False,
+) -> tuple[ParamGroup, ...]:  # fmt: skip
+    """Returns the param groups with the number of their uses, and whether they are held between these.
+
+    ``forwards`` are the names of parameters in the order of use, of each part of the model; ``num_bytes`` their bytes.
+    Groups that are used again are held if they are few, or if ``holds``; others are gathered for each use.
 
     >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("b", ("b.w",))
-    >>> [group.is_interrupted for group in mark_interrupted(groups, [["a.w", "a.b", "b.w", "a.w"]])]
-    [True, False]
+    >>> for group in count_uses(groups, [["a.w", "a.b", "b.w", "a.w"]], {"a.w": 8, "a.b": 2, "b.w": 8}):
+    ...     print(group.name, group.num_uses, group.is_held)
+    a 2 True
+    b 1 False
     """
     group_of = {name: group.name for group in groups for name in group.parameters}
-    found: set[str] = set()
+    times = Counter[str]()
     for names in forwards:
         used: list[str] = []  # the groups in order, each as often as it begins to be used
         for name in (group_of[parameter] for parameter in names if parameter in group_of):
             if used[-1:] != [name]:
                 used.append(name)
-        found.update(name for name, times in Counter(used).items() if times > 1)
-    return tuple(group._replace(is_interrupted=group.name in found) for group in groups)
+        times |= Counter(used)
+    sizes = {group.name: sum(num_bytes.get(name, 0) for name in group.parameters) for group in groups}
+    again = {name for name, number in times.items() if number > 1}
+    holds = holds or sum(sizes[name] for name in again) <= MOST_HELD * max(sizes.values(), default=0)
+    return tuple(g._replace(num_uses=max(1, times[g.name]), is_held=holds and g.name in again) for g in groups)
 
 
 def held_param_groups(groups: Sequence[ParamGroup], held: Collection[str]) -> tuple[ParamGroup, ...]:

@@ -33,7 +33,7 @@ class EmergencyCheckpoint:
         self._buffers = {name: buffer.detach().clone() for name, buffer in kept_buffers(self.run.model).items()}
 
     def forget(self) -> None:
-        """Is called before a step changes parameters or the loss scale: until it is complete, nothing can be saved."""
+        """Notes that a step is about to change parameters or the loss scale: until it is complete, nothing is saved."""
         self._step = None
 
     def save(self, failure: BaseException) -> None:
@@ -42,12 +42,12 @@ class EmergencyCheckpoint:
         Not for errors that every rank raises, such as ranks that differ: they say that the state or a save is wrong.
         """
         step = self._step
-        if isinstance(failure, LayoutError | PlanError | CheckpointError) or step is None or self._have_changed():
-            return
-        if (self.folder / f"step-{step:08d}").exists():
+        if isinstance(failure, LayoutError | PlanError | CheckpointError) or step is None:
             return
         said = ""
         try:
+            if self._have_changed() or (self.folder / f"step-{step:08d}").exists():
+                return
             if save_alone(self.folder, self.run, self.optimizer, step, self._agreed, keep=self.keep, failure=failure,
                           most_s=self.most_s):  # fmt: skip
                 said = f"step {step}, the last that was complete, is saved"

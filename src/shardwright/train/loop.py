@@ -293,7 +293,7 @@ class _Training:
             "grad_norm": norm.item() if norm is not None else None,
             "step_ms": step_s * 1000,
             "tokens_per_s": tokens / step_s,
-            "memory_bytes": peak_bytes(self.world),
+            "memory_bytes": peak_bytes(self.everyone),
             "time_s": time.time() - self.start_s,
         }
         if config.eval_every and (run.num_steps % config.eval_every == 0 or run.num_steps == config.last_step):
@@ -369,7 +369,7 @@ class _Training:
             "last_loss": rows[-1]["loss"] if rows else None,
             "step_ms_median": medians.get("step_ms"),
             "tokens_per_s_median": medians.get("tokens_per_s"),
-            "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else peak_bytes(self.world),
+            "peak_memory_bytes": rows[-1]["memory_bytes"] if rows else peak_bytes(self.everyone),
             "checkpoint": str(self.saved) if self.saved is not None else None,
             "stopped": stopped,
         }

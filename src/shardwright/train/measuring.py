@@ -1,4 +1,4 @@
-"""Measurements of real steps: the timeline or memory of a step after some warm-up steps, and the time of each layer.
+"""Measurements of real runs: the timeline or memory of a step, the time of each layer, the peak memory of ranks.
 
 Layers are timed before there is a run, so that a pipeline's stages can be balanced by their times.
 """
@@ -14,6 +14,7 @@ import torch
 
 from shardwright.analysis.costs import time_layers
 from shardwright.comm.agreement import gather_json
+from shardwright.comm.axis import Axis
 from shardwright.comm.launch import Ranks, launch
 from shardwright.comm.world import World
 from shardwright.layout import Layout
@@ -100,12 +101,12 @@ def _warmed_up(world: World, config: TrainConfig, seconds: Seconds) -> tuple[Run
     return run, optimizer, next(batches)
 
 
-def peak_bytes(world: World) -> list[int]:
+def peak_bytes(everyone: Axis) -> list[int]:
     """Returns the peak bytes of every rank so far: of its process, or of its device's allocator. One all-gather."""
-    on_device = world.device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(world.device) if on_device else _peak_of_process()
-    mine = torch.tensor([peak], dtype=torch.int64, device=world.device)
-    return [int(value) for value in world.everyone().for_strategy("progress").all_gather(mine)]
+    device = everyone.device
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_of_process()
+    mine = torch.tensor([peak], dtype=torch.int64, device=device)
+    return [int(value) for value in everyone.for_strategy("progress").all_gather(mine)]
 
 
 def _peak_of_process() -> int:

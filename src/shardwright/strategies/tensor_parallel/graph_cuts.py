@@ -31,12 +31,10 @@ class GraphCuts:
     """The parts of parameters and buffers that ranks hold, by name, and the modules that read each parameter.
 
     To ask for the shape of a parameter counts as reading it.
-    ``functions`` are the names of autograd functions of the user's own whose backward does not run on parts.
     """
 
     parts: Mapping[str, TensorPart]
     readers: Mapping[str, set[str]]
-    functions: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -73,8 +71,12 @@ def graph_cuts(model: nn.Module, recording: Recording, axes: RunAxes, size: int)
         for use in call.operands:
             if use.kind == "parameter":
                 readers[use.name].add(call.module)
-    mixing = (name for name, calls in recording.functions.items() if any(map(_mixes, calls)))
-    return GraphCuts(found, readers, frozenset(mixing))
+    return GraphCuts(found, readers)
+
+
+def mixing_functions(recording: Recording) -> frozenset[str]:
+    """Returns the names of autograd functions of the user's own whose backward does not run on parts."""
+    return frozenset(name for name, calls in recording.functions.items() if any(map(_mixes, calls)))
 
 
 def _mixes(call: RecordedCall) -> bool:

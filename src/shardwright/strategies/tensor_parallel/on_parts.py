@@ -47,7 +47,7 @@ from shardwright.rng import DimSlice
 from shardwright.runtime.activation_checkpointing import checkpoint_activations
 from shardwright.sharding.box import Ranges
 from shardwright.sharding.tensor_part import TensorPart, held, tag, tagged
-from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts
+from shardwright.strategies.tensor_parallel.graph_cuts import GraphCuts, graph_cuts, mixing_functions
 from shardwright.strategies.tensor_parallel.mode import Mode
 from shardwright.strategies.tensor_parallel.parts_frame import HeldPart, PartsFrame, tag_all
 from shardwright.strategies.tensor_parallel.parts_mode import PartsMode
@@ -127,10 +127,11 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
     name = columns[0].name if columns else None
     try:
         run = job.graph.run
+        functions = [name for each in job.graph.every_run for name in mixing_functions(each.recording)]
         cuts = graph_cuts(job.model, run.recording, run.axes, columns[0].size if columns else 1)
     except Exception:  # a forward of anybody's, without values: whatever it raises, the model is not recorded
         return None
-    if columns and (cuts.functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
+    if columns and (functions or any(m._backward_hooks or m._backward_pre_hooks for m in job.model.modules())):
         return None
     if mode.row_axes and run.recording.selecting:
         return None  # ranks whose samples select other experts would gather other weights

@@ -51,7 +51,7 @@ class Hold(IntEnum):
     NONE = 0
     UNTIL_NEXT_MODULE = 1  # an expression outside its modules has read it, and may read other groups as well
     UNTIL_ACTION_ENDS = 2  # the model has listed its parameters and may still use the list
-    EVERY_ACTION = 3  # it is used several times, and others between: it is held anew in every action
+    EVERY_ACTION = 3  # it is used again after other groups: it is held anew in every action
 
 
 @dataclass(eq=False)
@@ -141,7 +141,11 @@ class Prefetcher:
             self.in_action = False
         if forward:
             self._orders[True, action.chunk] = tuple(dict.fromkeys(self._used))
-            self._orders[False, action.chunk] = tuple(dict.fromkeys(reversed(self._used)))
+            # what is held comes first: where in the backward it is used first the forward does not say
+            backward = sorted(
+                dict.fromkeys(reversed(self._used)), key=lambda group: group.hold is not Hold.EVERY_ACTION
+            )
+            self._orders[False, action.chunk] = tuple(backward)
         elif self.reshard_after_use:
             # A backward may need fewer groups than its forward. The others are unsharded all the same, so that every
             # rank makes the same calls and the traffic is a formula of the plan.

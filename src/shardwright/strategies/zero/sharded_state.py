@@ -322,18 +322,14 @@ def _flatten(
 
 
 def _sharded_groups(model: nn.Module, plan: Plan, flats: _Flats) -> Mapping[str, ShardedGroup]:
-    """Returns the groups by name.
-
-    One whose uses another group interrupts, or with a parameter that several modules share, is held in every action:
-    else it would be gathered for each of them.
-    """
+    """Returns the groups by name; one with a parameter that several modules share is held in every action."""
     users: dict[str, set[str]] = {}
     for path, _, _, name in owners(model):
         users.setdefault(name, set()).add(path)
     groups = {name: ShardedGroup(name, tuple(each)) for name, each in flats.items()}
-    interrupted = {group.name for group in plan.param_groups if group.is_interrupted}
+    held = {group.name for group in plan.param_groups if group.is_held}
     for group in groups.values():
-        if group.name in interrupted or any(len(users[name]) > 1 for flat in group.flats for name in flat.parameters):
+        if group.name in held or any(len(users[name]) > 1 for flat in group.flats for name in flat.parameters):
             group.hold = Hold.EVERY_ACTION
     return groups
 

@@ -30,9 +30,10 @@ Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054; two levels: Wang et a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from typing import ClassVar, Literal
 
 from shardwright.analysis.recording import Recording
@@ -43,7 +44,7 @@ from shardwright.layout import Factor
 from shardwright.mesh import Coord
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
-from shardwright.plan.param_groups import ParamGroup, mark_interrupted, merge_groups
+from shardwright.plan.param_groups import ParamGroup, count_uses, merge_groups
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
@@ -109,12 +110,13 @@ class Zero:
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns the all-gathers and reduce-scatters of every flat parameter of which this rank stores a shard."""
         stage, size, num_microbatches = _stage(plan), plan.mesh["dp"], plan.layout.num_microbatches
-        found = []
+        found, uses = [], {each.name: 1 if each.is_held else each.num_uses for each in plan.param_groups}
         for group in _groups(plan, stage):
             first, num_elements = group.parameters[0], group.num_elements(plan, coord)
             if not num_elements or size == 1:
                 continue
-            gathers = 2 * num_microbatches * len(chunks_using(plan, group.param_group, coord)) if stage == 3 else 1
+            chunks = chunks_using(plan, group.param_group, coord)
+            gathers = 2 * num_microbatches * uses[group.param_group] * len(chunks) if stage == 3 else 1
             found.append(Traffic("all_gather", "dp", num_elements * plan.compute_dtypes[first].itemsize, size, gathers))
             if group.trained:
                 wide = plan.stored_dtypes if first in plan.fp32_sums else plan.compute_dtypes
@@ -128,19 +130,22 @@ def _groups(plan: Plan, stage: int) -> tuple[FlatGroup, ...]:
 
 
 def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
-    """Returns the param groups as a forward needs them: modules that select by values in one, interrupted ones marked.
+    """Returns the param groups as forwards need them: modules that select by values in one, and how often each is used.
 
     Ranks whose samples use other experts of a mixture would unshard other groups. Of a model that does not run on the
-    meta device no forward is known: then such ranks raise, and a group may be unsharded several times in an action.
+    meta device no forward is known: then such ranks raise, and ``traffic`` states one use of each group.
     """
     recording: Recording | None = None
     with suppress(Exception):  # of anybody's forward, without values
         recording = job.graph.run.recording if job.graph is not None and len(plan.param_groups) > 1 else None
     groups = merge_groups(plan.param_groups, recording.selecting if recording is not None else ())
+    forwards: list[Iterable[str]] = [recording.uses] if recording is not None else []
     if isinstance(plan.stages, EventStages):
         chunked = plan.stages.chunked
-        return mark_interrupted(groups, [chunked.weights_in_order(chunk) for chunk in range(chunked.num_chunks)])
-    return mark_interrupted(groups, [recording.parameters_in_order(job.model)]) if recording is not None else groups
+        forwards += [chunked.weights_by_event(chunk) for chunk in range(chunked.num_chunks)]
+    sizes = {name: prod(each.shape) * plan.compute_dtypes[name].itemsize for name, each in plan.compute.items()}
+    # a chunk may have one of several uses: what is held is gathered once in each chunk
+    return count_uses(groups, forwards, sizes, holds=plan.stages is not None)
 
 
 def _factor(plan: Plan) -> Factor:
