@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +92,9 @@ class Recording:
     measured: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """The modules whose code asks for the shape of a parameter, by the parameter's name."""
 
-    uses: list[str] = field(default_factory=list)
-    """The parameters in the order of use: a module's own where it is called, each where code reads its attribute."""
+    uses: list[tuple[Literal["use", "hold", "release"], str]] = field(default_factory=list)
+    """What was done with parameters, in order: a module's own are used where it is called, each where code reads its
+    attribute; what a module reads of its own it may use until its forward ends."""
     selecting: set[str] = field(default_factory=set)
     """The modules whose code selects by a condition on values, as a mixture of experts does; here it selected all."""
 
@@ -206,21 +207,34 @@ class _WholeCalls(TorchFunctionMode):
 class _NotedParameters(dict[str, Any]):
     """A module's ``_parameters`` that notes which are read as attributes."""
 
-    def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], uses: list[str]) -> None:
+    def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], uses: list[Any]) -> None:
         super().__init__(parameters)
-        self._names, self._uses = names, uses
+        self.names, self._uses = names, uses
+        self._read: list[list[str]] = []  # by each call of the module's forward that runs
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._names:
-            self._uses.append(self._names[name])
+        if name in self.names:
+            self._uses.append(("use", self.names[name]))
+            if self._read:
+                self._uses.append(("hold", self.names[name]))
+                self._read[-1].append(self.names[name])
         return super().__getitem__(name)
+
+    def enter(self) -> None:
+        """Notes that the module's forward begins."""
+        self._read.append([])
+        self._uses.extend(("use", name) for name in self.names.values())
+
+    def leave(self) -> None:
+        """Notes that it has ended."""
+        self._uses.extend(("release", name) for name in self._read.pop())
 
 
 @contextmanager
-def _running(model: nn.Module, uses: list[str]) -> Iterator[Callable[[], tuple[str, int]]]:
+def _running(model: nn.Module, uses: list[Any]) -> Iterator[Callable[[], tuple[str, int]]]:
     """Yields a function that returns the path of the module that runs, and the number of its call.
 
-    Notes in ``uses`` the parameters that are used.
+    Notes in ``uses`` what is done with parameters.
     """
     stack, calls, handles = [("", 0)], Counter[str](), []
     named: dict[nn.Module, dict[str, str]] = {}
@@ -234,10 +248,13 @@ def _running(model: nn.Module, uses: list[str]) -> Iterator[Callable[[], tuple[s
         def enter(module: nn.Module, args: Any, path: str = path) -> None:
             stack.append((path, calls[path]))
             calls[path] += 1
-            uses.extend(named.get(module, {}).values())
+            if isinstance(module._parameters, _NotedParameters):
+                module._parameters.enter()
 
-        def leave(*_: Any) -> None:
+        def leave(module: nn.Module, *_: Any) -> None:
             stack.pop()
+            if isinstance(module._parameters, _NotedParameters):
+                module._parameters.leave()
 
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
@@ -302,7 +319,7 @@ def record_forward(
 def _record(
     model: nn.Module, inputs: Any, within: Callable[[Recorded], Any], *, guess: bool
 ) -> tuple[Recording, int]:  # fmt: skip
-    uses: list[str] = []
+    uses: list[Any] = []
     with _running(model, uses) as where:
         recorded = Recorded(where, guess=guess)
         recording = recorded.recording

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -103,33 +103,49 @@ MOST_HELD = 2
 """Groups whose uses others interrupt are held if together they have at most as many times the bytes of the largest."""
 
 
+UseEvent = tuple[Literal["use", "hold", "release"], str]
+"""What a forward does with a parameter: it uses it; it reads it and may use it later; it does not any more."""
+
+
 def count_uses(
-    groups: Sequence[ParamGroup], forwards: Iterable[Iterable[str]], num_bytes: Mapping[str, int], *,
+    groups: Sequence[ParamGroup], forwards: Iterable[Iterable[UseEvent]], num_bytes: Mapping[str, int], *,
     holds: bool = False,
 ) -> tuple[ParamGroup, ...]:  # fmt: skip
     """Returns the param groups with the number of their uses, and whether they are held between these.
 
-    ``forwards`` are the names of parameters in the order of use, of each part of the model; ``num_bytes`` their bytes.
-    Groups that are used again are held if they are few, or if ``holds``; others are gathered for each use.
+    ``forwards`` are what each part of the model does with its parameters, in order; ``num_bytes`` their bytes. A group
+    that is used again is held if a module has read it meanwhile, if such groups are few, or if ``holds``; others are
+    gathered for each use.
 
     >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("b", ("b.w",))
-    >>> for group in count_uses(groups, [["a.w", "a.b", "b.w", "a.w"]], {"a.w": 8, "a.b": 2, "b.w": 8}):
+    >>> forward = [("use", name) for name in ("a.w", "a.b", "b.w", "a.w")]
+    >>> for group in count_uses(groups, [forward], {"a.w": 8, "a.b": 2, "b.w": 8}):
     ...     print(group.name, group.num_uses, group.is_held)
     a 2 True
     b 1 False
     """
     group_of = {name: group.name for group in groups for name in group.parameters}
-    times = Counter[str]()
-    for names in forwards:
-        used: list[str] = []  # the groups in order, each as often as it begins to be used
-        for name in (group_of[parameter] for parameter in names if parameter in group_of):
-            if used[-1:] != [name]:
-                used.append(name)
-        times |= Counter(used)
+    times, spanning = Counter[str](), set[str]()
+    for forward in forwards:
+        number, held = Counter[str](), Counter[str]()
+        unsharded: set[str] = set()
+        for kind, parameter in forward:
+            name = group_of.get(parameter)
+            if name is None:
+                continue
+            if kind != "use":
+                held[name] += 1 if kind == "hold" else -1
+            elif name not in unsharded:
+                others = {other for other in unsharded if held[other] > 0}
+                spanning |= others
+                number[name] += 1
+                unsharded = {name, *others}
+        times |= number
     sizes = {group.name: sum(num_bytes.get(name, 0) for name in group.parameters) for group in groups}
     again = {name for name, number in times.items() if number > 1}
     holds = holds or sum(sizes[name] for name in again) <= MOST_HELD * max(sizes.values(), default=0)
-    return tuple(g._replace(num_uses=max(1, times[g.name]), is_held=holds and g.name in again) for g in groups)
+    kept = spanning | (again if holds else set())
+    return tuple(g._replace(num_uses=max(1, times[g.name]), is_held=g.name in kept) for g in groups)
 
 
 def held_param_groups(groups: Sequence[ParamGroup], held: Collection[str]) -> tuple[ParamGroup, ...]:

@@ -62,6 +62,12 @@ class ShardedGroup:
     flats: tuple[FlatParameter, ...]
     hold: Hold = Hold.NONE
     state: UnshardStatus = UnshardStatus.SHARDED
+    num_readers: int = 0  # forwards that run and have read a parameter of it
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it stays unsharded while others are used."""
+        return self.hold is not Hold.NONE or self.num_readers > 0
 
     def unshard(self) -> None:
         """Starts the all-gathers of the parameters, unless they are under way or done."""
@@ -242,12 +248,12 @@ class Prefetcher:
 
     def _reshard_all_but(self, kept: Sequence[ShardedGroup]) -> None:
         for group in self.groups if self.reshard_after_use else ():
-            if group not in kept and group.hold is Hold.NONE:
+            if group not in kept and not group.is_held:
                 group.reshard()
 
     def _check_limit(self) -> None:
         if self.reshard_after_use:
-            num = sum(group.state is not UnshardStatus.SHARDED and group.hold is Hold.NONE for group in self.groups)
+            num = sum(group.state is not UnshardStatus.SHARDED and not group.is_held for group in self.groups)
             assert num <= self.num_prefetch + 1, f"{num} groups are unsharded, at most {self.num_prefetch + 1} may be"
 
     # ---- what autograd saves

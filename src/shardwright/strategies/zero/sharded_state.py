@@ -44,10 +44,10 @@ _Flats = dict[str, list[FlatParameter]]
 class _UnshardingParameters(dict[str, Any]):
     """A module's ``_parameters``: reading one as an attribute unshards its group first.
 
-    During the module's own forward (``num_running`` calls of it) no hold is needed. Other code that reads a parameter
-    holds its group until the next module is called, since one expression may read several. Code that lists all
-    parameters during an action holds the groups until the action ends, since it may keep the list. ``get`` reads a
-    parameter without unsharding it.
+    What the module's own forward reads stays unsharded until that forward ends, since it may call other modules before
+    it uses it. Other code that reads a parameter holds its group until the next module is called, since one expression
+    may read several. Code that lists all parameters during an action holds the groups until the action ends, since it
+    may keep the list. ``get`` reads a parameter without unsharding it.
     """
 
     def __init__(
@@ -55,12 +55,15 @@ class _UnshardingParameters(dict[str, Any]):
     ) -> None:
         super().__init__(parameters)
         self.groups, self.prefetcher = groups, prefetcher
-        self.num_running = 0
+        self.read: list[set[ShardedGroup]] = []  # by each call of the module's forward that runs
 
     def __getitem__(self, name: str) -> Any:
         if name in self.groups:
-            hold = Hold.NONE if self.num_running else Hold.UNTIL_NEXT_MODULE
-            self.prefetcher.ensure_unsharded(self.groups[name], hold)
+            group = self.groups[name]
+            self.prefetcher.ensure_unsharded(group, Hold.NONE if self.read else Hold.UNTIL_NEXT_MODULE)
+            if self.read and group not in self.read[-1]:
+                self.read[-1].add(group)
+                group.num_readers += 1
         return super().__getitem__(name)
 
     def items(self) -> Any:
@@ -80,13 +83,14 @@ class _UnshardingParameters(dict[str, Any]):
         _refuse_whole("a copy of the model")
 
     def pre_forward(self) -> None:
-        self.num_running += 1
+        self.read.append(set())
         self.prefetcher.on_module_call()
         for group in dict.fromkeys(self.groups.values()):
             self.prefetcher.ensure_unsharded(group)
 
     def post_forward(self) -> None:
-        self.num_running -= 1
+        for group in self.read.pop():
+            group.num_readers -= 1
 
 
 class FSDPState:

@@ -44,7 +44,7 @@ from shardwright.layout import Factor
 from shardwright.mesh import Coord
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
-from shardwright.plan.param_groups import ParamGroup, count_uses, merge_groups
+from shardwright.plan.param_groups import ParamGroup, UseEvent, count_uses, merge_groups
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
@@ -139,10 +139,10 @@ def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
     with suppress(Exception):  # of anybody's forward, without values
         recording = job.graph.run.recording if job.graph is not None and len(plan.param_groups) > 1 else None
     groups = merge_groups(plan.param_groups, recording.selecting if recording is not None else ())
-    forwards: list[Iterable[str]] = [recording.uses] if recording is not None else []
+    forwards: list[Iterable[UseEvent]] = [recording.uses] if recording is not None else []
     if isinstance(plan.stages, EventStages):
         chunked = plan.stages.chunked
-        forwards += [chunked.weights_by_event(chunk) for chunk in range(chunked.num_chunks)]
+        forwards += [[("use", name) for name in chunked.weights_by_event(n)] for n in range(chunked.num_chunks)]
     sizes = {name: prod(each.shape) * plan.compute_dtypes[name].itemsize for name, each in plan.compute.items()}
     # a chunk may have one of several uses: what is held is gathered once in each chunk
     return count_uses(groups, forwards, sizes, holds=plan.stages is not None)
