@@ -159,7 +159,7 @@ def attention(q, k, v, mask=None, **named):
         {"attn_mask": torch.rand(5, 5) < 0.7},
         {"enable_gqa": True},
     ],
-    ids=str,
+    ids=lambda named: "-".join(named),
 )
 def test_attention_that_drops_nothing_equals_torchs(named):
     heads = 2 if "enable_gqa" in named else 4

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -104,8 +105,7 @@ class KeyedDraws(TorchFunctionMode):
     ) -> Any:
         named = kwargs or {}
         if func is functional.multi_head_attention_forward:
-            with self:
-                return in_multihead(*args, **named)
+            return self._attend(func, args, named)
         call = draw_of(func, args, named)
         if call is None:
             return func(*args, **named)
@@ -122,6 +122,23 @@ class KeyedDraws(TorchFunctionMode):
             return _KEYED[again.kind](again, again.drawn(None), numbers)
 
         return handle_torch_function(drawn, (x,), *args, **named)
+
+    def _attend(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """Runs torch's attention with a keyed dropout; a mode below, which may not run it, sees one function."""
+        mine, first = self.running[-1], self.running[-1].number
+
+        @wraps(func)
+        def attended(*args: Any, **named: Any) -> Any:
+            mine.number = first
+            with self:
+                return in_multihead(*args, **named)
+
+        if not getattr(_get_current_function_mode(), "takes_draws", False):
+            return attended(*args, **named)
+        result = handle_torch_function(attended, args[:1], *args, **named)
+        given = _MULTIHEAD.bind(*args, **named).arguments
+        mine.number = first + bool(given.get("training", True) and given["dropout_p"] > 0)  # also where it did not run
+        return result
 
 
 def key_draws(
@@ -158,6 +175,9 @@ def _may_draw(module: nn.Module) -> bool:
     """Whether a module's own code may draw: code of other packages than torch and this one; torch's random layers."""
     known = type(module).__module__.startswith(("torch.nn.", "shardwright."))
     return not known or isinstance(module, DROPOUTS | nn.RNNBase | nn.RReLU)
+
+
+_MULTIHEAD = signature(functional.multi_head_attention_forward)
 
 
 def _around(
