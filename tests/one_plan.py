@@ -57,7 +57,7 @@ def one_plan_in_verify() -> Iterator[None]:
     def plan_of_verify(job: Any, layout: Any, strategies: Any = None) -> Any:
         shared_by(job.model)["plan"] = make_plan(job, layout, strategies), strategies
         if job.graph is not None:
-            job.graph.draws  # so that ranks at once do not record it all  # noqa: B018
+            _ = job.graph.draws  # recorded here once, and not by all ranks at the same time
             shared_by(job.model)["graph"] = job.graph
         return shared_by(job.model)["plan"][0]
 

@@ -123,7 +123,10 @@ class Draws:
 
 
 def draws_of(recording: Recording, axes: RunAxes, found: Iterable[FoundDraw], others: Iterable[str]) -> Draws:
-    """Returns the draws of a recorded run, from those that :class:`FindsDraws` noted; ``others`` are its generators."""
+    """Returns the draws of a recorded run, from those that :class:`FindsDraws` noted.
+
+    ``others`` are the generators beside torch's that the run drew from.
+    """
     draws = Draws(others=tuple(others), across=tuple(_across_samples(recording, axes)))
     for key, use, function in found:
         place = _place(use, recording, axes)

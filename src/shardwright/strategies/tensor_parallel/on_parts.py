@@ -115,8 +115,8 @@ def place_on_parts(job: Job, plan: Plan, mode: Mode, least: float, known: Plan |
 
     ``known`` is the plan that cuts the layers that the grid modes know. Less than ``least`` is enough where that would
     cut a parameter which other code than its own layer reads, as a head that is a table's transpose does.
-    That takes an example of the inputs, and samples that are cut rather than tokens. Models with backwards of their own
-    (hooks, autograd functions) do not run on parts: these would see parts of gradients.
+    It needs an example of the inputs, and a layout that does not cut tokens. Models with backwards of their own (hooks,
+    autograd functions) do not run on parts: these would see parts of gradients.
     """
     tokens = mode.dim == 1 or is_asked(plan)
     if not mode.axes or job.graph is None or job.roles or tokens or mode.pinned:
