@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwright import verify
-from shardwright.analysis import draws
+from shardwright.analysis import model_graph
 from shardwright.models import GPT, GPTConfig, MeanSquaredError
 from shardwright.verify.reference import DeviceDifference
 
@@ -191,11 +191,11 @@ def test_a_device_that_differs_from_itself_by_everything_allows_nothing_wrong(mo
 NAMES = [name for name, _ in Branches().named_parameters()]
 
 
-def test_all_runs_on_one_device_share_one_search_for_random_numbers(monkeypatch):
-    searches, find = [], draws._found
-    monkeypatch.setattr(draws, "_found", lambda *given: searches.append(given) or find(*given))
+def test_all_runs_on_one_device_share_one_record_of_the_model(monkeypatch):
+    records, record = [], model_graph._recorded
+    monkeypatch.setattr(model_graph, "_recorded", lambda *given: records.append(given) or record(*given))
     assert rounded("dp2").own_error
-    assert len(searches) == 2, "one here and one for the ranks, which share it in tests"
+    assert len(records) == 1, "which the ranks share in tests"
 
 
 def test_a_model_without_float32_inside_keeps_its_tolerance():

@@ -204,7 +204,7 @@ class _WholeCalls(TorchFunctionMode):
         return results
 
 
-class _NotedParameters(dict[str, Any]):
+class _RecordedParameters(dict[str, Any]):
     """A module's ``_parameters`` that notes which are read as attributes."""
 
     def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], uses: list[Any]) -> None:
@@ -242,18 +242,18 @@ def _running(model: nn.Module, uses: list[Any]) -> Iterator[Callable[[], tuple[s
         named.setdefault(module, {})[own] = name
     plain = {module: module._parameters for module in named}
     for module, names in named.items():
-        module._parameters = _NotedParameters(module._parameters, names, uses)
+        module._parameters = _RecordedParameters(module._parameters, names, uses)
     for path, module in model.named_modules():
 
         def enter(module: nn.Module, args: Any, path: str = path) -> None:
             stack.append((path, calls[path]))
             calls[path] += 1
-            if isinstance(module._parameters, _NotedParameters):
+            if isinstance(module._parameters, _RecordedParameters):
                 module._parameters.enter()
 
         def leave(module: nn.Module, *_: Any) -> None:
             stack.pop()
-            if isinstance(module._parameters, _NotedParameters):
+            if isinstance(module._parameters, _RecordedParameters):
                 module._parameters.leave()
 
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
