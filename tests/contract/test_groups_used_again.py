@@ -64,6 +64,14 @@ class Twice(Layers):
         return super().forward(x) + super().forward(x.flip(-1))
 
 
+class TwiceTied(Twice):
+    """One weight is that of two layers, so that its group is held; the others are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[3].up.weight = self.layers[0].up.weight
+
+
 class Asks(Layers):
     """Asks a layer's weight for its dtype before it calls others."""
 
@@ -85,7 +93,7 @@ def case_of(kind) -> Floats:
     return Floats(kind.__name__, kind(), CrossEntropy(), num_tokens=1)
 
 
-CASES = {kind.__name__: case_of(kind) for kind in (PassesDown, Inside, Twice, Asks)}
+CASES = {kind.__name__: case_of(kind) for kind in (PassesDown, Inside, Twice, TwiceTied, Asks)}
 
 
 @pytest.mark.sampled(5)
@@ -104,7 +112,7 @@ def test_what_a_forward_uses_again_is_right_and_gathered_as_often_as_traffic_say
 def test_layers_that_run_twice_are_gathered_twice_and_not_all_held():
     plan, _ = planned("dp2/zero3/bucket:0", CASES["Twice"])
     layers = [group for group in plan.param_groups if group.name.startswith("layers.")]
-    assert [(group.num_uses, group.is_held) for group in layers] == [(2, False)] * 4
+    assert [(group.num_gathers, group.is_held) for group in layers] == [(2, False)] * 4
 
 
 class ReadsValues(PassesDown):

@@ -12,14 +12,14 @@ from torch import nn
 class ParamGroup(NamedTuple):
     """A block of the model, and the names of its parameters, which are unsharded, reduced and updated as one.
 
-    ``num_uses``: how often a forward begins to use it, with uses of other groups between. ``is_held``: it stays
-    unsharded between these, since that takes little memory. ``is_selected``: which of its parameters a forward uses
+    ``num_gathers``: how often ZeRO-3 unshards it in a forward. ``is_held``: it stays unsharded until the forward or
+    backward ends, as it is used again after other groups. ``is_selected``: which of its parameters a forward uses
     depends on the samples, as the experts of a mixture.
     """
 
     name: str
     parameters: tuple[str, ...]
-    num_uses: int = 1
+    num_gathers: int = 1
     is_held: bool = False
     is_selected: bool = False
 
@@ -104,48 +104,59 @@ MOST_HELD = 2
 
 
 UseEvent = tuple[Literal["use", "hold", "release"], str]
-"""What a forward does with a parameter: it uses it; it reads it and may use it later; it does not any more."""
+"""What a forward does with a parameter, or its group: it uses it; it may use it later too; it will not any more."""
 
 
-def count_uses(
+def count_gathers(
     groups: Sequence[ParamGroup], forwards: Iterable[Iterable[UseEvent]], num_bytes: Mapping[str, int], *,
-    holds: bool = False,
+    shared: Collection[str] = (), holds: bool = False,
 ) -> tuple[ParamGroup, ...]:  # fmt: skip
-    """Returns the param groups with the number of their uses, and whether they are held between these.
+    """Returns the param groups with how often a forward gathers each, and whether they are held until it ends.
 
     ``forwards`` are what each part of the model does with its parameters, in order; ``num_bytes`` their bytes. A group
-    that is used again is held if a module has read it meanwhile, if such groups are few, or if ``holds``; others are
-    gathered for each use.
+    is held if it has a parameter in ``shared``, those of several modules. One that is used again is held if a module
+    has read it meanwhile, if such groups are few, or if ``holds``; others are gathered for each use.
 
     >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("b", ("b.w",))
     >>> forward = [("use", name) for name in ("a.w", "a.b", "b.w", "a.w")]
-    >>> for group in count_uses(groups, [forward], {"a.w": 8, "a.b": 2, "b.w": 8}):
-    ...     print(group.name, group.num_uses, group.is_held)
-    a 2 True
+    >>> for group in count_gathers(groups, [forward], {"a.w": 8, "a.b": 2, "b.w": 8}):
+    ...     print(group.name, group.num_gathers, group.is_held)
+    a 1 True
     b 1 False
     """
     group_of = {name: group.name for group in groups for name in group.parameters}
+    sizes = {group.name: sum(num_bytes.get(name, 0) for name in group.parameters) for group in groups}
+    events = [[(kind, group_of[name]) for kind, name in forward if name in group_of] for forward in forwards]
+    kept = {group_of[name] for name in shared if name in group_of}
+    while True:  # what is held no longer interrupts others
+        times, spanning = _times_gathered(events, kept)
+        again = {name for name, number in times.items() if number > 1}
+        few = sum(sizes[name] for name in again) <= MOST_HELD * max(sizes.values(), default=0)
+        if kept >= (more := spanning | (again if holds or few else set())):
+            break
+        kept |= more
+    return tuple(g._replace(num_gathers=max(1, times[g.name]), is_held=g.name in kept) for g in groups)
+
+
+def _times_gathered(forwards: Sequence[Sequence[UseEvent]], kept: Collection[str]) -> tuple[Counter[str], set[str]]:
+    """Returns how often a forward gathers each group, and the groups that a module has read while others are used.
+
+    The events are those of groups; those in ``kept`` stay unsharded.
+    """
     times, spanning = Counter[str](), set[str]()
-    for forward in forwards:
+    for events in forwards:
         number, held = Counter[str](), Counter[str]()
         unsharded: set[str] = set()
-        for kind, parameter in forward:
-            name = group_of.get(parameter)
-            if name is None:
-                continue
+        for kind, name in events:
             if kind != "use":
                 held[name] += 1 if kind == "hold" else -1
             elif name not in unsharded:
-                others = {other for other in unsharded if held[other] > 0}
-                spanning |= others
+                read = {other for other in unsharded if held[other] > 0}
+                spanning |= read
                 number[name] += 1
-                unsharded = {name, *others}
+                unsharded = {name, *read, *unsharded.intersection(kept)}
         times |= number
-    sizes = {group.name: sum(num_bytes.get(name, 0) for name in group.parameters) for group in groups}
-    again = {name for name, number in times.items() if number > 1}
-    holds = holds or sum(sizes[name] for name in again) <= MOST_HELD * max(sizes.values(), default=0)
-    kept = spanning | (again if holds else set())
-    return tuple(g._replace(num_uses=max(1, times[g.name]), is_held=g.name in kept) for g in groups)
+    return times, spanning
 
 
 def held_param_groups(groups: Sequence[ParamGroup], held: Collection[str]) -> tuple[ParamGroup, ...]:

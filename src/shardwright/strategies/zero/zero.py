@@ -21,7 +21,8 @@ Shapes: a sharded parameter, its gradient and its optimizer state are 1-D: the e
     this rank's shard of its flat sequence. Some ranks may have none of them.
 Traffic: for each flat sequence of P elements, stage 1 one all-gather and one reduce-scatter; stage 2 one all-gather
     and m reduce-scatters; stage 3 in each microbatch one all-gather forward, one backward and one reduce-scatter (a
-    sequence that two chunks of one stage use is gathered for each). Frozen parameters are gathered and not reduced.
+    sequence that two chunks of one stage use is gathered for each, and one that a forward uses again after many others
+    for each use). Frozen parameters are gathered and not reduced.
     Stages 1 and 2 gather also the groups that a forward does not use. In stage 3 ranks compare their calls, once a
     step, in one or two all-reduces of two numbers for each set of ranks with shards, counted with the core.
 Raises: PlanError, in stage 3, on every rank: ranks that share shards use param groups in different orders.
@@ -30,6 +31,7 @@ Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054; two levels: Wang et a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,6 +39,7 @@ from math import prod
 from typing import ClassVar, Literal
 
 from shardwright.analysis.recording import Recording
+from shardwright.analysis.structure import owners
 from shardwright.comm.axis import Axis
 from shardwright.errors import LayoutError
 from shardwright.forward_stack import Rung
@@ -44,7 +47,7 @@ from shardwright.layout import Factor
 from shardwright.mesh import Coord
 from shardwright.plan.event_stages import EventStages
 from shardwright.plan.option import StrategyOption
-from shardwright.plan.param_groups import ParamGroup, UseEvent, count_uses, merge_groups
+from shardwright.plan.param_groups import ParamGroup, UseEvent, count_gathers, merge_groups
 from shardwright.plan.plan import Job, Plan
 from shardwright.plan.traffic import StepCalls, Traffic
 from shardwright.runtime.applied import Applied
@@ -110,13 +113,13 @@ class Zero:
     def traffic(self, plan: Plan, batch: StepCalls, coord: Coord) -> tuple[Traffic, ...]:
         """Returns the all-gathers and reduce-scatters of every flat parameter of which this rank stores a shard."""
         stage, size, num_microbatches = _stage(plan), plan.mesh["dp"], plan.layout.num_microbatches
-        found, uses = [], {each.name: 1 if each.is_held else each.num_uses for each in plan.param_groups}
+        found, times = [], {each.name: each.num_gathers for each in plan.param_groups}
         for group in _groups(plan, stage):
             first, num_elements = group.parameters[0], group.num_elements(plan, coord)
             if not num_elements or size == 1:
                 continue
             chunks = chunks_using(plan, group.param_group, coord)
-            gathers = 2 * num_microbatches * uses[group.param_group] * len(chunks) if stage == 3 else 1
+            gathers = 2 * num_microbatches * times[group.param_group] * len(chunks) if stage == 3 else 1
             found.append(Traffic("all_gather", "dp", num_elements * plan.compute_dtypes[first].itemsize, size, gathers))
             if group.trained:
                 wide = plan.stored_dtypes if first in plan.fp32_sums else plan.compute_dtypes
@@ -144,8 +147,10 @@ def _groups_as_used(job: Job, plan: Plan) -> tuple[ParamGroup, ...]:
         chunked = plan.stages.chunked
         forwards += [[("use", name) for name in chunked.weights_by_event(n)] for n in range(chunked.num_chunks)]
     sizes = {name: prod(each.shape) * plan.compute_dtypes[name].itemsize for name, each in plan.compute.items()}
+    users = Counter(name for _, _, _, name in owners(job.model))
+    shared = [name for name, number in users.items() if number > 1 and plan.stages is None]
     # a chunk may have one of several uses: what is held is gathered once in each chunk
-    return count_uses(groups, forwards, sizes, holds=plan.stages is not None)
+    return count_gathers(groups, forwards, sizes, shared=shared, holds=plan.stages is not None)
 
 
 def _factor(plan: Plan) -> Factor:
