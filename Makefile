@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## installs, verifies, trains, resumes under another layout, samples, writes a page (5 minutes)
 	$(BIN)/python examples/demo.py --out runs/demo
 
-test: $(READY)  ## unit, doctest and property tests, one size of each strategy (5 minutes on two cores)
+test: $(READY)  ## unit, doctest and property tests, one size of each strategy (under 4 minutes on two quiet cores)
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --tier test
 
 contract: $(READY) ## the whole product: every strategy, size, pair, model, schedule, checkpoint
