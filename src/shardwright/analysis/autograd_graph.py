@@ -1,4 +1,4 @@
-"""The nodes of an autograd graph."""
+"""Walks the graph that autograd has recorded: its nodes, and the parameters that a backward will reach."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class _Events(TorchFunctionMode):
         if all(name is None for name in takes):
             return self._free(func, args, named, given, draw)
         versions, before = [tensor._version for tensor in given], self._work.now()
-        # what the model's own code decides between its modules, every stage would have to know
+        # every stage runs the code between modules, so that code may not decide by values that one stage has
         selected, self._values.selects_all = self._values.num_selected, self._running[-1][0] != ""
         try:
             results = call_on_meta(func, args, named, self._device)

@@ -30,7 +30,7 @@ class RecordedRun:
 
     @cached_property
     def axes(self) -> RunAxes:
-        """Which dims of the run's tensors go together."""
+        """Which dims of the run's tensors are cut together, as the outputs of a layer and the inputs of the next."""
         return axes_of(self.recording)
 
     @cached_property

@@ -133,7 +133,7 @@ def write_alone(
     world: World, final: Path, token: str, write: Callable[[Path], Any], merge: Callable[[list[Any]], Manifest], *,
     keep: int, failure: BaseException, most_s: float,
 ) -> bool:  # fmt: skip
-    """Writes a checkpoint when a rank has failed and messages no longer arrive; True on the rank that completes it.
+    """Writes a checkpoint without messages, after a rank has failed; returns True on the one rank that completes it.
 
     Each rank that holds the state calls it, with its own failure: first one whose failure is not that of another, which
     ends the others' calls. Unless all ranks come within ``JOIN_S`` nothing is written. The last rank to write completes

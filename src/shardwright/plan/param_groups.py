@@ -84,14 +84,18 @@ def _holds_blocks(module: nn.Module) -> bool:
 def merge_groups(groups: Sequence[ParamGroup], modules: Collection[str]) -> tuple[ParamGroup, ...]:
     """Returns the param groups, those with parameters inside one of these modules joined to one, and marked.
 
-    >>> groups = ParamGroup("a", ("a.w",)), ParamGroup("m.0", ("m.0.w",)), ParamGroup("m.1", ("m.1.w",))
+    A module with more than half of all parameter tensors is left alone: one group would hold most of the model.
+
+    >>> groups = ParamGroup("a", ("a.w", "a.b")), ParamGroup("m.0", ("m.0.w",)), ParamGroup("m.1", ("m.1.w",))
     >>> [group.parameters for group in merge_groups(groups, ["m"])]
-    [('a.w',), ('m.0.w', 'm.1.w')]
+    [('a.w', 'a.b'), ('m.0.w', 'm.1.w')]
+    >>> len(merge_groups(groups[1:], ["m"]))
+    2
     """
-    found = list(groups)
+    found, num_parameters = list(groups), sum(len(group.parameters) for group in groups)
     for path in sorted(modules):
         inside = [g for g in found if any(name.startswith(f"{path}.") for name in g.parameters)]
-        if inside:
+        if inside and 2 * sum(len(g.parameters) for g in inside) <= num_parameters:
             names = tuple(name for group in inside for name in group.parameters)
             name = inside[0].name if len(inside) == 1 else f"{inside[0].name}..{inside[-1].name}"
             found[found.index(inside[0])] = ParamGroup(name, names, is_selected=True)

@@ -33,11 +33,10 @@ def writing(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked_folder(world: World, out: Path, *, new: bool = False) -> Iterator[IO[str] | None]:
-    """Locks ``out`` on rank 0, and yields the locked file there; raises on every rank if another run has it.
+    """Locks a run's folder on rank 0 during the block, and yields its lock file there, None on other ranks.
 
-    The system releases a dead run's lock.
-
-    A ``new`` run is refused too if another has begun and ended there since the folder was found to be free.
+    The system releases a dead run's lock. Raises: PlanError, on every rank: another run has the lock, or, where this
+    one is ``new``, has begun and ended there since the folder was found to be free.
     """
     everyone = world.everyone()
     with contextlib.ExitStack() as stack:

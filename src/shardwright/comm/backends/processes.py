@@ -73,7 +73,7 @@ def run_here(
     try:
         result = work(world, *args)
         world.wait_pending()
-    except BaseException as failure:
+    except BaseException as failure:  # a request to stop too: a checkpoint under way is finished first
         world.join_writers()
         if isinstance(failure, CommunicationError):
             time.sleep(failures.GRACE_S)  # lets the rank that failed first write its note first

@@ -64,7 +64,7 @@ def cut_model(job: Job, plan: Plan, num_chunks: int, asked: Mapping[str, Any]) -
 
 
 def _most_work(stages: Stages | EventStages) -> float:
-    """Returns the share of the work that the chunk with most of it has."""
+    """Returns the share of all work that the chunk with the most work has."""
     works = [cost.work for cost in stages.costs]
     return max(works) / (sum(works) or 1.0)
 

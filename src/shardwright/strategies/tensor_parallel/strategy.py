@@ -121,9 +121,9 @@ class TensorParallel:
         return place_on_parts(job, plan, mode, least, known) or known
 
     def _without_selected(self, job: Job, mode: Mode) -> Job:
-        """Returns the job with the layers copied that code calls by values, as the experts of a mixture.
+        """Returns the job with layers set to "copied" whose calls depend on activations, as those of experts do.
 
-        Where an axis cuts samples, ranks would call other ones, and wait for each other in their collectives.
+        Where an axis cuts samples, ranks would call different layers, and wait for each other in their collectives.
         """
         if not mode.row_axes or job.graph is None or _is_known(job.model):
             return job
